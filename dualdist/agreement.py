@@ -1,0 +1,129 @@
+"""What the members of a process set agree on before each collective.
+
+Every member sends 32 bytes: a digest of its call, its state, and a free number. When all digests are equal, which is
+the case that must be fast, nothing more is sent. Otherwise the members exchange the whole calls, and each of them
+reaches the same verdict from the same list: run (some ranks have joined), raise (the calls differ), or again (a
+member failed a call of its own that nobody else made).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .backends.base import Group
+from .types import Call
+
+__all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "resolve")
+
+ACTIVE, JOINED, FAILED = range(3)
+_MESSAGE = struct.Struct("<16sB7xq")  # digest, state, the call's free number
+_COMPARED = 24
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one member came with."""
+
+    state: int
+    call: Call
+    error: str = ""
+    """For a FAILED entry: what was wrong with the call on its rank."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all members do now."""
+
+    call: Call | None
+    """What the active members run; None when every member has joined, and when there is nothing to run."""
+    joined: frozenset[int] = frozenset()
+    """Places of the members that have joined."""
+    extras: tuple[int, ...] = ()
+    """Every member's free number."""
+    error: str | None = None
+    """Why the members in `raising` raise instead."""
+    raising: frozenset[int] = frozenset()
+    drained: tuple[Call, ...] = ()
+    """Calls of the raising members that are under way already and that the others must see through."""
+
+
+def agree(group: Group, entry: Entry) -> Verdict:
+    """Return the members' verdict on what each of them came with. Collective over `group`."""
+    identity = repr(entry.call.identity).encode()
+    digest = hashlib.blake2b(identity, digest_size=16).digest()
+    message = _MESSAGE.pack(digest, entry.state, entry.call.extra)
+    messages = group.exchange(message)
+    if entry.state == ACTIVE and all(other[:_COMPARED] == message[:_COMPARED] for other in messages):
+        return Verdict(entry.call, extras=tuple(_MESSAGE.unpack(other)[2] for other in messages))
+    payload = pickle.dumps(entry)
+    lengths = [int.from_bytes(part, "little") for part in group.exchange(len(payload).to_bytes(8, "little"))]
+    entries = [pickle.loads(part) for part in group.exchange(payload.ljust(max(lengths), b"\0"))]
+    return resolve(entries, group.ranks)
+
+
+def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
+    """Return the verdict on `entries`; `ranks` are the members' global ranks, for the message."""
+    failed = [entry for entry in entries if entry.state == FAILED]
+    active = {place: entry.call for place, entry in enumerate(entries) if entry.state == ACTIVE}
+    joined = frozenset(place for place, entry in enumerate(entries) if entry.state == JOINED)
+    if failed:
+        # A failed call has partners only where the same line of the user's code was called.
+        sites = {entry.call.site for entry in failed}
+        partners = frozenset(place for place, call in active.items() if call.site in sites)
+        return Verdict(None, joined, error=_failure(entries, ranks), raising=partners)
+    if not active:
+        return Verdict(None, joined)
+    first = next(iter(active.values()))
+    everyone = frozenset(active)
+    if any(call.identity != first.identity for call in active.values()):
+        started = {call.identity: call for call in active.values() if call.under_way}
+        return Verdict(None, joined, error=_mismatch(active, ranks), raising=everyone, drained=tuple(started.values()))
+    if joined and not first.joinable:
+        members = ", ".join(str(ranks[place]) for place in sorted(joined))
+        return Verdict(
+            None, joined, raising=everyone,
+            error=f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined.",
+        )  # fmt: skip
+    return Verdict(first, joined, tuple(entry.call.extra for entry in entries))
+
+
+def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for place, call in active.items():
+        groups[str(call), call.where].append(ranks[place])
+    rows = [f"  {_ranks(members)} called {call} at {where}" for (call, where), members in groups.items()]
+    return "\n".join(
+        [
+            f"Mismatched {_difference(list(active.values()))} between ranks:",
+            *rows,
+            "Every rank of a process set must call the same collectives in the same order.",
+        ]
+    )
+
+
+def _difference(calls: Sequence[Call]) -> str:
+    """Return the first thing in which `calls` differ."""
+    if len({call.kind for call in calls}) > 1:
+        return "collectives"
+    for key, _ in calls[0].arguments:
+        if len({repr(dict(call.arguments).get(key)) for call in calls}) > 1:
+            return key
+    return "name"
+
+
+def _failure(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
+    rows = [
+        f"  rank {ranks[place]} failed in {entry.call} at {entry.call.where}: {entry.error}"
+        for place, entry in enumerate(entries)
+        if entry.state == FAILED
+    ]
+    return "\n".join(["The call failed on another rank before it could start:", *rows])
+
+
+def _ranks(members: Sequence[int]) -> str:
+    return f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"

@@ -1,0 +1,68 @@
+"""The engines. A backend is imported only when it is asked for; nothing outside this folder compares their names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+
+from ..errors import BackendUnavailableError, ConfigurationError
+from ..types import Launch
+from .base import Backend, Group, Work
+
+__all__ = ("BACKENDS", "Backend", "Group", "Work", "choose", "load")
+
+BACKENDS = {
+    "torch": ("dualdist.backends.torch", "TorchBackend", "torch"),
+    "horovod": ("dualdist.backends.horovod", "HorovodBackend", "horovod"),
+    "local": ("dualdist.backends.local", "LocalBackend", "torch"),
+}
+"""name -> (module, class, the package it needs)."""
+
+_INSTALL = {"horovod": "ci/install-horovod", "torch": "pip install torch"}
+
+
+def load(name: str) -> type[Backend]:
+    """Return the backend class called `name`.
+
+    Raises ConfigurationError for an unknown name, BackendUnavailableError when what it needs is not installed.
+    """
+    if name not in BACKENDS:
+        raise ConfigurationError(f"`backend` must be one of {', '.join(BACKENDS)}, but is {name!r} instead.")
+    module, attribute, package = BACKENDS[name]
+    if importlib.util.find_spec(package) is None:
+        raise BackendUnavailableError(
+            f"`backend` is {name!r}, but {package} is not installed. Install it with {_INSTALL[package]}, "
+            "or choose another backend."
+        )
+    backend: type[Backend] = getattr(importlib.import_module(module), attribute)
+    return backend
+
+
+def choose(asked: str | None, launch: Launch, env: Mapping[str, str]) -> tuple[type[Backend], str]:
+    """Return the backend class to use and, in a few words, why.
+
+    The order: the argument of `init`, DUALDIST_BACKEND, an engine that already runs in this process, what the
+    launcher stands for.
+    """
+    if asked is not None:
+        return load(asked), "asked for by init(backend=)"
+    if env.get("DUALDIST_BACKEND"):
+        return load(env["DUALDIST_BACKEND"]), "asked for by DUALDIST_BACKEND"
+    for name, (module, _, package) in BACKENDS.items():
+        engine = {"torch": "torch.distributed", "horovod": "horovod.torch"}.get(name)
+        if engine in sys.modules and importlib.util.find_spec(package) and load(name).is_running():
+            return load(name), f"{engine} already runs in this process"
+    if launch.size == 1 and launch.launcher == "python" and launch.init_method is None:
+        return load("local"), "a single process"
+    if _stands_for_horovod(launch, env):
+        return load("horovod"), f"started by {launch.launcher} with Horovod installed"
+    return load("torch"), f"started by {launch.launcher}"
+
+
+def _stands_for_horovod(launch: Launch, env: Mapping[str, str]) -> bool:
+    """Return whether the launcher stands for Horovod: horovodrun, or mpirun with Horovod built for MPI."""
+    if launch.launcher not in ("horovodrun", "mpirun") or importlib.util.find_spec("horovod") is None:
+        return False
+    return launch.launcher == "horovodrun" or load("horovod").can_start(launch, env)

@@ -1,0 +1,288 @@
+"""Real Horovod as an engine, with its Gloo or its MPI controller.
+
+What it guarantees: operations are matched by name, so any order works, and a coordinator compares what the ranks pass
+under one name. What it lacks: it cannot start under a launcher that is not its own, its Gloo controller never
+notices a missing rank, only contiguous tensors of five dtypes reduce, and `horovod.torch.synchronize` spins. So it is
+started by hand where the launcher cannot, names are given per group in call order, and waiting sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+
+from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
+from ..launch import Place, nodes, own_address, topology
+from ..types import Launch, Settings
+from .base import Backend, Group, Work
+from .rendezvous import open_store, serve_store
+
+__all__ = ("HorovodBackend",)
+
+_SLEEP_SECONDS = (0.00005, 0.001)
+"""The first and the longest pause between two looks at an operation; Horovod's own cycle is 1 ms."""
+
+
+@contextlib.contextmanager
+def _wrapped() -> Iterator[None]:
+    """Turn what Horovod raises into this package's errors."""
+    try:
+        yield
+    except (hvd.HorovodInternalError, RuntimeError) as error:
+        if isinstance(error, HorovodInternalError):
+            raise
+        raise HorovodInternalError(str(error)) from error
+
+
+class _HorovodWork(Work):
+    def __init__(self, handle: int, output: torch.Tensor | None, timeout: float) -> None:
+        self._handle = handle
+        self._output = output
+        self._deadline = time.monotonic() + timeout
+
+    def wait(self) -> None:
+        pause, longest = _SLEEP_SECONDS
+        with _wrapped():
+            while not hvd.poll(self._handle):
+                if time.monotonic() > self._deadline:
+                    raise StallError("A collective did not finish in time.")
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            result = hvd.synchronize(self._handle)
+        if self._output is not None:
+            self._output.copy_(result[0] if isinstance(result, tuple) else result)
+
+    def done(self) -> bool:
+        return bool(hvd.poll(self._handle))
+
+
+class _HorovodGroup(Group):
+    reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+    def __init__(self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float) -> None:
+        super().__init__(ranks, rank)
+        self._set = process_set
+        self._prefix = prefix
+        self._timeout = timeout
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device if device.type == "cuda" and hvd.nccl_built() else torch.device("cpu")
+
+    def _started(self, handle: int, output: torch.Tensor | None = None) -> Work:
+        return _HorovodWork(handle, output, self._timeout)
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+        with _wrapped():
+            return self._started(
+                hvd.allreduce_async_(tensor, name=f"{self._prefix}.allreduce.{lane}", op=op, process_set=self._set)
+            )
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        with _wrapped():
+            return self._started(
+                hvd.broadcast_async_(tensor, self.ranks[root], name=f"{self._prefix}.broadcast", process_set=self._set)
+            )
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        with _wrapped():
+            return self._started(
+                hvd.allgather_async(tensor, name=f"{self._prefix}.allgather", process_set=self._set), output
+            )
+
+    def allgatherv(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        output = torch.empty(sum(counts), dtype=torch.uint8, device=tensor.device)
+        self.allgather(output, tensor).wait()
+        return output
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        splits = torch.tensor(sent, dtype=torch.int32)
+        with _wrapped():
+            return self._started(
+                hvd.alltoall_async(tensor, splits, name=f"{self._prefix}.alltoall", process_set=self._set), output
+            )
+
+
+class HorovodBackend(Backend):
+    name = "horovod"
+    _kept = False
+    """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
+
+    def __init__(self, settings: Settings, server: Any, adopted: bool) -> None:
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
+        self._timeout = settings.stall_timeout_seconds
+        self._server = server
+        self._adopted = adopted
+        self._numbers = itertools.count()
+        self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
+        self._store = self._open_store()
+
+    @staticmethod
+    def _controller() -> str:
+        return "mpi" if hvd.mpi_enabled() else "gloo"
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return bool(hvd.is_initialized()) and not cls._kept
+
+    @classmethod
+    def can_start(cls, launch: Launch, env: Mapping[str, str]) -> bool:
+        if launch.launcher == "mpirun":
+            return bool(hvd.mpi_built())
+        return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+
+    @classmethod
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> HorovodBackend:
+        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
+            raise BackendUnavailableError(
+                "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
+                "Build it with ci/install-horovod."
+            )
+        if cls.is_running():
+            return cls(settings, None, adopted=True)
+        transport = transport or env.get("DUALDIST_TRANSPORT")
+        if transport not in (None, "gloo", "mpi", "nccl"):
+            raise ConfigurationError(f"`transport` must be one of nccl, gloo, mpi, but is {transport!r} instead.")
+        cls._check_transport(transport, launch, env)
+        if cls._kept:
+            cls._kept = False
+            return cls(settings, None, adopted=False)
+        server, variables = None, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+        if not (cls.can_start(launch, env) or launch.size == 1) or (launch.launcher == "mpirun" and transport == "gloo"):
+            server, bootstrap = _bootstrap(launch, env, settings.stall_timeout_seconds)
+            variables |= bootstrap
+        with _environment(variables), _wrapped():
+            hvd.init()
+        return cls(settings, server, adopted=False)
+
+    @classmethod
+    def _check_transport(cls, transport: str | None, launch: Launch, env: Mapping[str, str]) -> None:
+        if transport == "mpi" and (not hvd.mpi_built() or (launch.launcher != "mpirun" and launch.size > 1)):
+            raise BackendUnavailableError(
+                f"`transport` is 'mpi', but Horovod's MPI controller needs MPI built in and mpirun as launcher, while "
+                f"this is {launch.launcher}. Start with mpirun, or choose gloo."
+            )
+        if transport == "gloo" and not hvd.gloo_built():
+            raise BackendUnavailableError("`transport` is 'gloo', but Horovod was built without Gloo. Build it anew.")
+        if transport == "nccl" and not hvd.nccl_built():
+            raise BackendUnavailableError("`transport` is 'nccl', but Horovod was built without NCCL. Build it anew.")
+
+    def _open_store(self) -> dist.Store | None:
+        """Serve a store from rank 0, its address broadcast by Horovod itself."""
+        if self.size == 1:
+            return None
+        timeout = timedelta(seconds=self._timeout)
+        store = None
+        if self.rank == 0:
+            host = "127.0.0.1" if hvd.local_size() == self.size else socket.gethostbyname(socket.getfqdn())
+            store = serve_store(host, timeout)
+            hvd.broadcast_object((host, store.port), name="dualdist.store")
+            return store
+        host, port = hvd.broadcast_object(None, name="dualdist.store")
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        key = tuple(ranks)
+        with _wrapped():
+            if key not in self._sets:
+                self._sets[key] = hvd.add_process_set(list(ranks))
+            prefix = f"dualdist.{next(self._numbers)}"
+            return _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
+
+    def shutdown(self) -> None:
+        self._store = None
+        if self._adopted or not hvd.is_initialized():
+            return
+        if self._controller() == "mpi":
+            HorovodBackend._kept = True
+            return
+        hvd.shutdown()
+        if self._server is not None:
+            self._server.stop()
+
+    @property
+    def store(self) -> dist.Store | None:
+        return self._store
+
+    def facts(self) -> Mapping[str, bool | int]:
+        names = ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "ddl_built", "ccl_built",
+                 "cuda_built", "rocm_built")  # fmt: skip
+        return {name: getattr(hvd, name)() for name in names}
+
+
+def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[Any, dict[str, str]]:
+    """Do what horovodrun would have done: return rank 0's rendezvous server and what hvd.init() reads.
+
+    The variables are those of horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build
+    with MPI from starting MPI as well.
+    """
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    store = open_store(launch, env, timeout)
+    store.set(f"place/{launch.rank}", json.dumps([socket.gethostname(), launch.local_rank]))
+    places: list[Place] = [tuple(json.loads(store.get(f"place/{rank}"))) for rank in range(launch.size)]
+    worlds, names = topology(places), nodes(places)
+    server = None
+    if launch.rank == 0:
+        server = RendezvousServer()
+        address = "127.0.0.1" if len({host for host, _ in places}) == 1 else socket.gethostbyname(socket.gethostname())
+        port = server.start()
+        server.init(
+            [SlotInfo(names[w.rank], w.rank, w.local_rank, w.cross_rank, w.size, w.local_size, w.cross_size) for w in worlds]
+        )
+        store.set("rendezvous", f"{address}:{port}")
+    host, _, found = store.get("rendezvous").decode().rpartition(":")
+    mine = worlds[launch.rank]
+    return server, {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": env.get("HOROVOD_GLOO_IFACE") or _interface(own_address(host)),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": found,
+        "HOROVOD_HOSTNAME": names[launch.rank],
+        "HOROVOD_RANK": str(mine.rank),
+        "HOROVOD_SIZE": str(mine.size),
+        "HOROVOD_LOCAL_RANK": str(mine.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(mine.local_size),
+        "HOROVOD_CROSS_RANK": str(mine.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(mine.cross_size),
+    }
+
+
+def _interface(address: str) -> str:
+    """Return the network interface that has `address`."""
+    import psutil  # comes with Horovod
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return str(name)
+    raise ConfigurationError(f"No network interface has the address {address}. Set HOROVOD_GLOO_IFACE to the right one.")
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` while Horovod reads them (through getenv), and leave no trace for a later launch detection."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

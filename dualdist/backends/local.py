@@ -1,0 +1,82 @@
+"""The world of one process. Every collective is the identity, so that no other file asks whether the size is 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..errors import ConfigurationError
+from ..types import Launch, Settings
+from .base import Backend, Group, Work
+
+__all__ = ("LocalBackend",)
+
+
+class _Done(Work):
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class _LocalGroup(Group):
+    reduce_dtypes = frozenset(
+        {
+            torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16,
+            torch.int32, torch.int64,
+        }
+    )  # fmt: skip
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+        return _Done()
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        return _Done()
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        output.copy_(tensor)
+        return _Done()
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        output.copy_(tensor)
+        return _Done()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+class LocalBackend(Backend):
+    name = "local"
+    transport = "local"
+    rank = 0
+    size = 1
+
+    @classmethod
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> LocalBackend:
+        if launch.size != 1:
+            raise ConfigurationError(
+                f"`backend` must be torch or horovod, but is 'local' instead while the world size is "
+                f"{launch.describe('size')}. The local backend is for a single process."
+            )
+        return cls()
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        return
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        return _LocalGroup(ranks, self.rank)
+
+    @property
+    def store(self) -> None:
+        return None

@@ -1,0 +1,179 @@
+"""torch.distributed as an engine: nccl, gloo, or MPI through mpi4py.
+
+What it guarantees: collectives of one process group run in the order in which they were called. What it lacks, and is
+made up for above the seam: gloo does not notice that ranks pass different shapes, and nobody notices that they call
+different collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
+from ..types import Launch, Max, Min, Product, Settings, Sum
+from .base import Backend, Group, Work
+from .rendezvous import open_store
+
+__all__ = ("TorchBackend",)
+
+_OPS = {Sum: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX, Product: dist.ReduceOp.PRODUCT}
+_TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "dualdist_mpi"}
+"""transport -> torch's name for it; tensors on the CPU always have a way."""
+
+
+@contextlib.contextmanager
+def _wrapped() -> Iterator[None]:
+    """Turn what c10d raises into this package's errors."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise StallError(f"A collective did not finish in time: {text}") from error
+        raise HorovodInternalError(text) from error
+
+
+class _TorchWork(Work):
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _wrapped():
+            self._work.wait()
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class _TorchGroup(Group):
+    reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+    def __init__(self, ranks: Sequence[int], rank: int, process_group: Any, cuda: bool) -> None:
+        super().__init__(ranks, rank)
+        self._pg = process_group
+        self._cuda = cuda
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device if self._cuda and device.type == "cuda" else torch.device("cpu")
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        with _wrapped():
+            return _TorchWork(self._pg.allreduce([tensor], options))
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with _wrapped():
+            return _TorchWork(self._pg.broadcast([tensor], options))
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        with _wrapped():
+            return _TorchWork(self._pg._allgather_base(output, tensor))
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        with _wrapped():
+            return _TorchWork(self._pg.alltoall_base(output, tensor, list(received), list(sent)))
+
+    def close(self) -> None:
+        if self._pg is not None and dist.is_initialized():
+            dist.destroy_process_group(self._pg)
+        self._pg = None
+
+
+class TorchBackend(Backend):
+    name = "torch"
+
+    def __init__(self, transport: str, store: dist.Store | None, timeout: timedelta, adopted: bool) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.transport = transport
+        self._store = store
+        self._timeout = timeout
+        self._adopted = adopted
+        self._groups: list[_TorchGroup] = []
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    @classmethod
+    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> TorchBackend:
+        timeout = timedelta(seconds=settings.stall_timeout_seconds)
+        if cls.is_running():
+            running = "nccl" if "nccl" in dist.get_backend() else "mpi" if "mpi" in dist.get_backend() else "gloo"
+            if transport not in (None, running):
+                raise ConfigurationError(
+                    f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed already runs on it."
+                )
+            return cls(running, dist.distributed_c10d._get_default_store(), timeout, adopted=True)
+        transport = cls._transport(transport or env.get("DUALDIST_TRANSPORT"), launch)
+        store = open_store(launch, env, settings.stall_timeout_seconds)
+        device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
+        with _wrapped():
+            dist.init_process_group(
+                _TRANSPORTS[transport], store=store, rank=launch.rank, world_size=launch.size, timeout=timeout,
+                device_id=device,
+            )  # fmt: skip
+        return cls(transport, store, timeout, adopted=False)
+
+    @classmethod
+    def _transport(cls, asked: str | None, launch: Launch) -> str:
+        if asked is not None and asked not in _TRANSPORTS:
+            raise ConfigurationError(f"`transport` must be one of {', '.join(_TRANSPORTS)}, but is {asked!r} instead.")
+        nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        if asked == "nccl" and not nccl:
+            raise BackendUnavailableError(
+                "`transport` is 'nccl', but no CUDA device is usable here. Choose gloo, or install a CUDA build of torch."
+            )
+        if nccl and asked in (None, "nccl"):
+            torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
+            return "nccl"
+        if asked == "mpi":
+            from . import mpi
+
+            mpi.require(launch)
+        return asked or "gloo"
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        with _wrapped():
+            process_group = dist.new_group(list(ranks), backend=_TRANSPORTS[self.transport], timeout=self._timeout)
+        group = _TorchGroup(ranks, self.rank, process_group if self.rank in ranks else None, self.transport == "nccl")
+        self._groups.append(group)
+        return group
+
+    def shutdown(self) -> None:
+        if not dist.is_initialized():
+            return
+        if not self._adopted:
+            dist.destroy_process_group()
+            return
+        for group in self._groups:
+            group.close()
+
+    @property
+    def store(self) -> dist.Store | None:
+        return self._store
+
+    def facts(self) -> Mapping[str, bool | int]:
+        version = torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (0, 0, 0)
+        major, minor, patch = (*version, 0, 0)[:3]
+        return {
+            "mpi_built": self.transport == "mpi" or dist.is_mpi_available(),
+            "mpi_enabled": self.transport == "mpi",
+            "gloo_built": dist.is_gloo_available(),
+            "gloo_enabled": self.transport != "mpi",
+            "nccl_built": major * 10000 + minor * 100 + patch,
+            "cuda_built": torch.version.cuda is not None,
+            "rocm_built": torch.version.hip is not None,
+        }

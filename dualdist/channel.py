@@ -1,0 +1,171 @@
+"""The ordered line of collectives of one process set: agreement first, then the data.
+
+Synchronous calls run in the caller's thread when nothing is queued; asynchronous ones, and calls behind them, run in
+one worker thread. Either way the members of the process set meet in the order in which the calls were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from .agreement import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
+from .backends.base import Group
+from .call_site import call_site
+from .errors import CollectiveMismatchError, HorovodInternalError, StallError
+from .stall import StallWatch
+from .types import Call
+
+__all__ = ("Channel", "Execute", "StandIn")
+
+_LAST_CALLS_SECONDS = 1.0
+
+T = TypeVar("T")
+Execute = Callable[[Group, Verdict], T]
+"""What to do with the group once the members agree."""
+StandIn = Callable[[Call, Group, Verdict], None]
+"""What a rank that has joined does instead."""
+
+
+class Channel:
+    """The collectives of one process set, in order."""
+
+    def __init__(
+        self, name: str, control: Group, data: Group, gradients: Group, watch: StallWatch, stand_in: StandIn
+    ) -> None:
+        self.group = data
+        self.gradients = gradients
+        """Gradients go their own way, in an order of their own; see grad_sync."""
+        self._name = name
+        self._control = control
+        self._watch = watch
+        self._stand_in = stand_in
+        self._turn = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._counting = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._number = 0
+        self._broken: str | None = None
+        watch.add_line(name, data.ranks)
+
+    def run(self, call: Call, execute: Execute[T]) -> T:
+        """Carry out `call` and return what `execute` returns. Collective over the process set.
+
+        Raises CollectiveMismatchError when the members called different things, StallError when one never came,
+        HorovodInternalError when the engine failed.
+        """
+        if self._queued == 0 and self._turn.acquire(blocking=False):
+            try:
+                return self._perform(call, execute)
+            finally:
+                self._turn.release()
+        return self.submit(call, execute).result()
+
+    def submit(self, call: Call, execute: Execute[T]) -> Future[T]:
+        """Queue `call` and return at once."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(self._perform(call, execute))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._enqueue(job)
+        return future
+
+    def fail(self, kind: str, error: Exception) -> None:
+        """Tell the other members that this rank could not make its call, without waiting for them."""
+        entry = Entry(FAILED, Call(kind, site=call_site()), str(error))
+        self._enqueue(lambda: self._notify(entry))
+
+    def join(self) -> int:
+        """Answer the others' collectives until every member has joined; return the rank that joined last."""
+        done: Future[int] = Future()
+        call = Call("join", site=call_site())
+
+        def job() -> None:
+            try:
+                done.set_result(self._answer(call))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._enqueue(job)
+        return done.result()
+
+    def close(self) -> None:
+        """End the worker after what is queued, unless that waits for ranks which do not come."""
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join(_LAST_CALLS_SECONDS)
+        for group in (self.group, self.gradients, self._control):
+            group.close()
+
+    def _enqueue(self, job: Callable[[], None]) -> None:
+        with self._counting:
+            self._queued += 1
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=f"dualdist-{self._name}", daemon=True)
+                self._worker.start()
+            self._queue.put(job)
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._turn:
+                job()
+            with self._counting:
+                self._queued -= 1
+
+    def _perform(self, call: Call, execute: Execute[T]) -> T:
+        while True:
+            verdict = self._agree(Entry(ACTIVE, call))
+            if self._control.rank in verdict.raising:
+                raise CollectiveMismatchError(verdict.error)
+            if verdict.call is not None:
+                with self._guarded(call):
+                    return execute(self.group, verdict)
+
+    def _answer(self, call: Call) -> int:
+        before: frozenset[int] = frozenset()
+        while True:
+            verdict = self._agree(Entry(JOINED, call))
+            if len(verdict.joined) == self.group.size:
+                return self.group.ranks[max(verdict.joined - before or verdict.joined)]
+            before = verdict.joined
+            if verdict.call is not None:
+                with self._guarded(verdict.call):
+                    self._stand_in(verdict.call, self.group, verdict)
+
+    def _notify(self, entry: Entry) -> None:
+        with contextlib.suppress(HorovodInternalError):  # the others' error, if any, is raised by the next call
+            self._agree(entry)
+
+    def _agree(self, entry: Entry) -> Verdict:
+        with self._guarded(entry.call):
+            verdict = agree(self._control, entry)
+            for call in verdict.drained:
+                if call.identity != entry.call.identity:
+                    self._stand_in(call, self.group, verdict)
+            return verdict
+
+    @contextlib.contextmanager
+    def _guarded(self, call: Call) -> Iterator[None]:
+        """Watch the body for a stall, and remember that nothing works after an engine's failure."""
+        if self._broken is not None:
+            raise HorovodInternalError(f"{call} cannot run: {self._broken} Call shutdown() and init() to start anew.")
+        self._number += 1
+        try:
+            with self._watch.waiting(self._name, self._number, call):
+                yield
+        except StallError as error:
+            missing = self._watch.missing(self._name, self._number)
+            self._broken = f"{call} at {call.where} stalled; missing ranks: {missing}."
+            raise StallError(self._broken) from error
+        except HorovodInternalError as error:
+            self._broken = f"an earlier collective failed on this rank: {error}"
+            raise

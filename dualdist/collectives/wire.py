@@ -1,0 +1,100 @@
+"""Between users' tensors and what an engine takes: flat, contiguous, on the wire device, of a dtype it knows.
+
+Data that is only moved travels as bytes, so every dtype moves on every engine. Data that is reduced travels in a
+dtype which the engine reduces: small integers and bool as int32, bfloat16 as float32, complex numbers as pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..backends.base import Group
+from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
+
+__all__ = ("as_bytes", "check_reducible", "from_bytes", "neutral", "pack", "reduction_dtype", "unpack")
+
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bfloat16: torch.float32,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float32,
+}
+_NATIVE = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+
+def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the numbers of `tensor` as ((n,), uint8) on the wire device; a view where that is possible."""
+    flat = tensor.detach().to(group.wire_device(tensor.device)).contiguous().reshape(-1)
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    return flat.view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return ((n,), uint8) as a tensor of `shape` with the dtype and on the device of `like`."""
+    if data.storage_offset() % like.element_size():
+        data = data.clone()
+    return data.view(like.dtype).reshape(tuple(shape)).to(like.device)
+
+
+def check_reducible(dtype: torch.dtype, op: int) -> None:
+    """Raise ValueError unless numbers of `dtype` can be reduced by `op`."""
+    if op not in range(len(REDUCE_OP_NAMES)):
+        raise ValueError(f"`op` must be one of {', '.join(REDUCE_OP_NAMES)}, but is {op!r} instead.")
+    name, kind = REDUCE_OP_NAMES[op], str(dtype).removeprefix("torch.")
+    if dtype not in _WIDER and dtype not in _NATIVE:
+        raise ValueError(f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first.")
+    if dtype is torch.bool and op in (Average, Adasum):
+        raise ValueError(f"`op` must be Sum, Min, Max or Product for bool, but is {name} instead.")
+    if dtype.is_complex and op not in (Average, Sum):
+        raise ValueError(f"`op` must be Average or Sum for {kind}, but is {name} instead.")
+    if op == Adasum and not dtype.is_floating_point:
+        raise ValueError(f"`tensor` must be of a floating-point dtype for Adasum, but is {kind} instead.")
+
+
+def reduction_dtype(dtype: torch.dtype, group: Group) -> torch.dtype:
+    """Return the dtype in which numbers of `dtype` are reduced by `group`."""
+    if dtype in group.reduce_dtypes and dtype is not torch.bool:
+        return dtype
+    return _WIDER[dtype]
+
+
+def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the numbers of `tensors` behind one another, (n,) of `dtype` on `device`; never a view of them."""
+    flat = [
+        (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().reshape(-1).to(device, dtype)
+        for t in tensors
+    ]
+    return torch.cat(flat)
+
+
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the numbers of `flat` into `tensors`, the reverse of `pack`; integers wrap as they do in torch."""
+    start = 0
+    for tensor in tensors:
+        target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        part = flat[start : start + target.numel()].view(target.shape)
+        target.copy_(part != 0 if target.dtype is torch.bool else part)
+        start += target.numel()
+
+
+def neutral(dtype: torch.dtype, op: int) -> float | int:
+    """Return the number that does not change the others' result: what a rank that has joined contributes."""
+    if op in (Sum, Average, Adasum):
+        return 0
+    if op == Product:
+        return 1
+    sign = {Min: 1, Max: -1}[op]
+    if dtype.is_floating_point:
+        return sign * math.inf
+    if dtype is torch.bool:
+        return op == Min
+    info = torch.iinfo(dtype)
+    return info.max if op == Min else info.min

@@ -1,0 +1,56 @@
+"""The errors that dualdist raises.
+
+    Exception
+    ├─ ValueError
+    │  └─ ConfigurationError           an option, the environment or the installation is wrong
+    │     ├─ BackendUnavailableError   the backend is known but cannot run here
+    │     └─ WorldMismatchError        the launcher and the engine disagree on the world
+    └─ RuntimeError
+       └─ HorovodInternalError         a collective failed; elastic training recovers from it
+          ├─ NotInitializedError       also a ValueError, as Horovod's rank() and size() raise one
+          ├─ CollectiveMismatchError   the ranks called different things
+          └─ StallError                a rank never came
+
+Horovod's class names are kept where a script may catch them: `HorovodInternalError` and the built-in
+`ValueError` for arguments that are wrong on this rank alone (horovod/common/exceptions.py, adapter_v2.cc:189).
+"""
+
+from __future__ import annotations
+
+__all__ = (
+    "BackendUnavailableError",
+    "CollectiveMismatchError",
+    "ConfigurationError",
+    "HorovodInternalError",
+    "NotInitializedError",
+    "StallError",
+    "WorldMismatchError",
+)
+
+
+class ConfigurationError(ValueError):
+    """An option, an environment variable or the installation is wrong; the message is one line with the remedy."""
+
+
+class BackendUnavailableError(ConfigurationError):
+    """The backend or transport is known, but cannot run on this machine."""
+
+
+class WorldMismatchError(ConfigurationError):
+    """The engine joined another world than the launcher started."""
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed on this rank. Same name and role as horovod.common.exceptions.HorovodInternalError."""
+
+
+class NotInitializedError(HorovodInternalError, ValueError):
+    """A call needs `init()` first. A ValueError as in Horovod's rank(), a HorovodInternalError as in its ops."""
+
+
+class CollectiveMismatchError(HorovodInternalError):
+    """The members of a process set called different collectives; every one of them raises this."""
+
+
+class StallError(HorovodInternalError):
+    """A member of the process set did not call the collective within the stall timeout."""

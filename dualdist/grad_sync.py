@@ -1,0 +1,332 @@
+"""Gradients of all ranks combined while backward still runs, complete when `backward()` returns.
+
+Hooks on the parameters copy each new gradient into its bucket and send buckets strictly in order; a callback at the
+end of backward sends what is left, waits, and puts views of the buckets in the gradients' place. One implementation
+serves both engines, every style of wrapper, gradient accumulation, parameters that a rank does not use, sparse
+gradients, and ranks that have joined.
+
+The order of sending needs no agreement because it is fixed by the layout, which is compared once when the
+synchronisation is made. That it takes place is announced on the ordinary line of collectives at the end of backward,
+without waiting for the answer before the data is under way: so a rank that does something else is an error on all
+ranks, and a rank that has joined knows that it must take part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .backends.base import Group, Work
+from .buckets import Bucket, Slot, as_real, lay_out
+from .call_site import call_site
+from .collectives.move import gather_rows
+from .collectives.reduce import Reduction, scale_
+from .collectives.wire import reduction_dtype
+from .compression import Compressor
+from .context import current
+from .errors import CollectiveMismatchError
+from .process_sets import ProcessSet, channel_of
+from .types import REDUCE_OP_NAMES, Average, Call, Sum
+
+__all__ = ("GradSync", "SyncOptions")
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """How gradients are combined."""
+
+    reduction: Reduction
+    compression: type[Compressor]
+    passes: int
+    process_set: ProcessSet
+    sparse_as_dense: bool = False
+
+
+class _Param:
+    """One parameter, and how many backwards have added to its gradient since ranks combined theirs."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.passes = 0
+        self.hook: Any = None
+
+    def accumulated(self) -> bool:
+        """Note one more backward; return whether it added to a gradient that was there already.
+
+        The gradient carries its version at the last look: a new tensor has none, and one that was zeroed in between
+        is two versions on.
+        """
+        grad = self.tensor.grad
+        added = bool(getattr(grad, "_dualdist_version", None) == grad._version - 1)  # type: ignore[union-attr]
+        self.passes = self.passes + 1 if added else 1
+        self.note()
+        return added
+
+    def note(self) -> None:
+        """Remember the gradient as it is now."""
+        if self.tensor.grad is not None:
+            self.tensor.grad._dualdist_version = self.tensor.grad._version  # type: ignore[attr-defined]
+
+    def is_uncombined(self) -> bool:
+        """Return whether the gradient holds something that the other ranks have not seen."""
+        return self.passes > 0 or (self.hook is None and self.tensor.grad is not None)
+
+
+class GradSync:
+    """Combines the gradients of some parameters over a process set, at the end of every backward that completes them."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions, groups: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self.options = options
+        self._groups = groups
+        self._params: list[_Param] = []
+        self._sparse: set[int] = set()
+        self._world: weakref.ref[Any] | None = None
+        self._place = -1
+        self._sent = False
+        """Whether gradients were combined since the last step."""
+        self.add(named)
+
+    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take in more parameters. Collective over the process set: the layout is compared between the ranks."""
+        self._params += [_Param(name, tensor) for name, tensor in named]
+        self._watch()
+        self._lay_out()
+        self._enter_world()
+
+    def _watch(self) -> None:
+        """Hook onto the parameters that need gradients by now."""
+        here = weakref.ref(self)
+        for index, param in enumerate(self._params):
+            if param.hook is None and param.tensor.requires_grad:
+                param.hook = param.tensor.register_post_accumulate_grad_hook(_hook(here, index))
+
+    def _lay_out(self) -> None:
+        tensors = [param.tensor for param in self._params]
+        self._buckets = lay_out(tensors, self._sparse, self._groups)
+        self._bucket_of = {slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots}
+        self._flats: dict[int, torch.Tensor] = {}
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._fired: set[int] = set()
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._works: list[tuple[torch.Tensor, Work]] = []
+        self._task = -1
+
+    def _enter_world(self) -> None:
+        """Make this synchronisation known to the ranks of the world that is joined now, and compare its layout."""
+        context = current()
+        options = self.options
+        layout = tuple((p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.device.type) for p in self._params)
+        call = Call(
+            "DistributedOptimizer",
+            (
+                ("parameters", layout),
+                ("op", REDUCE_OP_NAMES[options.reduction.op]),
+                ("prescale_factor", options.reduction.prescale_factor),
+                ("postscale_factor", options.reduction.postscale_factor),
+                ("compression", options.compression.__name__),
+                ("groups", self._groups and tuple(map(tuple, self._groups))),
+            ),
+            site=call_site(),
+        )
+        channel_of(options.process_set).run(call, lambda group, verdict: None)
+        if self._world is None or self._world() is not context:
+            self._world = weakref.ref(context)
+            self._place = len(context.grad_syncs)
+            context.grad_syncs.append(weakref.ref(self))
+
+    # What backward does
+
+    def fire(self, index: int) -> None:
+        """Take the gradient that backward has just completed for the parameter at `index`."""
+        param, task = self._params[index], torch._C._current_graph_task_id()
+        if param.accumulated() and param.passes > self.options.passes:
+            self._check_repeatable(param)
+        if task != self._task:
+            if self._fired:  # an earlier backward raised before its end
+                self._start_over()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+        self._fired.add(index)
+        if param.passes >= self.options.passes:
+            self._missing[self._bucket_of[index]] -= 1
+            while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
+                self._send_next()
+
+    def _check_repeatable(self, param: _Param) -> None:
+        if self.options.reduction.op == Average:  # averaging an average again changes nothing
+            return
+        raise AssertionError(
+            f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
+            "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
+        )
+
+    def _end_of_backward(self) -> None:
+        if any(self._params[index].passes >= self.options.passes for index in self._fired):
+            self.combine()
+        else:
+            self._fired.clear()
+            self._task = -1
+
+    def finish(self) -> None:
+        """Combine what backward has left over, before a step. Collective when something is left."""
+        if not self._sent or any(param.is_uncombined() for param in self._params):
+            self.combine()
+        self._watch()
+
+    def fill(self) -> None:
+        """Give parameters that no rank has used a gradient of zeros, as Horovod does (horovod/torch/optimizer.py:177)."""
+        for param in self._params:
+            if param.tensor.requires_grad and param.tensor.grad is None:
+                param.tensor.grad = torch.zeros_like(param.tensor)
+
+    def stepped(self) -> None:
+        """Note that the gradients were used."""
+        self._sent = False
+
+    def check_skippable(self) -> None:
+        """Skipping a synchronisation is always possible here."""
+
+    def set_passes(self, passes: int) -> None:
+        """Set how many backwards accumulate before gradients are combined."""
+        self.options = replace(self.options, passes=passes)
+
+    # Sending and receiving
+
+    def combine(self) -> None:
+        """Send what is not under way yet, wait for all of it, and put the results into the gradients."""
+        while len(self._works) < len(self._buckets):
+            self._send_next()
+        group = channel_of(self.options.process_set).gradients
+        try:
+            self._announce().result()
+        except CollectiveMismatchError:
+            self._receive(group, keep=False)  # the others see the data through before they raise as well
+            self._start_over()
+            raise
+        self._receive(group, keep=True)
+        for param in self._params:
+            param.passes = 0
+            param.note()
+        self._sent = True
+        self._start_over()
+
+    def contribute_nothing(self) -> None:
+        """Take part in the others' `combine` as a rank that has joined."""
+        self._start_over()
+        while len(self._works) < len(self._buckets):
+            self._send_next(empty=True)
+        self._receive(channel_of(self.options.process_set).gradients, keep=False)
+        self._start_over()
+
+    def _announce(self) -> Future[None]:
+        if self._world is None or self._world() is not current():
+            self._enter_world()
+        call = Call(
+            "gradient synchronization", (("grad_sync", self._place),), site=call_site(), joinable=True, under_way=True
+        )
+        return channel_of(self.options.process_set).submit(call, lambda group, verdict: None)
+
+    def _send_next(self, empty: bool = False) -> None:
+        place = len(self._works)
+        bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
+        flat = self._flat(place, bucket)
+        counts = torch.zeros(2 * len(bucket.slots))
+        for number, slot in enumerate(bucket.slots):
+            grad = None if empty else self._contribution(slot.param)
+            if grad is not None:
+                counts[2 * number + grad.is_sparse] = 1
+            self._fill(slot, slot.view(flat), grad)
+        flat[bucket.numel :].copy_(counts)
+        wire = self._to_wire(flat, group)
+        scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
+        self._works.append((wire, group.allreduce_(wire, Sum, lane=f"{self._place}.{place}")))
+
+    def _fill(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Write `grad` into the bucket, zeros for none; what stands there and is still in use moves out."""
+        if grad is not None and not grad.is_sparse:
+            if grad.data_ptr() != view.data_ptr():
+                view.copy_(as_real(grad))
+            return
+        tensor = self._params[slot.param].tensor
+        if tensor.grad is not None and not tensor.grad.is_sparse and tensor.grad.data_ptr() == view.data_ptr():
+            tensor.grad = tensor.grad.clone()
+        view.zero_()
+
+    def _flat(self, place: int, bucket: Bucket) -> torch.Tensor:
+        if place not in self._flats:
+            self._flats[place] = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+        return self._flats[place]
+
+    def _contribution(self, index: int) -> torch.Tensor | None:
+        grad = self._params[index].tensor.grad
+        if grad is None or (self._sent and self._params[index].passes == 0):  # combined already, not added to since
+            return None
+        if grad.is_sparse and self.options.sparse_as_dense:
+            return grad.to_dense()
+        return grad
+
+    def _to_wire(self, flat: torch.Tensor, group: Group) -> torch.Tensor:
+        compressed, _ = self.options.compression.compress(flat)
+        dtype = reduction_dtype(compressed.dtype, group)
+        return compressed.to(group.wire_device(flat.device), dtype)
+
+    def _receive(self, group: Group, keep: bool) -> None:
+        sparse: set[int] = set()
+        reduction = self.options.reduction
+        factor = reduction.postscale_factor / (group.size if reduction.op == Average else 1)
+        for (place, bucket), (wire, work) in zip(enumerate(self._buckets), self._works, strict=True):
+            work.wait()
+            flat = self._flats[place]
+            scale_(wire[: bucket.numel], factor)
+            if wire.data_ptr() != flat.data_ptr():
+                flat.copy_(wire)
+            counts = wire[bucket.numel :].tolist()
+            sparse.update(slot.param for slot, count in zip(bucket.slots, counts[1::2], strict=True) if count)
+            if keep:
+                for slot, count in zip(bucket.slots, counts[::2], strict=True):
+                    if count:
+                        self._store(slot.param, slot.view(flat))
+        for index in sorted(sparse):
+            self._combine_sparse(group, index, keep)
+        if sparse - self._sparse:
+            self._sparse |= sparse
+            self._lay_out()
+
+    def _store(self, index: int, combined: torch.Tensor) -> None:
+        tensor = self._params[index].tensor
+        if tensor.is_complex():
+            combined = torch.view_as_complex(combined)
+        if tensor.grad is not None and tensor.grad.is_sparse:  # sparse_as_dense
+            combined = combined.to_sparse(tensor.grad.sparse_dim())
+        tensor.grad = combined
+
+    def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
+        param = self._params[index].tensor
+        grad = self._contribution(index) if keep else None
+        mine = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), param.new_zeros(0, *param.shape[1:]), param.shape)
+        if grad is not None:
+            mine = grad.coalesce()
+        indices, values = gather_rows(group, [mine.indices().t().contiguous(), mine.values()])
+        if keep:
+            if self.options.reduction.op == Average:
+                values = values / group.size
+            param.grad = torch.sparse_coo_tensor(indices.t(), values, param.shape, device=param.device).coalesce()
+
+
+def _hook(sync: weakref.ref[GradSync], index: int) -> Any:
+    def fire(_: torch.Tensor) -> None:
+        alive = sync()
+        if alive is not None:
+            alive.fire(index)
+
+    return fire

@@ -1,0 +1,61 @@
+"""MPI as mpi4py sees it: whether it is usable here, and the end of it.
+
+mpi4py's own exit handler waits in MPI_Finalize for every other process, also when this one dies of an exception and
+the others are blocked on it. So the handler is replaced: a clean exit finalizes, an exit by exception does not, and
+mpirun then ends the job at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ("broadcast_address", "library", "world_size")
+
+
+@functools.cache
+def library() -> Any | None:
+    """Return mpi4py's MPI module with MPI initialised, or None when it is not usable here."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    already = sys.modules.get("mpi4py.MPI")
+    import mpi4py
+
+    if already is None:
+        mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # the MPI library is absent, or not the one that mpi4py was built for
+        return None
+    if already is None and MPI.Is_initialized():
+        _finalize_unless_failed(MPI)
+    return MPI
+
+
+def _finalize_unless_failed(library: Any) -> None:
+    failed = []
+    hook = sys.excepthook
+
+    def note(*exception: Any) -> None:
+        failed.append(exception[0])
+        hook(*exception)
+
+    sys.excepthook = note
+    atexit.register(lambda: None if failed or library.Is_finalized() else library.Finalize())
+
+
+def world_size() -> int:
+    """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
+    mpi = library()
+    return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
+
+
+def broadcast_address(host: str, serve: Callable[[str], int]) -> tuple[str, int]:
+    """Return rank 0's `host` and the port that its `serve(host)` gives. Collective over MPI's world."""
+    comm = library().COMM_WORLD  # type: ignore[union-attr]
+    host, port = comm.bcast((host, serve(host)) if comm.Get_rank() == 0 else None)
+    return host, port

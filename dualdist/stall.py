@@ -1,0 +1,105 @@
+"""Noticing that a rank never comes, on any engine.
+
+A rank that has waited for `stall_warn_seconds` says so in the job's store; rank 0 reads what the others say and logs
+which ranks are missing for which call. It is one thread that looks around a few times in that span; no collective
+pays for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from .types import Call, Settings
+
+__all__ = ("StallWatch",)
+
+logger = logging.getLogger("dualdist")
+
+
+class StallWatch:
+    """Watches the collectives of one world for missing ranks."""
+
+    def __init__(self, store: Any, rank: int, settings: Settings) -> None:
+        self._store = store
+        self._rank = rank
+        self._settings = settings
+        self._waiting: dict[str, tuple[int, Call, float]] = {}  # line -> (number, call, since)
+        self._reported: set[tuple[str, int]] = set()
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._read = 0
+        self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+        self._logged: set[tuple[str, int]] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="dualdist-stall", daemon=True)
+        if store is not None:
+            self._thread.start()
+
+    def add_line(self, line: str, ranks: tuple[int, ...]) -> None:
+        """Make the members of `line` known."""
+        self._members[line] = ranks
+
+    @contextlib.contextmanager
+    def waiting(self, line: str, number: int, call: Call) -> Iterator[None]:
+        """Watch the body, the `number`-th collective of `line`."""
+        self._waiting[line] = (number, call, time.monotonic())
+        try:
+            yield
+        finally:
+            self._waiting.pop(line, None)
+
+    def missing(self, line: str, number: int) -> list[int]:
+        """Return the ranks that have not said that they wait in the `number`-th collective of `line`."""
+        with contextlib.suppress(RuntimeError):  # the store goes with rank 0
+            self._collect()
+        came = self._reports[line, number].keys() | {self._rank}
+        return [rank for rank in self._members[line] if rank not in came]
+
+    def close(self) -> None:
+        """End the watch."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._store = None
+
+    def _look(self) -> None:
+        pause = min(5.0, max(0.02, self._settings.stall_warn_seconds / 8))
+        while not self._stop.wait(pause):
+            with contextlib.suppress(RuntimeError):  # the store goes with rank 0, and the job with it
+                self._report()
+                if self._rank == 0:
+                    self._collect()
+                    self._log()
+
+    def _report(self) -> None:
+        for line, (number, call, since) in list(self._waiting.items()):
+            waited = time.monotonic() - since
+            if waited < self._settings.stall_warn_seconds or (line, number) in self._reported:
+                continue
+            self._reported.add((line, number))
+            place = self._store.add("stall/count", 1)
+            text = f"{call} at {call.where}"
+            self._store.set(f"stall/{place}", json.dumps([line, number, self._rank, text]))
+
+    def _collect(self) -> None:
+        count = self._store.add("stall/count", 0)
+        while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
+            self._read += 1
+            line, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
+            self._reports[line, number][rank] = text
+
+    def _log(self) -> None:
+        for key in [key for key in self._reports if key not in self._logged]:
+            self._logged.add(key)
+            came = self._reports[key]
+            missing = [rank for rank in self._members[key[0]] if rank not in came]
+            logger.warning(
+                "Stalled for %g s: %s is waited for by ranks %s; missing ranks: %s.",
+                self._settings.stall_warn_seconds, next(iter(came.values())), sorted(came), missing,
+            )  # fmt: skip
