@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .collectives.allreduce import grouped_allreduce_
 from .collectives.adasum import check_adasum_size
+from .collectives.allreduce import grouped_allreduce_
 from .compression import Compressor
 from .process_sets import ProcessSet, channel_of
 from .types import Adasum
@@ -24,7 +24,11 @@ class AdasumStep:
     """Combines the steps of one optimizer. Has the methods of GradSync that DistributedOptimizer calls."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, compression: type[Compressor], passes: int, process_set: ProcessSet
+        self,
+        optimizer: torch.optim.Optimizer,
+        compression: type[Compressor],
+        passes: int,
+        process_set: ProcessSet,
     ) -> None:
         check_adasum_size(channel_of(process_set).group.size)
         self._optimizer = optimizer
@@ -37,7 +41,12 @@ class AdasumStep:
 
     def fill(self) -> None:
         """Remember the weights before the step."""
-        params = [param for group in self._optimizer.param_groups for param in group["params"] if param.requires_grad]
+        params = [
+            param
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        ]
         self._before = [(param, param.detach().clone()) for param in params]
 
     def stepped(self) -> None:
@@ -45,7 +54,9 @@ class AdasumStep:
         before, self._before = self._before, []
         with torch.no_grad():
             pairs = [self._compression.compress(param - start) for param, start in before]
-            combined: Any = grouped_allreduce_([sent for sent, _ in pairs], op=Adasum, process_set=self._process_set)
+            combined: Any = grouped_allreduce_(
+                [sent for sent, _ in pairs], op=Adasum, process_set=self._process_set
+            )
             for (param, start), change, (_, ctx) in zip(before, combined, pairs, strict=True):
                 param.copy_(start + self._compression.decompress(change, ctx))
 

@@ -82,7 +82,9 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
     everyone = frozenset(active)
     if any(call.identity != first.identity for call in active.values()):
         started = {call.identity: call for call in active.values() if call.under_way}
-        return Verdict(None, joined, error=_mismatch(active, ranks), raising=everyone, drained=tuple(started.values()))
+        return Verdict(
+            None, joined, error=_mismatch(active, ranks), raising=everyone, drained=tuple(started.values())
+        )
     if joined and not first.joinable:
         members = ", ".join(str(ranks[place]) for place in sorted(joined))
         return Verdict(

@@ -53,7 +53,9 @@ class Bucket:
         return self.numel + 2 * len(self.slots)
 
 
-def lay_out(params: Sequence[torch.Tensor], left_out: set[int], groups: Sequence[Sequence[int]] | None) -> list[Bucket]:
+def lay_out(
+    params: Sequence[torch.Tensor], left_out: set[int], groups: Sequence[Sequence[int]] | None
+) -> list[Bucket]:
     """Return buckets for `params` (by index) in the order in which backward is expected to fill them: the last first.
 
     left_out: parameters whose gradients are sparse; they keep their counts but no room. groups: parameters that must

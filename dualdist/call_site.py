@@ -22,4 +22,9 @@ def call_site() -> tuple[str, int]:
 
 @functools.cache
 def _passed_over(file: str) -> bool:
-    return file.startswith(_OURS) or _TORCH in file or file.endswith(f"{os.sep}contextlib.py") or file.startswith("<")
+    return (
+        file.startswith(_OURS)
+        or _TORCH in file
+        or file.endswith(f"{os.sep}contextlib.py")
+        or file.startswith("<")
+    )

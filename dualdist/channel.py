@@ -142,7 +142,9 @@ class Channel:
                     self._stand_in(verdict.call, self.group, verdict)
 
     def _notify(self, entry: Entry) -> None:
-        with contextlib.suppress(HorovodInternalError):  # the others' error, if any, is raised by the next call
+        with contextlib.suppress(
+            HorovodInternalError
+        ):  # the others' error, if any, is raised by the next call
             self._agree(entry)
 
     def _agree(self, entry: Entry) -> Verdict:
@@ -157,7 +159,9 @@ class Channel:
     def _guarded(self, call: Call) -> Iterator[None]:
         """Watch the body for a stall, and remember that nothing works after an engine's failure."""
         if self._broken is not None:
-            raise HorovodInternalError(f"{call} cannot run: {self._broken} Call shutdown() and init() to start anew.")
+            raise HorovodInternalError(
+                f"{call} cannot run: {self._broken} Call shutdown() and init() to start anew."
+            )
         self._number += 1
         try:
             with self._watch.waiting(self._name, self._number, call):
@@ -167,5 +171,7 @@ class Channel:
             self._broken = f"{call} at {call.where} stalled; missing ranks: {missing}."
             raise StallError(self._broken) from error
         except HorovodInternalError as error:
-            self._broken = f"an earlier collective failed on this rank: {error}"
-            raise
+            self._broken = f"{call} at {call.where} failed: {error}."
+            raise HorovodInternalError(
+                f"{self._broken} Another rank has left or the network has failed; look for the first error."
+            ) from error.__cause__

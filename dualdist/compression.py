@@ -27,7 +27,7 @@ class _Cast(Compressor):
     sent: ClassVar[torch.dtype]
 
     @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:  # type: ignore[override]
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         if not tensor.dtype.is_floating_point or tensor.dtype is cls.sent:
             return tensor, None
         return tensor.to(cls.sent), tensor.dtype

@@ -72,7 +72,8 @@ class Context:
             raise WorldMismatchError(
                 f"World size must be the {launched.describe('size')} that {launched.launcher} started, but is "
                 f"{joined.size} instead in {joined.name}, where this process is rank {joined.rank} and should be rank "
-                f"{launched.describe('rank')}. Do not start the engine before dualdist.init(), or start it with all ranks."
+                f"{launched.describe('rank')}. "
+                "Do not start the engine before dualdist.init(), or start it with all ranks."
             )
         mine = json.dumps([socket.gethostname()[:200], launched.local_rank]).encode().ljust(256)
         places = [json.loads(text) for text in self.channels[0].group.exchange(mine)]
@@ -103,7 +104,9 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         except ValueError:
             seconds[field] = 0.0
         if seconds[field] <= 0:
-            raise ConfigurationError(f"`{name}` must be a positive number of seconds, but is {env[name]!r} instead.")
+            raise ConfigurationError(
+                f"`{name}` must be a positive number of seconds, but is {env[name]!r} instead."
+            )
     return Settings(
         **seconds,
         timeline=env.get("HOROVOD_TIMELINE") or None,
@@ -112,7 +115,11 @@ def read_settings(env: Mapping[str, str]) -> Settings:
 
 
 def join_world(
-    stand_in: StandIn, backend: str | None, transport: str | None, override: Mapping[str, Any], env: Mapping[str, str]
+    stand_in: StandIn,
+    backend: str | None,
+    transport: str | None,
+    override: Mapping[str, Any],
+    env: Mapping[str, str],
 ) -> Context:
     """Join the world that `env` and `override` describe; the same again when joined already. Collective."""
     global _context

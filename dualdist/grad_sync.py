@@ -36,6 +36,10 @@ from .types import REDUCE_OP_NAMES, Average, Call, Sum
 __all__ = ("GradSync", "SyncOptions")
 
 
+_VERSION = "_dualdist_version"
+"""The attribute of a gradient that holds its version at the last look."""
+
+
 @dataclass(frozen=True)
 class SyncOptions:
     """How gradients are combined."""
@@ -63,7 +67,7 @@ class _Param:
         is two versions on.
         """
         grad = self.tensor.grad
-        added = bool(getattr(grad, "_dualdist_version", None) == grad._version - 1)  # type: ignore[union-attr]
+        added = bool(getattr(grad, _VERSION, None) == grad._version - 1)  # type: ignore[union-attr]
         self.passes = self.passes + 1 if added else 1
         self.note()
         return added
@@ -71,7 +75,7 @@ class _Param:
     def note(self) -> None:
         """Remember the gradient as it is now."""
         if self.tensor.grad is not None:
-            self.tensor.grad._dualdist_version = self.tensor.grad._version  # type: ignore[attr-defined]
+            setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
 
     def is_uncombined(self) -> bool:
         """Return whether the gradient holds something that the other ranks have not seen."""
@@ -79,10 +83,13 @@ class _Param:
 
 
 class GradSync:
-    """Combines the gradients of some parameters over a process set, at the end of every backward that completes them."""
+    """Combines the gradients of some parameters over a process set, in every backward that completes them."""
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions, groups: Sequence[Sequence[int]] | None = None
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        options: SyncOptions,
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.options = options
         self._groups = groups
@@ -111,7 +118,9 @@ class GradSync:
     def _lay_out(self) -> None:
         tensors = [param.tensor for param in self._params]
         self._buckets = lay_out(tensors, self._sparse, self._groups)
-        self._bucket_of = {slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots}
+        self._bucket_of = {
+            slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots
+        }
         self._flats: dict[int, torch.Tensor] = {}
         self._start_over()
 
@@ -125,7 +134,9 @@ class GradSync:
         """Make this synchronisation known to the ranks of the world that is joined now, and compare its layout."""
         context = current()
         options = self.options
-        layout = tuple((p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.device.type) for p in self._params)
+        layout = tuple(
+            (p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.device.type) for p in self._params
+        )
         call = Call(
             "DistributedOptimizer",
             (
@@ -155,7 +166,7 @@ class GradSync:
             if self._fired:  # an earlier backward raised before its end
                 self._start_over()
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._fired.add(index)
         if param.passes >= self.options.passes:
             self._missing[self._bucket_of[index]] -= 1
@@ -184,7 +195,7 @@ class GradSync:
         self._watch()
 
     def fill(self) -> None:
-        """Give parameters that no rank has used a gradient of zeros, as Horovod does (horovod/torch/optimizer.py:177)."""
+        """Give parameters that no rank has used zeros, as Horovod does (horovod/torch/optimizer.py:177)."""
         for param in self._params:
             if param.tensor.requires_grad and param.tensor.grad is None:
                 param.tensor.grad = torch.zeros_like(param.tensor)
@@ -232,7 +243,11 @@ class GradSync:
         if self._world is None or self._world() is not current():
             self._enter_world()
         call = Call(
-            "gradient synchronization", (("grad_sync", self._place),), site=call_site(), joinable=True, under_way=True
+            "gradient synchronization",
+            (("grad_sync", self._place),),
+            site=call_site(),
+            joinable=True,
+            under_way=True,
         )
         return channel_of(self.options.process_set).submit(call, lambda group, verdict: None)
 
@@ -258,7 +273,11 @@ class GradSync:
                 view.copy_(as_real(grad))
             return
         tensor = self._params[slot.param].tensor
-        if tensor.grad is not None and not tensor.grad.is_sparse and tensor.grad.data_ptr() == view.data_ptr():
+        if (
+            tensor.grad is not None
+            and not tensor.grad.is_sparse
+            and tensor.grad.data_ptr() == view.data_ptr()
+        ):
             tensor.grad = tensor.grad.clone()
         view.zero_()
 
@@ -269,7 +288,9 @@ class GradSync:
 
     def _contribution(self, index: int) -> torch.Tensor | None:
         grad = self._params[index].tensor.grad
-        if grad is None or (self._sent and self._params[index].passes == 0):  # combined already, not added to since
+        if grad is None or (
+            self._sent and self._params[index].passes == 0
+        ):  # combined already, not added to since
             return None
         if grad.is_sparse and self.options.sparse_as_dense:
             return grad.to_dense()
@@ -313,14 +334,18 @@ class GradSync:
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
         param = self._params[index].tensor
         grad = self._contribution(index) if keep else None
-        mine = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), param.new_zeros(0, *param.shape[1:]), param.shape)
+        mine = torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64), param.new_zeros(0, *param.shape[1:]), param.shape
+        )
         if grad is not None:
             mine = grad.coalesce()
         indices, values = gather_rows(group, [mine.indices().t().contiguous(), mine.values()])
         if keep:
             if self.options.reduction.op == Average:
                 values = values / group.size
-            param.grad = torch.sparse_coo_tensor(indices.t(), values, param.shape, device=param.device).coalesce()
+            param.grad = torch.sparse_coo_tensor(
+                indices.t(), values, param.shape, device=param.device
+            ).coalesce()
 
 
 def _hook(sync: weakref.ref[GradSync], index: int) -> Any:

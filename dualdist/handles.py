@@ -33,7 +33,9 @@ class HandleTable:
     def poll(self, handle: int) -> bool:
         """Return whether the result is there. Raises ValueError for a handle that is unknown or was used."""
         if handle not in self._futures:
-            raise ValueError(f"`handle` must be outstanding, but {handle} is unknown or was synchronized already.")
+            raise ValueError(
+                f"`handle` must be outstanding, but {handle} is unknown or was synchronized already."
+            )
         return self._futures[handle].done()
 
     def synchronize(self, handle: int) -> Any:

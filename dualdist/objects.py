@@ -42,7 +42,9 @@ def _plan_broadcast(obj: Any, root_rank: int, name: str | None, *, process_set: 
         group.broadcast_(sent, root).wait()
         return obj if is_root else _load(sent)
 
-    return Plan(channel, make_call("broadcast_object", name, extra=data.numel(), root_rank=root_rank), execute)
+    return Plan(
+        channel, make_call("broadcast_object", name, extra=data.numel(), root_rank=root_rank), execute
+    )
 
 
 def broadcast_object(
@@ -79,7 +81,9 @@ def allgather_object(
 
 
 @planned
-def _plan_gather(obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet) -> Plan[list[Any] | None]:
+def _plan_gather(
+    obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet
+) -> Plan[list[Any] | None]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     data = _dump(obj)
     splits = [data.numel() if place == root else 0 for place in range(channel.group.size)]
@@ -109,7 +113,9 @@ def _plan_scatter(
     size, is_root = channel.group.size, channel.group.rank == root
     if is_root and (objs is None or len(objs) != size):
         count = "None" if objs is None else f"{len(objs)} objects"
-        raise ValueError(f"`objs` must hold one object for each of {size} ranks on the root, but is {count} instead.")
+        raise ValueError(
+            f"`objs` must hold one object for each of {size} ranks on the root, but is {count} instead."
+        )
     parts = [_dump(obj) for obj in objs] if is_root and objs is not None else []
     data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     splits = [part.numel() for part in parts] or [0] * size

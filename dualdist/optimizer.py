@@ -8,6 +8,7 @@ before and after `step()` (torch's own, which also run under a scheduler's patch
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def _revive(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.o
     return optimizer
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -102,9 +103,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         CollectiveMismatchError: the parameters or options differ between ranks.
     """
     if isinstance(optimizer, _Distributed):
-        raise TypeError(f"`optimizer` must not be distributed already, but is {type(optimizer).__name__} instead.")
+        raise TypeError(
+            f"`optimizer` must not be distributed already, but is {type(optimizer).__name__} instead."
+        )
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError(f"`gradient_predivide_factor` must be 1 unless op is Average, but is {gradient_predivide_factor}.")
+        raise ValueError(
+            f"`gradient_predivide_factor` must be 1 unless `op` is Average, but is "
+            f"{gradient_predivide_factor} instead."
+        )
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"`op` must be Average, Sum or Adasum for an optimizer, but is {op!r} instead.")
     passes = _at_least_one(backward_passes_per_step)
@@ -172,9 +178,13 @@ def _named_parameters(
             "`named_parameters` must be a sequence of tuples (name, parameter), usually model.named_parameters()."
         )
     names = [name for name, _ in named]
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    repeated = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
     if repeated:
-        raise ValueError(f"`named_parameters` must not repeat names, but has {', '.join(repeated)} more than once.")
+        raise ValueError(
+            f"`named_parameters` must not repeat names, but has {', '.join(repeated)} more than once."
+        )
     name_of = {id(param): name for name, param in named}
     unnamed = [tuple(param.shape) for param in own if id(param) not in name_of]
     if unnamed:
@@ -191,12 +201,14 @@ def _groups(asked: Any, params: Sequence[torch.Tensor]) -> list[list[int]] | Non
         return None
     if isinstance(asked, int):
         if asked <= 0:
-            raise ValueError(f"`groups` must be a positive number or lists of parameters, but is {asked} instead.")
+            raise ValueError(
+                f"`groups` must be a positive number or lists of parameters, but is {asked} instead."
+            )
         size, more = divmod(len(params), asked)
         ends = [0]
         for number in range(min(asked, len(params))):
             ends.append(ends[-1] + size + (number < more))
-        return [list(range(start, end)) for start, end in zip(ends, ends[1:], strict=False) if end > start]
+        return [list(range(start, end)) for start, end in itertools.pairwise(ends) if end > start]
     if not isinstance(asked, list | tuple) or any(not isinstance(group, list | tuple) for group in asked):
         raise ValueError("`groups` must be a positive number or lists of parameters, but is of another kind.")
     place = {id(param): index for index, param in enumerate(params)}

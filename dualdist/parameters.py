@@ -58,7 +58,9 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         return [(str(name), tensor) for name, tensor in sorted(params.items()) if tensor is not None]
     if isinstance(params, str | bytes | torch.Tensor) or not isinstance(params, Iterable):
-        raise ValueError(f"`params` must be a state_dict or named parameters, but is a {type(params).__name__} instead.")
+        raise ValueError(
+            f"`params` must be a state_dict or named parameters, but is {type(params).__name__} instead."
+        )
     entries = list(params)
     return [entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(entries)]
 

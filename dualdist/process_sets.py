@@ -108,12 +108,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ranks = process_set.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
         raise ValueError(
-            f"`process_set` must name at least one rank and only ranks below {context.world.size}, but has {ranks} instead."
+            f"`process_set` must name at least one rank, all below {context.world.size}, but has {ranks} instead."
         )
     if any(other.ranks == ranks for other in _registered.values()):
-        raise ValueError(f"A process set with ranks {ranks} is registered already; every set must be registered once.")
+        raise ValueError(
+            f"A process set with ranks {ranks} is registered already; every set must be registered once."
+        )
     call = Call("add_process_set", (("ranks", tuple(ranks)),))
-    process_set.process_set_id = context.channels[0].run(call, lambda group, verdict: context.add_channel(ranks))
+    process_set.process_set_id = context.channels[0].run(
+        call, lambda group, verdict: context.add_channel(ranks)
+    )
     _registered[process_set.process_set_id] = process_set
     return process_set
 

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ("Adasum", "Average", "Call", "Launch", "Max", "Min", "Product", "REDUCE_OP_NAMES", "Settings", "Sum", "World")
+__all__ = (
+    "REDUCE_OP_NAMES",
+    "Adasum",
+    "Average",
+    "Call",
+    "Launch",
+    "Max",
+    "Min",
+    "Product",
+    "Settings",
+    "Sum",
+    "World",
+)
 
 # Plain integers with Horovod's values (horovod/common/basics.py), so that scripts may store and compare them.
 Average, Sum, Adasum, Min, Max, Product = range(6)

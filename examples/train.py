@@ -289,7 +289,7 @@ class Report:
 
 def log(message: str) -> None:
     if hvd.rank() == 0:
-        print(message, flush=True)
+        print(message + "\n", end="", flush=True)  # one write: launchers put a prefix before each
 
 
 def plot(epochs: list[dict[str, float]], path: Path) -> None:
@@ -312,7 +312,7 @@ def fail(message: str) -> NoReturn:
     with contextlib.suppress(hvd.ConfigurationError):
         rank = hvd.launch_info().rank
     if rank == 0:
-        print(f"train.py: error: {message}", file=sys.stderr, flush=True)
+        print(f"train.py: error: {message}\n", end="", file=sys.stderr, flush=True)
     else:
         time.sleep(10)  # launchers end all ranks when one fails: let that be rank 0, after its line
     sys.exit(2)

@@ -50,7 +50,7 @@ def choose(asked: str | None, launch: Launch, env: Mapping[str, str]) -> tuple[t
         return load(asked), "asked for by init(backend=)"
     if env.get("DUALDIST_BACKEND"):
         return load(env["DUALDIST_BACKEND"]), "asked for by DUALDIST_BACKEND"
-    for name, (module, _, package) in BACKENDS.items():
+    for name, (_, _, package) in BACKENDS.items():
         engine = {"torch": "torch.distributed", "horovod": "horovod.torch"}.get(name)
         if engine in sys.modules and importlib.util.find_spec(package) and load(name).is_running():
             return load(name), f"{engine} already runs in this process"

@@ -70,7 +70,9 @@ class _HorovodWork(Work):
 class _HorovodGroup(Group):
     reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
-    def __init__(self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float
+    ) -> None:
         super().__init__(ranks, rank)
         self._set = process_set
         self._prefix = prefix
@@ -85,13 +87,17 @@ class _HorovodGroup(Group):
     def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
         with _wrapped():
             return self._started(
-                hvd.allreduce_async_(tensor, name=f"{self._prefix}.allreduce.{lane}", op=op, process_set=self._set)
+                hvd.allreduce_async_(
+                    tensor, name=f"{self._prefix}.allreduce.{lane}", op=op, process_set=self._set
+                )
             )
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         with _wrapped():
             return self._started(
-                hvd.broadcast_async_(tensor, self.ranks[root], name=f"{self._prefix}.broadcast", process_set=self._set)
+                hvd.broadcast_async_(
+                    tensor, self.ranks[root], name=f"{self._prefix}.broadcast", process_set=self._set
+                )
             )
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -111,7 +117,8 @@ class _HorovodGroup(Group):
         splits = torch.tensor(sent, dtype=torch.int32)
         with _wrapped():
             return self._started(
-                hvd.alltoall_async(tensor, splits, name=f"{self._prefix}.alltoall", process_set=self._set), output
+                hvd.alltoall_async(tensor, splits, name=f"{self._prefix}.alltoall", process_set=self._set),
+                output,
             )
 
 
@@ -145,7 +152,9 @@ class HorovodBackend(Backend):
         return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
 
     @classmethod
-    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> HorovodBackend:
+    def start(
+        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
+    ) -> HorovodBackend:
         if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
             raise BackendUnavailableError(
                 "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
@@ -155,13 +164,17 @@ class HorovodBackend(Backend):
             return cls(settings, None, adopted=True)
         transport = transport or env.get("DUALDIST_TRANSPORT")
         if transport not in (None, "gloo", "mpi", "nccl"):
-            raise ConfigurationError(f"`transport` must be one of nccl, gloo, mpi, but is {transport!r} instead.")
+            raise ConfigurationError(
+                f"`transport` must be one of nccl, gloo, mpi, but is {transport!r} instead."
+            )
         cls._check_transport(transport, launch, env)
         if cls._kept:
             cls._kept = False
             return cls(settings, None, adopted=False)
         server, variables = None, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-        if not (cls.can_start(launch, env) or launch.size == 1) or (launch.launcher == "mpirun" and transport == "gloo"):
+        if not (cls.can_start(launch, env) or launch.size == 1) or (
+            launch.launcher == "mpirun" and transport == "gloo"
+        ):
             server, bootstrap = _bootstrap(launch, env, settings.stall_timeout_seconds)
             variables |= bootstrap
         with _environment(variables), _wrapped():
@@ -176,9 +189,13 @@ class HorovodBackend(Backend):
                 f"this is {launch.launcher}. Start with mpirun, or choose gloo."
             )
         if transport == "gloo" and not hvd.gloo_built():
-            raise BackendUnavailableError("`transport` is 'gloo', but Horovod was built without Gloo. Build it anew.")
+            raise BackendUnavailableError(
+                "`transport` is 'gloo', but Horovod was built without Gloo. Build it anew."
+            )
         if transport == "nccl" and not hvd.nccl_built():
-            raise BackendUnavailableError("`transport` is 'nccl', but Horovod was built without NCCL. Build it anew.")
+            raise BackendUnavailableError(
+                "`transport` is 'nccl', but Horovod was built without NCCL. Build it anew."
+            )
 
     def _open_store(self) -> dist.Store | None:
         """Serve a store from rank 0, its address broadcast by Horovod itself."""
@@ -239,10 +256,19 @@ def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[
     server = None
     if launch.rank == 0:
         server = RendezvousServer()
-        address = "127.0.0.1" if len({host for host, _ in places}) == 1 else socket.gethostbyname(socket.gethostname())
+        address = (
+            "127.0.0.1"
+            if len({host for host, _ in places}) == 1
+            else socket.gethostbyname(socket.gethostname())
+        )
         port = server.start()
         server.init(
-            [SlotInfo(names[w.rank], w.rank, w.local_rank, w.cross_rank, w.size, w.local_size, w.cross_size) for w in worlds]
+            [
+                SlotInfo(
+                    names[w.rank], w.rank, w.local_rank, w.cross_rank, w.size, w.local_size, w.cross_size
+                )
+                for w in worlds
+            ]
         )
         store.set("rendezvous", f"{address}:{port}")
     host, _, found = store.get("rendezvous").decode().rpartition(":")
@@ -270,7 +296,9 @@ def _interface(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return str(name)
-    raise ConfigurationError(f"No network interface has the address {address}. Set HOROVOD_GLOO_IFACE to the right one.")
+    raise ConfigurationError(
+        f"No network interface has the address {address}. Set HOROVOD_GLOO_IFACE to the right one."
+    )
 
 
 @contextlib.contextmanager

@@ -59,7 +59,9 @@ class LocalBackend(Backend):
     size = 1
 
     @classmethod
-    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> LocalBackend:
+    def start(
+        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
+    ) -> LocalBackend:
         if launch.size != 1:
             raise ConfigurationError(
                 f"`backend` must be torch or horovod, but is 'local' instead while the world size is "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -33,14 +34,16 @@ def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> dist.S
 def _meet(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> dist.Store:
     if launch.init_method is not None:
         try:
-            store, _, _ = next(iter(dist.rendezvous(launch.init_method, launch.rank, launch.size, timeout=timeout)))
+            store, _, _ = next(
+                iter(dist.rendezvous(launch.init_method, launch.rank, launch.size, timeout=timeout))
+            )
         except (RuntimeError, ValueError, OSError) as error:
             raise ConfigurationError(
                 f"Rank {launch.rank} of {launch.describe('size')} could not meet the others at "
                 f"`init_method`={launch.init_method!r}: {str(error).splitlines()[0]}. Check the address, and that all "
                 f"{launch.size} processes were started."
             ) from error
-        return store
+        return cast(dist.Store, store)
     served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:

@@ -22,7 +22,12 @@ from .rendezvous import open_store
 
 __all__ = ("TorchBackend",)
 
-_OPS = {Sum: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX, Product: dist.ReduceOp.PRODUCT}
+_OPS = {
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
 _TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "dualdist_mpi"}
 """transport -> torch's name for it; tensors on the CPU always have a way."""
 
@@ -108,13 +113,17 @@ class TorchBackend(Backend):
         return dist.is_available() and dist.is_initialized()
 
     @classmethod
-    def start(cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None) -> TorchBackend:
+    def start(
+        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
+    ) -> TorchBackend:
         timeout = timedelta(seconds=settings.stall_timeout_seconds)
         if cls.is_running():
-            running = "nccl" if "nccl" in dist.get_backend() else "mpi" if "mpi" in dist.get_backend() else "gloo"
+            running = (
+                "nccl" if "nccl" in dist.get_backend() else "mpi" if "mpi" in dist.get_backend() else "gloo"
+            )
             if transport not in (None, running):
                 raise ConfigurationError(
-                    f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed already runs on it."
+                    f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
                 )
             return cls(running, dist.distributed_c10d._get_default_store(), timeout, adopted=True)
         transport = cls._transport(transport or env.get("DUALDIST_TRANSPORT"), launch)
@@ -130,11 +139,13 @@ class TorchBackend(Backend):
     @classmethod
     def _transport(cls, asked: str | None, launch: Launch) -> str:
         if asked is not None and asked not in _TRANSPORTS:
-            raise ConfigurationError(f"`transport` must be one of {', '.join(_TRANSPORTS)}, but is {asked!r} instead.")
+            raise ConfigurationError(
+                f"`transport` must be one of {', '.join(_TRANSPORTS)}, but is {asked!r} instead."
+            )
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
         if asked == "nccl" and not nccl:
             raise BackendUnavailableError(
-                "`transport` is 'nccl', but no CUDA device is usable here. Choose gloo, or install a CUDA build of torch."
+                "`transport` is 'nccl', but no CUDA device is usable. Choose gloo, or install a CUDA build of torch."
             )
         if nccl and asked in (None, "nccl"):
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
@@ -147,8 +158,12 @@ class TorchBackend(Backend):
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         with _wrapped():
-            process_group = dist.new_group(list(ranks), backend=_TRANSPORTS[self.transport], timeout=self._timeout)
-        group = _TorchGroup(ranks, self.rank, process_group if self.rank in ranks else None, self.transport == "nccl")
+            process_group = dist.new_group(
+                list(ranks), backend=_TRANSPORTS[self.transport], timeout=self._timeout
+            )
+        group = _TorchGroup(
+            ranks, self.rank, process_group if self.rank in ranks else None, self.transport == "nccl"
+        )
         self._groups.append(group)
         return group
 
@@ -166,7 +181,9 @@ class TorchBackend(Backend):
         return self._store
 
     def facts(self) -> Mapping[str, bool | int]:
-        version = torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (0, 0, 0)
+        version = (
+            torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (0, 0, 0)
+        )
         major, minor, patch = (*version, 0, 0)[:3]
         return {
             "mpi_built": self.transport == "mpi" or dist.is_mpi_available(),

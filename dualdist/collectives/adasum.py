@@ -20,7 +20,8 @@ def check_adasum_size(size: int) -> None:
     """Raise NotImplementedError, as Horovod does, unless `size` is a power of two."""
     if size & (size - 1):
         raise NotImplementedError(
-            f"Adasum must run on a power of two of ranks, but has {size} instead. Use Average, or another number of ranks."
+            f"Adasum must run on a power of two of ranks, but has {size} instead. "
+            "Use Average, or another number of ranks."
         )
 
 

@@ -36,8 +36,10 @@ Asked = tuple[int | None, bool | None, float, float]
 """op, average, prescale_factor and postscale_factor as the user gave them."""
 
 
-def reduction_of(op: int | None, average: bool | None, prescale_factor: float, postscale_factor: float) -> Reduction:
-    """Return the Reduction that the arguments ask for (horovod/common/util.py, get_average_backwards_compatibility_fun)."""
+def reduction_of(
+    op: int | None, average: bool | None, prescale_factor: float, postscale_factor: float
+) -> Reduction:
+    """Return the Reduction that was asked for (horovod/common/util.py, get_average_backwards_compatibility_fun)."""
     if op is not None and average is not None:
         raise ValueError("`average` must not be given beside `op`: use `op` alone.")
     if average is not None:
@@ -86,7 +88,9 @@ def plan_allreduce(
     return Plan(channel, call, _executor(tensors, reduction, in_place))
 
 
-def _executor(tensors: Sequence[torch.Tensor], reduction: Reduction, in_place: bool) -> Execute[list[torch.Tensor]]:
+def _executor(
+    tensors: Sequence[torch.Tensor], reduction: Reduction, in_place: bool
+) -> Execute[list[torch.Tensor]]:
     def execute(group: Any, verdict: Any) -> list[torch.Tensor]:
         outputs = list(tensors) if in_place else [tensor.detach().clone() for tensor in tensors]
         reduce_tensors(group, outputs, reduction)
@@ -154,7 +158,7 @@ def _run(
     plan = plan_allreduce(tensors, asked, name, False, grouped, process_set=process_set)
     if not differentiable(tensors):
         return plan.run()
-    return list(_Allreduce.apply(plan, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Allreduce.apply(plan, process_set, *tensors))
 
 
 def allreduce(
@@ -188,9 +192,7 @@ def allreduce(
         HorovodInternalError: the ranks called different things, a rank never came, or the engine failed.
     """
     compressed, ctx = compression.compress(tensor)
-    reduced = _run(
-        [compressed], (op, average, prescale_factor, postscale_factor), name, False, process_set
-    )
+    reduced = _run([compressed], (op, average, prescale_factor, postscale_factor), name, False, process_set)
     return compression.decompress(reduced[0], ctx)
 
 
@@ -339,7 +341,9 @@ def sparse_allreduce_async(
     indices = allgather_async(
         coalesced.indices().t().contiguous(), name=named and named.format("indices"), process_set=process_set
     )
-    values = allgather_async(coalesced.values(), name=named and named.format("values"), process_set=process_set)
+    values = allgather_async(
+        coalesced.values(), name=named and named.format("values"), process_set=process_set
+    )
     handles, size = current().handles, channel_of(process_set).group.size
 
     def wait() -> torch.Tensor:

@@ -22,11 +22,15 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise ValueError(f"`tensor` must have rows that divide by {size} ranks, but has {rows} instead. Give `splits`.")
+            raise ValueError(
+                f"`tensor` must have rows that divide by {size} ranks, but has {rows} instead. Give `splits`."
+            )
         return [rows // size] * size
     if isinstance(splits, torch.Tensor):
         if splits.dtype is not torch.int32 or splits.dim() != 1:
-            raise ValueError(f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead.")
+            raise ValueError(
+                f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead."
+            )
         splits = splits.tolist()
     counts = [int(count) for count in splits]
     if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
@@ -97,7 +101,7 @@ def alltoall(
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
     if differentiable([tensor]):
-        output, counts = _Alltoall.apply(plan, process_set, tensor)  # type: ignore[no-untyped-call]
+        output, counts = _Alltoall.apply(plan, process_set, tensor)
     else:
         output, received = plan.run()
         counts = torch.tensor(received, dtype=torch.int32)
@@ -112,7 +116,9 @@ def alltoall_async(
 ) -> int:
     """Start an `alltoall` and return a handle at once; `synchronize` gives (tensor, received splits) in any case."""
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
-    return plan.then(lambda result: (result[0], _beside(torch.tensor(result[1], dtype=torch.int32), splits))).submit()
+    return plan.then(
+        lambda result: (result[0], _beside(torch.tensor(result[1], dtype=torch.int32), splits))
+    ).submit()
 
 
 def _beside(counts: torch.Tensor, splits: Any) -> torch.Tensor:
@@ -182,5 +188,5 @@ def scatter(
     plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
     if not differentiable([tensor]):
         return plan.run()
-    output: torch.Tensor = _Scatter.apply(plan, root_rank, process_set, tensor)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Scatter.apply(plan, root_rank, process_set, tensor)
     return output

@@ -51,7 +51,10 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return rank `root_rank`'s `tensor` on every rank; differentiable.
 
@@ -72,26 +75,35 @@ def broadcast(
     plan = plan_broadcast(tensor, root_rank, name, False, process_set=process_set)
     if not differentiable([tensor]):
         return plan.run()
-    output: torch.Tensor = _Broadcast.apply(plan, root_rank, process_set, tensor)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Broadcast.apply(plan, root_rank, process_set, tensor)
     return output
 
 
 def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `broadcast` and return a handle at once; `synchronize` gives the new tensor. Not differentiable."""
     return plan_broadcast(tensor, root_rank, name, False, process_set=process_set).submit()
 
 
 def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with rank `root_rank`'s and return it. Not differentiable. Otherwise as `broadcast`."""
     return plan_broadcast(tensor, root_rank, name, True, process_set=process_set).run()
 
 
 def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `broadcast_` and return a handle at once; `synchronize` gives `tensor` itself."""
     return plan_broadcast(tensor, root_rank, name, True, process_set=process_set).submit()

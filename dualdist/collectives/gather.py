@@ -33,7 +33,9 @@ def plan_allgather(
         device=tables[0].device.type,
     )  # fmt: skip
     return Plan(
-        channel, call, lambda group, verdict: gather_rows(group, tables, verdict.extras if len(tables) == 1 else None)
+        channel,
+        call,
+        lambda group, verdict: gather_rows(group, tables, verdict.extras if len(tables) == 1 else None),
     )
 
 
@@ -41,7 +43,9 @@ class _Allgather(torch.autograd.Function):
     """The gradient: the average over the ranks of the gradients, own rows (mpi_ops.py, HorovodAllgather)."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan[list[torch.Tensor]], process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, plan: Plan[list[torch.Tensor]], process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> Any:
         ctx.process_set = process_set
         ctx.shapes = [tensor.shape for tensor in tensors]
         return tuple(plan.run())
@@ -62,11 +66,13 @@ class _Allgather(torch.autograd.Function):
         return None, None, *own
 
 
-def _run(tensors: Sequence[torch.Tensor], name: str | None, grouped: bool, process_set: ProcessSet) -> list[torch.Tensor]:
+def _run(
+    tensors: Sequence[torch.Tensor], name: str | None, grouped: bool, process_set: ProcessSet
+) -> list[torch.Tensor]:
     plan = plan_allgather(tensors, name, grouped, process_set=process_set)
     if not differentiable(tensors):
         return plan.run()
-    return list(_Allgather.apply(plan, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Allgather.apply(plan, process_set, *tensors))
 
 
 def allgather(
@@ -94,7 +100,11 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start an `allgather` and return a handle at once; `synchronize` gives the new tensor. Not differentiable."""
-    return plan_allgather([tensor], name, False, process_set=process_set).then(lambda outputs: outputs[0]).submit()
+    return (
+        plan_allgather([tensor], name, False, process_set=process_set)
+        .then(lambda outputs: outputs[0])
+        .submit()
+    )
 
 
 def grouped_allgather(
@@ -132,7 +142,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[tuple[torch.Tensor, list[int]]], root_rank: int, process_set: ProcessSet, tensor: torch.Tensor
+        ctx: Any,
+        plan: Plan[tuple[torch.Tensor, list[int]]],
+        root_rank: int,
+        process_set: ProcessSet,
+        tensor: torch.Tensor,
     ) -> torch.Tensor:
         output, ctx.counts = plan.run()
         ctx.root_rank, ctx.process_set, ctx.shape = root_rank, process_set, tensor.shape
@@ -142,11 +156,19 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         from .alltoall import scatter
 
-        return None, None, None, scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set).reshape(ctx.shape)
+        return (
+            None,
+            None,
+            None,
+            scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set).reshape(ctx.shape),
+        )
 
 
 def gather(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return every rank's `tensor` behind one another on rank `root_rank`, and no rows elsewhere; differentiable.
 
@@ -166,5 +188,5 @@ def gather(
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
     if not differentiable([tensor]):
         return plan.run()[0]
-    output: torch.Tensor = _Gather.apply(plan, root_rank, process_set, tensor)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Gather.apply(plan, root_rank, process_set, tensor)
     return output

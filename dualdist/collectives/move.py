@@ -14,7 +14,9 @@ from .wire import as_bytes, from_bytes
 __all__ = ("broadcast_into", "exchange_numbers", "exchange_rows", "gather_rows", "split_rows")
 
 
-def gather_rows(group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None = None) -> list[torch.Tensor]:
+def gather_rows(
+    group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+) -> list[torch.Tensor]:
     """Return for each of `tensors` ((n_rank, ...)) every rank's rows behind one another: (sum n_rank, ...).
 
     rows: every rank's n for a single tensor, when it is known.
@@ -27,10 +29,15 @@ def gather_rows(group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[in
     data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
     counts = [sum(count * size for count, size in zip(line, width, strict=True)) for line in table]
     gathered = group.allgatherv(data, counts) if sum(counts) else data
-    parts = [list(part.split(_sizes(line, width))) for part, line in zip(gathered.split(counts), table, strict=True)]
+    parts = [
+        list(part.split(_sizes(line, width)))
+        for part, line in zip(gathered.split(counts), table, strict=True)
+    ]
     return [
         from_bytes(
-            torch.cat([part[place] for part in parts]), (sum(line[place] for line in table), *tensor.shape[1:]), tensor
+            torch.cat([part[place] for part in parts]),
+            (sum(line[place] for line in table), *tensor.shape[1:]),
+            tensor,
         )
         for place, tensor in enumerate(tensors)
     ]
@@ -47,7 +54,9 @@ def broadcast_into(group: Group, tensor: torch.Tensor, root: int) -> None:
             tensor.copy_(from_bytes(data, tensor.shape, tensor))
 
 
-def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+def exchange_rows(
+    group: Group, tensor: torch.Tensor, splits: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
     """Send splits[i] rows of `tensor` ((n, ...)) to member i; return what came, and how many rows from each."""
     table = exchange_numbers(group, splits)
     received = [line[group.rank] for line in table]
@@ -55,7 +64,9 @@ def exchange_rows(group: Group, tensor: torch.Tensor, splits: Sequence[int]) -> 
     data = as_bytes(tensor, group)[: sum(splits) * width]
     output = torch.empty(sum(received) * width, dtype=torch.uint8, device=data.device)
     if any(map(any, table)) and width:
-        group.alltoall(output, data, [count * width for count in received], [count * width for count in splits]).wait()
+        group.alltoall(
+            output, data, [count * width for count in received], [count * width for count in splits]
+        ).wait()
     return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), received
 
 

@@ -56,7 +56,9 @@ def planned(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         try:
             return make(*args, **kwargs)
         except Exception as error:
-            with contextlib.suppress(TypeError, ValueError):  # no line to tell it on: not initialised, not a member
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # no line to tell it on: not initialised, not a member
                 channel_of(kwargs["process_set"]).fail(make.__name__.removeprefix("plan_"), error)  # type: ignore[arg-type]
             raise
 
@@ -69,7 +71,9 @@ def make_call(kind: str, name: str | None, extra: int = 0, joinable: bool = Fals
     Raises ValueError when an asynchronous call of the same name is still outstanding, as Horovod does.
     """
     if name is not None and current().handles.is_outstanding(name):
-        raise ValueError(f"`name` must not be in use, but {name!r} names a collective that is still outstanding.")
+        raise ValueError(
+            f"`name` must not be in use, but {name!r} names a collective that is still outstanding."
+        )
     return Call(kind, tuple(arguments.items()), name, call_site(), extra, joinable)
 
 
@@ -79,10 +83,12 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
         raise TypeError(f"`{what}` must be a torch.Tensor, but is a {type(tensor).__name__} instead.")
     if tensor.layout is not torch.strided:
         raise ValueError(
-            f"`{what}` must be dense, but has layout {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
+            f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
         )
     if tensor.is_quantized or tensor.device.type == "meta":
-        raise ValueError(f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead.")
+        raise ValueError(
+            f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead."
+        )
 
 
 def check_root(root_rank: int, process_set: ProcessSet) -> int:
@@ -99,7 +105,7 @@ def differentiable(tensors: Sequence[Any]) -> bool:
 
 
 def describe(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Return what must be equal on all ranks for `tensor`: shape (or the given part of it), dtype and kind of device."""
+    """Return what must be equal on all ranks for `tensor`: shape (or the given one), dtype and kind of device."""
     return {
         "shape": tuple(tensor.shape) if shape is None else shape,
         "dtype": str(tensor.dtype).removeprefix("torch."),

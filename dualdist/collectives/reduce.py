@@ -53,7 +53,9 @@ def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Red
             unpack(flat, members)
 
 
-def _reduce_flat(group: Group, flat: torch.Tensor, reduction: Reduction, members: Sequence[torch.Tensor]) -> None:
+def _reduce_flat(
+    group: Group, flat: torch.Tensor, reduction: Reduction, members: Sequence[torch.Tensor]
+) -> None:
     scale_(flat, reduction.prescale_factor)
     if reduction.op == Adasum:
         sizes = [member.numel() for member in members]

@@ -30,7 +30,12 @@ __all__ = (
 
 @planned
 def plan_reducescatter(
-    tensors: Sequence[torch.Tensor], reduction: Reduction, name: str | None, grouped: bool, *, process_set: ProcessSet
+    tensors: Sequence[torch.Tensor],
+    reduction: Reduction,
+    name: str | None,
+    grouped: bool,
+    *,
+    process_set: ProcessSet,
 ) -> Plan[list[torch.Tensor]]:
     """Return the plan of a reducescatter. Its result: per tensor, this rank's rows of the reduced tensor."""
     channel = channel_of(process_set)
@@ -41,7 +46,9 @@ def plan_reducescatter(
         raise ValueError("`tensor` must have at least one dimension, but is a number instead.")
     if reduction.op not in (Sum, Average):
         name_of = dict(enumerate(REDUCE_OP_NAMES)).get(reduction.op, reduction.op)
-        raise HorovodInternalError(f"`op` must be Sum or Average for reducescatter, but is {name_of} instead.")
+        raise HorovodInternalError(
+            f"`op` must be Sum or Average for reducescatter, but is {name_of} instead."
+        )
     check_reduction(tensors, reduction, process_set)
     kind = "grouped_reducescatter" if grouped else "reducescatter"
     call = make_call(kind, name, **reduction_arguments(tensors, reduction))
@@ -58,7 +65,9 @@ class _Reducescatter(torch.autograd.Function):
     """The gradient: the ranks' gradients gathered, times the size for Sum (mpi_ops.py, HorovodReducescatter)."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan[list[torch.Tensor]], process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, plan: Plan[list[torch.Tensor]], process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> Any:
         ctx.reduction, ctx.process_set = Reduction.of(plan.call), process_set
         return tuple(plan.run())
 
@@ -75,12 +84,16 @@ class _Reducescatter(torch.autograd.Function):
 
 
 def _run(
-    tensors: Sequence[torch.Tensor], reduction: Reduction, name: str | None, grouped: bool, process_set: ProcessSet
+    tensors: Sequence[torch.Tensor],
+    reduction: Reduction,
+    name: str | None,
+    grouped: bool,
+    process_set: ProcessSet,
 ) -> list[torch.Tensor]:
     plan = plan_reducescatter(tensors, reduction, name, grouped, process_set=process_set)
     if not differentiable(tensors):
         return plan.run()
-    return list(_Reducescatter.apply(plan, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Reducescatter.apply(plan, process_set, *tensors))
 
 
 def reducescatter(
@@ -182,7 +195,9 @@ class _Reduce(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.reduction, ctx.root_rank, ctx.process_set = Reduction.of(plan.call), root_rank, process_set
         if ctx.reduction.op not in (Sum, Average):
-            raise NotImplementedError("`reduce` is differentiable for Sum and Average; use allreduce for other ops.")
+            raise NotImplementedError(
+                "`reduce` is differentiable for Sum and Average; use allreduce for other ops."
+            )
         return plan.run()
 
     @staticmethod
@@ -222,5 +237,5 @@ def reduce(
     plan = plan_reduce(tensor, root_rank, reduction, name, process_set=process_set)
     if not differentiable([tensor]):
         return plan.run()
-    output: torch.Tensor = _Reduce.apply(plan, root_rank, process_set, tensor)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _Reduce.apply(plan, root_rank, process_set, tensor)
     return output

@@ -50,7 +50,9 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
         raise ValueError(f"`op` must be one of {', '.join(REDUCE_OP_NAMES)}, but is {op!r} instead.")
     name, kind = REDUCE_OP_NAMES[op], str(dtype).removeprefix("torch.")
     if dtype not in _WIDER and dtype not in _NATIVE:
-        raise ValueError(f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first.")
+        raise ValueError(
+            f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first."
+        )
     if dtype is torch.bool and op in (Average, Adasum):
         raise ValueError(f"`op` must be Sum, Min, Max or Product for bool, but is {name} instead.")
     if dtype.is_complex and op not in (Average, Sum):

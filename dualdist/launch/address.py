@@ -63,7 +63,9 @@ def _through_http(
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     if launch.rank == 0:
         port = serve(host)
-        opener.open(urllib.request.Request(url, f"{host}:{port}".encode(), method="PUT"), timeout=timeout).close()
+        opener.open(
+            urllib.request.Request(url, f"{host}:{port}".encode(), method="PUT"), timeout=timeout
+        ).close()
         return host, port
 
     def read() -> str | None:
@@ -80,8 +82,16 @@ def _through_http(
 
 def _job_file(launch: Launch, env: Mapping[str, str], key: str) -> Path:
     """Return a path that only the processes of this job know: named after the job's own server addresses."""
-    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMI_FD"))]
-    job += [f"{name}={env[name]}" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT") if name in env]
+    job = [
+        f"{name}={env[name]}"
+        for name in sorted(env)
+        if name.startswith(("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMI_FD"))
+    ]
+    job += [
+        f"{name}={env[name]}"
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        if name in env
+    ]
     if not job:
         job = [f"parent={os.getppid()}"]
     digest = hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]

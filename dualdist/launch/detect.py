@@ -44,7 +44,10 @@ LAUNCHERS = (
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", ("OMPI_COMM_WORLD_SIZE",),
     ),
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", ("SLURM_STEP_ID",)),
+    Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_STEP_ID",),
+    ),
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_SIZE",)),
     Launcher("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("RANK", "WORLD_SIZE"), "env://"),
 )  # fmt: skip
@@ -58,7 +61,9 @@ def detect(env: Mapping[str, str]) -> Launch:
     for launcher in LAUNCHERS:
         if any(env.get(marker) for marker in launcher.markers):
             return _read(launcher, env)
-    return Launch("python", 0, 1, None, None, MappingProxyType({"rank": "plain python", "size": "plain python"}))
+    return Launch(
+        "python", 0, 1, None, None, MappingProxyType({"rank": "plain python", "size": "plain python"})
+    )
 
 
 def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
@@ -87,7 +92,13 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
             "Set both to the address of rank 0, or start with torchrun."
         )
     return Launch(
-        launcher.name, rank, size, values["local_rank"], values["local_size"], MappingProxyType(names), init_method
+        launcher.name,
+        rank,
+        size,
+        values["local_rank"],
+        values["local_size"],
+        MappingProxyType(names),
+        init_method,
     )
 
 
@@ -96,8 +107,9 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int | None:
     uniform = re.fullmatch(r"(\d+)(\(x\d+\))?", text)  # Slurm writes 2(x3) for three nodes of two tasks
     if uniform:
         return int(uniform[1])
-    if not text or launcher == "srun" and "," in text:  # uneven nodes: the engine counts them after init
+    if not text or (launcher == "srun" and "," in text):  # uneven nodes: the engine counts them after init
         return None
     raise ConfigurationError(
-        f"`{name}` must be a whole number, but is {text!r} instead. It is set by {launcher}; look at what overwrites it."
+        f"`{name}` must be a whole number, but is {text!r} instead. "
+        f"It is set by {launcher}; look at what overwrites it."
     )

@@ -38,12 +38,16 @@ def topology(places: Sequence[Place]) -> list[World]:
         members[node].append(rank)
     local: dict[int, tuple[int, int]] = {}
     for ranks in members.values():
-        order = sorted(ranks, key=lambda rank: places[rank][1] or 0)  # stable: unknown local ranks stay in rank order
+        order = sorted(
+            ranks, key=lambda rank: places[rank][1] or 0
+        )  # stable: unknown local ranks stay in rank order
         local.update({rank: (number, len(ranks)) for number, rank in enumerate(order)})
     columns: dict[int, list[int]] = defaultdict(list)
     for rank in range(len(places)):
         columns[local[rank][0]].append(rank)
     return [
-        World(rank, len(places), *local[rank], columns[local[rank][0]].index(rank), len(columns[local[rank][0]]))
+        World(
+            rank, len(places), *local[rank], columns[local[rank][0]].index(rank), len(columns[local[rank][0]])
+        )
         for rank in range(len(places))
     ]
