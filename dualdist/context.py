@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .backends import Backend, choose
+from .backends import Backend, check_transport, choose
 from .channel import Channel, StandIn
 from .errors import ConfigurationError, NotInitializedError, WorldMismatchError
 from .handles import HandleTable
@@ -127,7 +127,9 @@ def join_world(
         return _context
     settings = read_settings(env)
     launch = _launch(override, env)
-    engine, reason = choose(backend, launch, env)
+    transport = transport or env.get("DUALDIST_TRANSPORT") or None
+    check_transport(transport)
+    engine, reason = choose(backend, transport, launch, env)
     _context = Context(engine.start(launch, settings, env, transport), launch, settings, stand_in)
     _register_exit()
     if _context.backend.rank == 0:

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Mapping
 
 from ..errors import BackendUnavailableError, ConfigurationError
+from ..launch import detect
 from ..types import Launch
 from .base import Backend, Group, Work
+from .real_horovod import is_imported, is_installed, real_horovod
 
-__all__ = ("BACKENDS", "Backend", "Group", "Work", "choose", "load")
+__all__ = ("BACKENDS", "TRANSPORTS", "Backend", "Group", "Work", "check_transport", "choose", "load")
 
 BACKENDS = {
     "torch": ("dualdist.backends.torch", "TorchBackend", "torch"),
@@ -19,6 +21,8 @@ BACKENDS = {
     "local": ("dualdist.backends.local", "LocalBackend", "torch"),
 }
 """name -> (module, class, the package it needs)."""
+
+TRANSPORTS = ("nccl", "gloo", "mpi")
 
 _INSTALL = {"horovod": "ci/install-horovod", "torch": "pip install torch"}
 
@@ -29,9 +33,14 @@ def load(name: str) -> type[Backend]:
     Raises ConfigurationError for an unknown name, BackendUnavailableError when what it needs is not installed.
     """
     if name not in BACKENDS:
-        raise ConfigurationError(f"`backend` must be one of {', '.join(BACKENDS)}, but is {name!r} instead.")
+        raise ConfigurationError(
+            f"`backend` must be one of {', '.join(BACKENDS)}, but is {name!r} instead. "
+            "Choose one of these, or none to let the launcher decide."
+        )
     module, attribute, package = BACKENDS[name]
-    if importlib.util.find_spec(package) is None:
+    with real_horovod():
+        found = importlib.util.find_spec(package)
+    if found is None:
         raise BackendUnavailableError(
             f"`backend` is {name!r}, but {package} is not installed. Install it with {_INSTALL[package]}, "
             "or choose another backend."
@@ -40,7 +49,18 @@ def load(name: str) -> type[Backend]:
     return backend
 
 
-def choose(asked: str | None, launch: Launch, env: Mapping[str, str]) -> tuple[type[Backend], str]:
+def check_transport(transport: str | None) -> None:
+    """Raise ConfigurationError unless `transport` is None or one that some backend has."""
+    if transport not in (None, *TRANSPORTS):
+        raise ConfigurationError(
+            f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
+            "Choose one of these, or none to take what the machine has."
+        )
+
+
+def choose(
+    asked: str | None, transport: str | None, launch: Launch, env: Mapping[str, str]
+) -> tuple[type[Backend], str]:
     """Return the backend class to use and, in a few words, why.
 
     The order: the argument of `init`, DUALDIST_BACKEND, an engine that already runs in this process, what the
@@ -54,7 +74,7 @@ def choose(asked: str | None, launch: Launch, env: Mapping[str, str]) -> tuple[t
         engine = {"torch": "torch.distributed", "horovod": "horovod.torch"}.get(name)
         if engine in sys.modules and importlib.util.find_spec(package) and load(name).is_running():
             return load(name), f"{engine} already runs in this process"
-    if launch.size == 1 and launch.launcher == "python" and launch.init_method is None:
+    if launch == detect({}) and transport is None:
         return load("local"), "a single process"
     if _stands_for_horovod(launch, env):
         return load("horovod"), f"started by {launch.launcher} with Horovod installed"
@@ -63,6 +83,6 @@ def choose(asked: str | None, launch: Launch, env: Mapping[str, str]) -> tuple[t
 
 def _stands_for_horovod(launch: Launch, env: Mapping[str, str]) -> bool:
     """Return whether the launcher stands for Horovod: horovodrun, or mpirun with Horovod built for MPI."""
-    if launch.launcher not in ("horovodrun", "mpirun") or importlib.util.find_spec("horovod") is None:
+    if launch.launcher not in ("horovodrun", "mpirun") or not is_installed():
         return False
     return launch.launcher == "horovodrun" or load("horovod").can_start(launch, env)

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 
@@ -26,7 +25,11 @@ from ..errors import BackendUnavailableError, ConfigurationError, HorovodInterna
 from ..launch import Place, nodes, own_address, topology
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
+from .real_horovod import real_horovod
 from .rendezvous import open_store, serve_store
+
+with real_horovod():
+    import horovod.torch as hvd
 
 __all__ = ("HorovodBackend",)
 
@@ -162,11 +165,6 @@ class HorovodBackend(Backend):
             )
         if cls.is_running():
             return cls(settings, None, adopted=True)
-        transport = transport or env.get("DUALDIST_TRANSPORT")
-        if transport not in (None, "gloo", "mpi", "nccl"):
-            raise ConfigurationError(
-                f"`transport` must be one of nccl, gloo, mpi, but is {transport!r} instead."
-            )
         cls._check_transport(transport, launch, env)
         if cls._kept:
             cls._kept = False
@@ -246,8 +244,9 @@ def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[
     The variables are those of horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build
     with MPI from starting MPI as well.
     """
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousServer
+    with real_horovod():
+        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.http.http_server import RendezvousServer
 
     store = open_store(launch, env, timeout)
     store.set(f"place/{launch.rank}", json.dumps([socket.gethostname(), launch.local_rank]))

@@ -67,6 +67,11 @@ class LocalBackend(Backend):
                 f"`backend` must be torch or horovod, but is 'local' instead while the world size is "
                 f"{launch.describe('size')}. The local backend is for a single process."
             )
+        if transport is not None:
+            raise ConfigurationError(
+                f"`transport` must be absent for the local backend, but is {transport!r} instead. "
+                "Choose the backend torch to use it in a single process."
+            )
         return cls()
 
     @classmethod

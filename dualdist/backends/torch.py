@@ -126,7 +126,7 @@ class TorchBackend(Backend):
                     f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
                 )
             return cls(running, dist.distributed_c10d._get_default_store(), timeout, adopted=True)
-        transport = cls._transport(transport or env.get("DUALDIST_TRANSPORT"), launch)
+        transport = cls._transport(transport, launch)
         store = open_store(launch, env, settings.stall_timeout_seconds)
         device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
         with _wrapped():
@@ -138,10 +138,6 @@ class TorchBackend(Backend):
 
     @classmethod
     def _transport(cls, asked: str | None, launch: Launch) -> str:
-        if asked is not None and asked not in _TRANSPORTS:
-            raise ConfigurationError(
-                f"`transport` must be one of {', '.join(_TRANSPORTS)}, but is {asked!r} instead."
-            )
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
         if asked == "nccl" and not nccl:
             raise BackendUnavailableError(

@@ -6,6 +6,7 @@ key-value server (plain HTTP, horovod/runner/http/http_server.py), MPI, or a fil
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -35,7 +36,7 @@ def exchange_address(
     key: tells this exchange from earlier ones of the same job. timeout: seconds to wait for rank 0.
     Raises ConfigurationError when this launcher offers no way to exchange an address here.
     """
-    single_node = launch.local_size == launch.size
+    single_node = launch.local_size == launch.size or launch.size == 1
     if env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         server = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         host = "127.0.0.1" if single_node else own_address(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"])
@@ -108,6 +109,7 @@ def _through_file(launch: Launch, path: Path, serve: Callable[[str], int], timeo
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(f"{host}:{port}")
         fresh.replace(path)
+        atexit.register(lambda: path.unlink(missing_ok=True))
         return host, port
     return _split(_poll(lambda: path.read_text() if path.exists() else None, launch, str(path), timeout))
 

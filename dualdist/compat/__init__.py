@@ -1,0 +1,39 @@
+"""Run an unmodified Horovod script or module on dualdist, under any launcher.
+
+    python -m dualdist.compat train.py ARGS
+    torchrun --nproc-per-node 4 -m dualdist.compat train.py ARGS
+    mpirun -np 4 python -m dualdist.compat -m package.train ARGS
+
+`import horovod.torch` then means dualdist, whether Horovod is installed or not; which engine runs underneath is chosen
+as ever (`DUALDIST_BACKEND`). A program that cannot be started so calls `dualdist.compat.install()` before it imports
+Horovod. Processes that the script starts (spawned workers, other scripts) inherit the arrangement.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..backends.real_horovod import STAND_IN_FOLDER, lend_name
+from .environment import MARK, export_launch
+from .finder import StandInFinder
+
+__all__ = ("install",)
+
+_installed = False
+
+
+def install() -> None:
+    """Make `import horovod.torch` mean dualdist from now on, and set HOROVOD_RANK and its relatives.
+
+    Modules that were imported from Horovod before keep what they have. Does nothing when it is installed already.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    lend_name(StandInFinder())
+    export_launch(os.environ)
+    os.environ[MARK] = "1"
+    inherited = os.environ.get("PYTHONPATH", "")
+    if STAND_IN_FOLDER not in inherited.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN_FOLDER, inherited]))

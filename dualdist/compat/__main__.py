@@ -1,0 +1,59 @@
+"""python -m dualdist.compat train.py ARGS, or -m MODULE ARGS: everything else is as plain python does it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from . import __doc__ as description
+from . import install
+
+USAGE = "usage: python -m dualdist.compat SCRIPT [ARGS ...]\n       python -m dualdist.compat -m MODULE [ARGS ...]\n"
+
+
+def main(argv: Sequence[str]) -> str | int:
+    """Run the script or module that `argv` names as `__main__`; return an exit status when there is none."""
+    if argv and argv[0] in ("-h", "--help"):
+        sys.stdout.write(f"{USAGE}\n{description}")
+        return 0
+    as_module = argv[:1] == ["-m"]
+    target, *arguments = argv[as_module:] or [""]
+    if not target or target.startswith("-"):
+        sys.stderr.write(USAGE)
+        return 2
+    if as_module:
+        return _run_module(target, arguments)
+    return _run_script(target, arguments)
+
+
+def _run_script(path: str, arguments: Sequence[str]) -> str | int:
+    if not os.path.exists(path):
+        sys.stderr.write(f"dualdist.compat: SCRIPT must be a file, but {path!r} does not exist.\n")
+        return 2
+    sys.argv = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    install()
+    runpy.run_path(path, run_name="__main__")
+    return 0
+
+
+def _run_module(name: str, arguments: Sequence[str]) -> str | int:
+    install()
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        sys.stderr.write(f"dualdist.compat: MODULE must be importable, but there is no module {name!r}.\n")
+        return 2
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

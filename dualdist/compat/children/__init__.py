@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: what `import horovod` finds in the processes that a script starts."""

@@ -1,0 +1,10 @@
+"""What horovod.torch.compression holds."""
+
+from __future__ import annotations
+
+from ..compression import Compression, Compressor
+
+__all__ = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
+
+NoneCompressor = Compression.none
+FP16Compressor = Compression.fp16

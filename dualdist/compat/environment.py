@@ -1,0 +1,38 @@
+"""HOROVOD_RANK and its relatives, which scripts read: horovodrun sets them, so every launcher must seem to.
+
+Detection of the launcher takes them for horovodrun's mark, unless DUALDIST_COMPAT says that they are copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import MutableMapping
+
+from ..errors import ConfigurationError
+from ..launch import detect
+from ..types import World
+
+__all__ = ("MARK", "export_launch", "export_world")
+
+MARK = "DUALDIST_COMPAT"
+
+
+def export_launch(env: MutableMapping[str, str]) -> None:
+    """Set what the launcher tells, before any world is joined; the rest follows with `export_world`."""
+    with contextlib.suppress(ConfigurationError):  # init() raises it again, if the script gets there
+        launch = detect(env)
+        numbers = {name: getattr(launch, name) for name in ("rank", "size", "local_rank", "local_size")}
+        if launch.local_size == launch.size or launch.size == 1:
+            numbers |= {"local_rank": launch.rank, "local_size": launch.size, "cross_rank": 0, "cross_size": 1}
+        _export(numbers, env)
+
+
+def export_world(world: World, env: MutableMapping[str, str]) -> None:
+    """Set the six numbers of the world that was joined."""
+    _export({name: getattr(world, name) for name in World.__dataclass_fields__}, env)
+
+
+def _export(numbers: dict[str, int | None], env: MutableMapping[str, str]) -> None:
+    for name, number in numbers.items():
+        if number is not None:
+            env[f"HOROVOD_{name.upper()}"] = str(number)

@@ -1,0 +1,21 @@
+"""What the package `horovod` itself holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigurationError
+
+__all__ = ("run",)
+
+__version__ = "0.28.1"
+"""The release whose API this is."""
+
+
+def run(func: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Raise ConfigurationError: a launcher starts the processes here, not the script."""
+    count = kwargs.get("num_proc") or kwargs.get("np") or "N"
+    raise ConfigurationError(
+        "`horovod.run` must be replaced by a launcher under dualdist.compat. "
+        f"Start the script with: torchrun --nproc-per-node {count} -m dualdist.compat SCRIPT"
+    )
