@@ -1,7 +1,8 @@
 """What the members of a process set agree on before each collective.
 
-Every member sends 32 bytes: a digest of its call, its state, and a free number. When all digests are equal, which is
-the case that must be fast, nothing more is sent. Otherwise the members exchange the whole calls, and each of them
+Every member sends a digest of its call, its state, a free number, and the call's payload: data that is small enough to
+travel along, so that a small reduction costs one exchange instead of two. When all digests are equal, which is the case
+that must be fast, nothing more is sent. Otherwise the members exchange the whole calls, and each of them
 reaches the same verdict from the same list: run (some ranks have joined), raise (the calls differ), or again (a
 member failed a call of its own that nobody else made).
 """
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from .backends.base import Group
 from .types import Call
 
-__all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "resolve")
+__all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
 
 ACTIVE, JOINED, FAILED = range(3)
 _MESSAGE = struct.Struct("<16sB7xq")  # digest, state, the call's free number
 _COMPARED = 24
+_PAYLOAD_BYTES = 2048
+_PAYLOAD_BYTES_OF_ALL = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Verdict:
     """Places of the members that have joined."""
     extras: tuple[int, ...] = ()
     """Every member's free number."""
+    payloads: tuple[bytes, ...] = ()
+    """Every member's payload, when all members run `call` and have one."""
     error: str | None = None
     """Why the members in `raising` raise instead."""
     raising: frozenset[int] = frozenset()
@@ -52,14 +57,24 @@ class Verdict:
     """Calls of the raising members that are under way already and that the others must see through."""
 
 
+def payload_capacity(size: int) -> int:
+    """Return how many bytes of payload a call may carry among `size` members."""
+    return min(_PAYLOAD_BYTES, _PAYLOAD_BYTES_OF_ALL // size)
+
+
 def agree(group: Group, entry: Entry) -> Verdict:
     """Return the members' verdict on what each of them came with. Collective over `group`."""
     identity = repr(entry.call.identity).encode()
     digest = hashlib.blake2b(identity, digest_size=16).digest()
     message = _MESSAGE.pack(digest, entry.state, entry.call.extra)
-    messages = group.exchange(message)
+    frame = len(message) + payload_capacity(group.size)
+    messages = group.exchange((message + entry.call.payload).ljust(frame, b"\0"))
     if entry.state == ACTIVE and all(other[:_COMPARED] == message[:_COMPARED] for other in messages):
-        return Verdict(entry.call, extras=tuple(_MESSAGE.unpack(other)[2] for other in messages))
+        extras = tuple(_MESSAGE.unpack_from(other)[2] for other in messages)
+        end = len(message) + len(entry.call.payload)
+        return Verdict(
+            entry.call, extras=extras, payloads=tuple(other[len(message) : end] for other in messages)
+        )
     payload = pickle.dumps(entry)
     lengths = [int.from_bytes(part, "little") for part in group.exchange(len(payload).to_bytes(8, "little"))]
     entries = [pickle.loads(part) for part in group.exchange(payload.ljust(max(lengths), b"\0"))]

@@ -79,6 +79,8 @@ class Call:
     """(file, line) of the user's code; quoted in errors, never compared."""
     extra: int = 0
     """A number which may differ and is told to every member for free, such as the rows of an allgather."""
+    payload: bytes = b""
+    """Data that travels along, of a length that follows from `arguments`; see agreement.payload_capacity."""
     joinable: bool = False
     """Whether ranks that have joined can take part."""
     under_way: bool = False

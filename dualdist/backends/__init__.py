@@ -70,10 +70,10 @@ def choose(
         return load(asked), "asked for by init(backend=)"
     if env.get("DUALDIST_BACKEND"):
         return load(env["DUALDIST_BACKEND"]), "asked for by DUALDIST_BACKEND"
-    for name, (_, _, package) in BACKENDS.items():
-        engine = {"torch": "torch.distributed", "horovod": "horovod.torch"}.get(name)
-        if engine in sys.modules and importlib.util.find_spec(package) and load(name).is_running():
-            return load(name), f"{engine} already runs in this process"
+    imported = {"torch": "torch.distributed" in sys.modules, "horovod": is_imported()}
+    for name in BACKENDS:
+        if imported.get(name) and load(name).is_running():
+            return load(name), f"{name} already runs in this process"
     if launch == detect({}) and transport is None:
         return load("local"), "a single process"
     if _stands_for_horovod(launch, env):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..agreement import Verdict
+from ..backends.base import Group
 from ..channel import Execute
 from ..compression import Compression, Compressor
 from ..context import current
@@ -16,7 +18,7 @@ from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 from .adasum import check_adasum_size
 from .gather import allgather, allgather_async
 from .plan import Plan, check_tensor, differentiable, make_call, planned
-from .reduce import Reduction, reduce_tensors
+from .reduce import Reduction, payload_of, reduce_payloads, reduce_tensors
 from .wire import check_reducible
 
 __all__ = (
@@ -84,16 +86,20 @@ def plan_allreduce(
         raise ValueError("`tensors` must hold at least one tensor, but is empty instead.")
     check_reduction(tensors, reduction, process_set)
     kind = "grouped_allreduce" if grouped else "allreduce"
-    call = make_call(kind, name, joinable=True, **reduction_arguments(tensors, reduction))
+    payload = payload_of(channel.group, tensors, reduction)
+    call = make_call(kind, name, payload=payload, joinable=True, **reduction_arguments(tensors, reduction))
     return Plan(channel, call, _executor(tensors, reduction, in_place))
 
 
 def _executor(
     tensors: Sequence[torch.Tensor], reduction: Reduction, in_place: bool
 ) -> Execute[list[torch.Tensor]]:
-    def execute(group: Any, verdict: Any) -> list[torch.Tensor]:
+    def execute(group: Group, verdict: Verdict) -> list[torch.Tensor]:
         outputs = list(tensors) if in_place else [tensor.detach().clone() for tensor in tensors]
-        reduce_tensors(group, outputs, reduction)
+        if any(verdict.payloads):
+            reduce_payloads(group, verdict.payloads, outputs, reduction)
+        else:
+            reduce_tensors(group, outputs, reduction)
         return outputs
 
     return execute

@@ -65,7 +65,14 @@ def planned(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
     return wrapper
 
 
-def make_call(kind: str, name: str | None, extra: int = 0, joinable: bool = False, **arguments: Any) -> Call:
+def make_call(
+    kind: str,
+    name: str | None,
+    extra: int = 0,
+    payload: bytes = b"",
+    joinable: bool = False,
+    **arguments: Any,
+) -> Call:
     """Return the Call of the user's line for `kind`; `arguments` must be equal on all members.
 
     Raises ValueError when an asynchronous call of the same name is still outstanding, as Horovod does.
@@ -74,7 +81,7 @@ def make_call(kind: str, name: str | None, extra: int = 0, joinable: bool = Fals
         raise ValueError(
             f"`name` must not be in use, but {name!r} names a collective that is still outstanding."
         )
-    return Call(kind, tuple(arguments.items()), name, call_site(), extra, joinable)
+    return Call(kind, tuple(arguments.items()), name, call_site(), extra, payload, joinable)
 
 
 def check_tensor(tensor: Any, what: str = "tensor") -> None:

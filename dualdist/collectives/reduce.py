@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..agreement import payload_capacity
 from ..backends.base import Group
-from ..types import REDUCE_OP_NAMES, Adasum, Average, Call, Sum
+from ..types import REDUCE_OP_NAMES, Adasum, Average, Call, Max, Min, Product, Sum
 from .adasum import adasum
 from .wire import neutral, pack, reduction_dtype, unpack
 
-__all__ = ("Reduction", "contribute_nothing", "reduce_tensors", "scale_")
+__all__ = ("Reduction", "contribute_nothing", "payload_of", "reduce_payloads", "reduce_tensors", "scale_")
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,49 @@ def _reduce_flat(
     if reduction.op == Adasum:
         sizes = [member.numel() for member in members]
         adasum(group, list(flat.split(sizes)))
-        scale_(flat, reduction.postscale_factor)
-        return
-    group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()
+    else:
+        group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()
+    _finish(flat, reduction, group.size)
+
+
+def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:
+    """Scale the combined numbers in place."""
     if reduction.op != Average:
         scale_(flat, reduction.postscale_factor)
     elif flat.is_floating_point() or reduction.postscale_factor != 1.0:
-        scale_(flat, reduction.postscale_factor / group.size)
+        scale_(flat, reduction.postscale_factor / size)
     else:
-        flat.copy_(torch.div(flat, group.size, rounding_mode="trunc"))
+        flat.copy_(torch.div(flat, size, rounding_mode="trunc"))
+
+
+def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> bytes:
+    """Return what travels along with the call in place of a reduction of its own; nothing when it does not fit."""
+    first = tensors[0]
+    if first.device.type != "cpu" or reduction.op == Adasum or any(t.dtype != first.dtype for t in tensors):
+        return b""
+    dtype = reduction_dtype(first.dtype, group)
+    numel = sum(tensor.numel() for tensor in tensors) * (2 if first.is_complex() else 1)
+    if numel * dtype.itemsize > payload_capacity(group.size):
+        return b""
+    flat = pack(tensors, dtype, first.device)
+    scale_(flat, reduction.prescale_factor)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def reduce_payloads(
+    group: Group, payloads: Sequence[bytes], tensors: Sequence[torch.Tensor], reduction: Reduction
+) -> None:
+    """Overwrite `tensors` with the reduction of every member's payload; the same on all members to the last bit."""
+    dtype = reduction_dtype(tensors[0].dtype, group)
+    rows = torch.frombuffer(bytearray(b"".join(payloads)), dtype=dtype).view(len(payloads), -1)
+    combine = {Min: torch.amin, Max: torch.amax}.get(reduction.op)
+    if combine is not None:
+        flat = combine(rows, dim=0)
+    else:
+        flat = (torch.prod if reduction.op == Product else torch.sum)(rows, dim=0, dtype=dtype)
+    _finish(flat, reduction, group.size)
+    with torch.no_grad():
+        unpack(flat, tensors)
 
 
 def scale_(flat: torch.Tensor, factor: float) -> None:

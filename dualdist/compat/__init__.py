@@ -12,6 +12,7 @@ Horovod. Processes that the script starts (spawned workers, other scripts) inher
 from __future__ import annotations
 
 import os
+import sys
 
 from ..backends.real_horovod import STAND_IN_FOLDER, lend_name
 from .environment import MARK, export_launch
@@ -35,5 +36,7 @@ def install() -> None:
     export_launch(os.environ)
     os.environ[MARK] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
+    if STAND_IN_FOLDER not in sys.path:
+        sys.path.insert(1, STAND_IN_FOLDER)  # multiprocessing gives a spawned child this list in PYTHONPATH's place
     if STAND_IN_FOLDER not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN_FOLDER, inherited]))

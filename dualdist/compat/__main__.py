@@ -7,6 +7,8 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 from . import __doc__ as description
 from . import install
@@ -14,7 +16,7 @@ from . import install
 USAGE = "usage: python -m dualdist.compat SCRIPT [ARGS ...]\n       python -m dualdist.compat -m MODULE [ARGS ...]\n"
 
 
-def main(argv: Sequence[str]) -> str | int:
+def main(argv: Sequence[str]) -> int:
     """Run the script or module that `argv` names as `__main__`; return an exit status when there is none."""
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(f"{USAGE}\n{description}")
@@ -29,19 +31,23 @@ def main(argv: Sequence[str]) -> str | int:
     return _run_script(target, arguments)
 
 
-def _run_script(path: str, arguments: Sequence[str]) -> str | int:
-    if not os.path.exists(path):
-        sys.stderr.write(f"dualdist.compat: SCRIPT must be a file, but {path!r} does not exist.\n")
+def _run_script(path: str, arguments: Sequence[str]) -> int:
+    if not os.path.isfile(path):
+        sys.stderr.write(f"dualdist.compat: SCRIPT must be a file, but {path!r} is none.\n")
         return 2
-    sys.argv = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     install()
-    runpy.run_path(path, run_name="__main__")
+    sys.argv = [path, *arguments]
+    script = ModuleType("__main__")
+    script.__file__ = os.path.abspath(path)
+    script.__loader__ = SourceFileLoader("__main__", script.__file__)
+    sys.modules["__main__"] = script  # for good, unlike runpy.run_path: pickle and exit handlers look here
+    exec(compile(script.__loader__.get_data(path), script.__file__, "exec"), vars(script))
     return 0
 
 
-def _run_module(name: str, arguments: Sequence[str]) -> str | int:
+def _run_module(name: str, arguments: Sequence[str]) -> int:
     install()
     try:
         found = importlib.util.find_spec(name)

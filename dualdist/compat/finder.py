@@ -53,9 +53,10 @@ class StandInFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         for source in map(importlib.import_module, MODULES[module.__name__]):
-            for name, value in vars(source).items():
-                if not name.startswith("_") and not isinstance(value, ModuleType):
-                    setattr(module, name, value)
+            public = [name for name in dir(source) if not name.startswith("_")]
+            for name in getattr(source, "__all__", public):
+                if not isinstance(getattr(source, name), ModuleType):
+                    setattr(module, name, getattr(source, name))
         for name in MODULES:
             if name.rpartition(".")[0] == module.__name__:
                 importlib.import_module(name)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 
-__all__ = ("run",)
+__all__ = ("__version__", "run")
 
 __version__ = "0.28.1"
 """The release whose API this is."""

@@ -59,11 +59,20 @@ def detect(env: Mapping[str, str]) -> Launch:
     Raises ConfigurationError when the launcher's own variables contradict each other or are not numbers.
     """
     for launcher in LAUNCHERS:
-        if any(env.get(marker) for marker in launcher.markers):
+        if any(env.get(marker) for marker in launcher.markers) and not _are_copies(launcher, env):
             return _read(launcher, env)
     return Launch(
         "python", 0, 1, None, None, MappingProxyType({"rank": "plain python", "size": "plain python"})
     )
+
+
+def _are_copies(launcher: Launcher, env: Mapping[str, str]) -> bool:
+    """Return whether dualdist.compat has set horovodrun's names, as it does for scripts under every launcher.
+
+    A horovodrun inside such a script sets them itself, and brings its rendezvous.
+    """
+    copied = launcher.rank == "HOROVOD_RANK" and bool(env.get("DUALDIST_COMPAT"))
+    return copied and not env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
 
 
 def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:

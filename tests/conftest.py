@@ -1,0 +1,65 @@
+"""Every behaviour runs on every engine: the fixture `world` has one parameter per engine and number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from .world import ENGINES, World
+
+CELLS = {f"{engine.name}-{size}": (engine, size) for engine in ENGINES for size in engine.sizes}
+if importlib.util.find_spec("dualdist.backends.mpi") is None:
+    CELLS = {name: cell for name, cell in CELLS.items() if not name.startswith("torch-mpi")}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--worlds", help="run behaviours on these worlds alone, such as torch-gloo-2,horovod-mpi-3")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
+    chosen = config.getoption("--worlds")
+    if chosen and set(chosen.split(",")) - CELLS.keys():
+        raise pytest.UsageError(f"--worlds must be among {', '.join(CELLS)}, but is {chosen} instead.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" not in metafunc.fixturenames:
+        return
+    chosen = (metafunc.config.getoption("--worlds") or ",".join(CELLS)).split(",")
+    marker = metafunc.definition.get_closest_marker("ranks")
+    names = [name for name, (_, size) in CELLS.items() if name in chosen and (marker is None or size in marker.args)]
+    metafunc.parametrize("world", names, indirect=True, scope="session")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of one world together, so that one world is up at a time."""
+    order = {name: place for place, name in enumerate(CELLS)}
+
+    def place(item: pytest.Item) -> int:
+        callspec = getattr(item, "callspec", None)
+        return -1 if callspec is None else order.get(callspec.params.get("world"), -1)
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """The processes of one engine; they stay up for all tests of that engine and size."""
+    made = World(*CELLS[request.param])
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of a launcher, of Horovod or of dualdist reaches a test by accident."""
+    for name in os.environ:
+        if name.startswith(("DUALDIST_", "HOROVOD_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,111 @@
+"""dualdist has every public name of horovod.torch, with the same parameters, when Horovod is not installed.
+
+    python tests/unit/test_surface.py horovod.torch >tests/data/horovod_torch_surface.json
+
+records the names from the installed Horovod.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORDED = Path(__file__).parents[1] / "data" / "horovod_torch_surface.json"
+SURFACE: dict[str, Any] = json.loads(RECORDED.read_text())
+
+
+def described(module: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield what each of the dotted `names` is in `module`, None for one that is absent.
+
+    A number is itself; an exception is its built-in bases; anything that can be called is its parameters, each as
+    [name, kind, default] with an empty default where there is none; all else is its type.
+    """
+    spelled = {id(module.global_process_set): "global_process_set", id(module.Compression.none): "Compression.none"}
+    for name in names:
+        try:
+            value = attrgetter(name)(module)
+        except AttributeError:
+            yield name, None
+            continue
+        if isinstance(value, int):
+            yield name, value
+        elif inspect.isclass(value) and issubclass(value, Exception):
+            yield name, [base.__name__ for base in value.__mro__ if base.__module__ == "builtins"]
+        elif callable(value):
+            parameters = inspect.signature(value).parameters.values()
+            yield name, [[p.name, p.kind.name, default_of(p, spelled)] for p in parameters]
+        else:
+            yield name, type(value).__name__
+
+
+def default_of(parameter: inspect.Parameter, spelled: dict[int, str]) -> str:
+    if parameter.default is inspect.Parameter.empty:
+        return ""
+    return spelled.get(id(parameter.default), repr(parameter.default))
+
+
+def horovod_names(owner: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the public names in `owner`, those of Horovod's own classes below their class."""
+    for name in dir(owner):
+        value = getattr(owner, name)
+        ours = not inspect.isclass(owner) or (getattr(value, "__module__", None) or "").startswith("horovod")
+        if name.startswith("_") or name == "check_extension" or not ours:
+            continue
+        if not inspect.ismodule(value) or name == "elastic":
+            yield prefix + name
+        if inspect.isclass(value) and not issubclass(value, Exception):
+            yield from horovod_names(value, f"{prefix}{name}.")
+
+
+def print_surface(module_name: str) -> None:
+    if module_name == "dualdist":
+        sys.modules["horovod"] = None  # type: ignore[assignment] # importing it fails now, as when it is not installed
+    module: Any = importlib.import_module(module_name)
+    names = list(SURFACE)
+    if module_name == "horovod.torch":
+        module.init, module.shutdown = module.mpi_ops._basics.init, module.mpi_ops._basics.shutdown
+        names = [*horovod_names(module), "elastic.run"]
+        for name in ("TorchState", "ElasticSampler"):
+            names += [f"elastic.{name}", *horovod_names(getattr(module.elastic, name), f"elastic.{name}.")]
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in described(module, names))
+    print(f"{{\n{lines}\n}}")
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Any]:
+    """What dualdist has, imported where Horovod cannot be."""
+    finished = subprocess.run(
+        [sys.executable, __file__, "dualdist"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    found: dict[str, Any] = json.loads(finished.stdout)
+    return found
+
+
+def test_all_67_names_of_horovod_torch_are_recorded() -> None:
+    assert sum("." not in name for name in SURFACE) == 67
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_name_is_there_and_takes_what_horovod_takes(name: str, ours: dict[str, Any]) -> None:
+    expected, found = SURFACE[name], ours[name]
+    assert found is not None, f"dualdist has no {name}"
+    if isinstance(expected, list) and all(isinstance(part, list) for part in expected):
+        more = found[len(expected) :]
+        assert found[: len(expected)] == expected
+        assert all(default for _, _, default in more), f"{more} must have defaults: Horovod has no such parameters"
+    else:
+        assert found == expected
+
+
+if __name__ == "__main__":
+    print_surface(sys.argv[1])

@@ -1,0 +1,74 @@
+"""One rank of a test world: connects back to pytest and does what it is told until the connection ends.
+
+    python -m tests.worker
+
+under any launcher. See tests/world.py for the other end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import resource
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+__all__ = ("ADDRESS", "KEY", "STACKS")
+
+ADDRESS, KEY, STACKS = "DUALDIST_TEST_ADDRESS", "DUALDIST_TEST_KEY", "DUALDIST_TEST_STACKS"
+"""The environment variables that say where pytest listens, what it asks for, and where stacks are written."""
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    stacks = open(os.path.join(os.environ[STACKS], str(os.getpid())), "w")
+    faulthandler.enable(stacks)  # pytest ends a world that hangs with SIGABRT
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    connection = Client((host, int(port)), authkey=os.environ[KEY].encode())
+    connection.send(os.getpid())
+
+    import dualdist
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    dualdist.init()
+    connection.send(dualdist.rank())
+    serve(connection)
+    dualdist.shutdown()
+
+
+def serve(connection: Connection[Any, Any]) -> None:
+    """Run every (function, args, kwargs) that comes, until the other end closes."""
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send(perform(task))
+
+
+def perform(task: bytes) -> tuple[bool, Any]:
+    """Return (True, the result) or (False, the traceback as text)."""
+    import pickle
+
+    import torch
+
+    try:
+        function, args, kwargs = pickle.loads(task)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = getattr(function, "on_rank", function)(*args, **kwargs)
+        return True, pickle.dumps(result)
+    except BaseException as error:
+        shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+        del shown.stack[0]  # this function
+        return False, "".join(shown.format())
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,251 @@
+"""Worlds for tests: the processes of one engine, started by a real launcher once, and told what to run many times.
+
+A launch per test costs seconds; a call to processes that are up costs a millisecond. While they have nothing to do
+they wait in a read from a socket. A world that fails a test is ended, with every rank's stack in the report, and the
+next test starts it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import pickle
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+from .worker import ADDRESS, KEY, STACKS
+
+__all__ = ("ENGINES", "Engine", "World", "WorldFailure", "everywhere")
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+START_SECONDS, RUN_SECONDS, END_SECONDS = 60.0, 60.0, 20.0
+OTHERS_SECONDS = 5.0
+"""How long the other ranks get once one has failed: they may be waiting for it."""
+
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "{size}")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to start a world. `{size}` in the command stands for the number of ranks."""
+
+    name: str
+    launcher: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    sizes: tuple[int, ...] = (2, 3)
+
+
+ENGINES = (
+    Engine("local", (), sizes=(1,)),
+    Engine("torch-gloo", (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")),
+    Engine("torch-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"})),
+    Engine("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")),
+    Engine("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+)
+
+
+class WorldFailure(AssertionError):
+    """Some rank failed, or did not answer; the message holds what every rank had to say."""
+
+
+class World:
+    """The processes of `engine`, `size` of them. Started by the first `run`, ended by `close`."""
+
+    def __init__(self, engine: Engine, size: int, environment: Mapping[str, str] | None = None) -> None:
+        self.engine = engine
+        self.size = size
+        self._environment = environment or {}
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._ranks: list[Connection[Any, Any]] = []
+        self._pids: list[int] = []
+
+    def __str__(self) -> str:
+        return f"{self.engine.name}-{self.size}"
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Run a function of a module on every rank and return what it returns on each, in rank order.
+
+        Raises WorldFailure when it raises on any rank, or does not end within a minute.
+        """
+        if self._launcher is None:
+            self._start()
+        task = pickle.dumps((function, args, kwargs))
+        for rank in self._ranks:
+            rank.send_bytes(task)
+        answers = self._answers()
+        if all(good for good, _ in answers.values()) and len(answers) == self.size:
+            return [pickle.loads(answers[rank][1]) for rank in range(self.size)]
+        report = self.kill()
+        told = [f"rank {rank} raised\n{text}" for rank, (good, text) in sorted(answers.items()) if not good]
+        silent = sorted(set(range(self.size)) - answers.keys())
+        raise WorldFailure(
+            "\n".join([f"{self}:", *told, f"ranks that did not answer: {silent or 'none'}", report])
+        )
+
+    def _answers(self) -> dict[int, tuple[bool, Any]]:
+        """Return what came from each rank, in time."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + RUN_SECONDS
+        waiting = set(self._ranks)
+        while waiting:
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in self._ranks:
+                if connection not in ready:
+                    continue
+                waiting.discard(connection)
+                with contextlib.suppress(EOFError, OSError):  # the rank has died
+                    answers[self._ranks.index(connection)] = connection.recv()
+            if not all(good for good, _ in answers.values()) or len(answers) + len(waiting) < self.size:
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+        return answers
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dualdist-test-")
+        key = secrets.token_hex(16)
+        with (
+            Listener(("127.0.0.1", 0), backlog=self.size, authkey=key.encode()) as listener,
+            open(self._path("output"), "wb") as output,
+        ):
+            host, port = listener.address  # type: ignore[misc]
+            command = [part.format(size=self.size) for part in self.engine.launcher]
+            self._launcher = subprocess.Popen(
+                [*command, sys.executable, "-m", "tests.worker"], stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, cwd=ROOT,
+                env=self._clean_environment() | {
+                    ADDRESS: f"{host}:{port}", KEY: key, STACKS: self._folder.name,
+                },
+            )  # fmt: skip
+            self._meet(listener)
+
+    def _clean_environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DUALDIST_", "HOROVOD_"))}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.engine.environment, **self._environment}
+
+    def _meet(self, listener: Listener) -> None:
+        """Wait for every rank to connect and to join the world."""
+        deadline = time.monotonic() + START_SECONDS
+        connections: list[Connection[Any, Any]] = []
+        ranks: dict[int, Connection[Any, Any]] = {}
+        server: Any = listener._listener._socket  # type: ignore[attr-defined]
+        try:
+            while len(ranks) < self.size:
+                ready = wait([server, *connections], max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError(f"{self} did not start within {START_SECONDS:.0f} s")
+                for source in ready:
+                    if source is server:
+                        connections.append(listener.accept())
+                        self._pids.append(connections[-1].recv())
+                    else:
+                        ranks[source.recv()] = source  # type: ignore[union-attr, index, assignment]
+                        connections.remove(source)  # type: ignore[arg-type]
+        except (EOFError, OSError, TimeoutError) as error:
+            raise WorldFailure(f"{self} did not start: {error!r}\n{self.kill()}") from error
+        self._ranks = [ranks[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Let every rank leave; raise WorldFailure unless all of them end well and say nothing."""
+        if self._launcher is None:
+            return
+        for rank in self._ranks:
+            rank.close()
+        try:
+            code = self._launcher.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = -1
+        output = self._path("output").read_text()
+        report = self.kill()
+        if code != 0 or output:
+            raise WorldFailure(f"{self} must end with code 0 and no output, but ended with {code}.\n{report}")
+
+    def kill(self) -> str:
+        """End every process and return what each of them was doing, and what was printed."""
+        launcher, self._launcher = self._launcher, None
+        if launcher is None:
+            return ""
+        _end(self._pids)
+        try:
+            launcher.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait()
+        parts = [f"stacks of process {pid}:\n{_read(self._path(str(pid)))}" for pid in self._pids]
+        parts.append(f"output:\n{self.output()}")
+        for connection in self._ranks:
+            connection.close()
+        self._ranks, self._pids = [], []
+        self._folder.cleanup()
+        return "\n".join(parts)
+
+    def output(self) -> str:
+        """Return what the processes have printed so far."""
+        return _read(self._path("output"))
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name) / name
+
+
+def _end(pids: list[int]) -> None:
+    """End processes that are not our children, in a way that makes them write their stacks first."""
+    with contextlib.ExitStack() as stack:
+        alive = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                stack.callback(os.close, handle)
+                alive.append(handle)
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for handle in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, number)
+            deadline = time.monotonic() + END_SECONDS
+            for handle in alive:
+                select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def everywhere(function: Callable[P, None]) -> Callable[..., None]:
+    """Make a test whose body runs on every rank of the fixture `world`; its parameters are those of `function`."""
+
+    @functools.wraps(function)
+    def test(world: World, **arguments: Any) -> None:
+        world.run(test, **arguments)
+
+    given = inspect.signature(function)
+    own = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
+    test.on_rank = function  # type: ignore[attr-defined]
+    test.__signature__ = given.replace(parameters=[*given.parameters.values(), own])  # type: ignore[attr-defined]
+    return test
+
+
+@contextlib.contextmanager
+def started(engine: Engine, size: int, environment: Mapping[str, str] | None = None) -> Iterator[World]:
+    """A world for one test, with an environment of its own. Its end is not judged."""
+    world = World(engine, size, environment)
+    try:
+        yield world
+    finally:
+        world.kill()
