@@ -145,10 +145,12 @@ class _Alone:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    closure = args[0] if args else kwargs.get("closure")
-    if closure is None and not optimizer._skipping:  # a closure calls backward, which combines
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    if optimizer._skipping:
+        return
+    if closure is None:  # a closure calls backward, which combines
         optimizer._sync.finish()
-        optimizer._sync.fill()
+    optimizer._sync.fill()
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -84,6 +84,7 @@ class World:
 
         Raises WorldFailure when it raises on any rank, or does not end within a minute.
         """
+        __tracebackhide__ = True
         if self._launcher is None:
             self._start()
         task = pickle.dumps((function, args, kwargs))
@@ -95,9 +96,9 @@ class World:
         report = self.kill()
         told = [f"rank {rank} raised\n{text}" for rank, (good, text) in sorted(answers.items()) if not good]
         silent = sorted(set(range(self.size)) - answers.keys())
-        raise WorldFailure(
-            "\n".join([f"{self}:", *told, f"ranks that did not answer: {silent or 'none'}", report])
-        )
+        if silent:
+            told += [f"ranks {silent} did not answer", report]
+        raise WorldFailure("\n".join([f"{self}:", *told]))
 
     def _answers(self) -> dict[int, tuple[bool, Any]]:
         """Return what came from each rank, in time."""
@@ -189,7 +190,7 @@ class World:
         except subprocess.TimeoutExpired:
             launcher.kill()
             launcher.wait()
-        parts = [f"stacks of process {pid}:\n{_read(self._path(str(pid)))}" for pid in self._pids]
+        parts = [f"stacks of process {pid}:\n{self._stacks(pid)}" for pid in self._pids]
         parts.append(f"output:\n{self.output()}")
         for connection in self._ranks:
             connection.close()
@@ -200,6 +201,10 @@ class World:
     def output(self) -> str:
         """Return what the processes have printed so far."""
         return _read(self._path("output"))
+
+    def _stacks(self, pid: int) -> str:
+        text = _read(self._path(str(pid)))
+        return "\n".join(line for line in text.splitlines() if not line.startswith("Extension modules"))
 
     def _path(self, name: str) -> Path:
         return Path(self._folder.name) / name
@@ -232,6 +237,7 @@ def everywhere(function: Callable[P, None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def test(world: World, **arguments: Any) -> None:
+        __tracebackhide__ = True
         world.run(test, **arguments)
 
     given = inspect.signature(function)

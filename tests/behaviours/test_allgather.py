@@ -1,0 +1,94 @@
+"""allgather and grouped_allgather, gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def rows(rank: int, width: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what `rank` holds: as many rows as its number, so rank 0 has none."""
+    return (torch.arange(rank * width).reshape(rank, width) + 10 * rank).to(dtype)
+
+
+def all_rows(width: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.cat([rows(rank, width, dtype) for rank in range(hvd.size())])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@everywhere
+def test_allgather_keeps_rank_order_when_lengths_differ(dtype: torch.dtype) -> None:
+    for width in (2, 5000):
+        result = hvd.allgather(rows(hvd.rank(), width, dtype))
+        assert result.dtype == dtype
+        assert torch.equal(result, all_rows(width, dtype))
+
+
+@everywhere
+def test_allgather_of_numbers_is_a_vector() -> None:
+    assert hvd.allgather(torch.tensor(hvd.rank() + 0.5)).tolist() == [rank + 0.5 for rank in range(hvd.size())]
+
+
+@everywhere
+def test_allgather_of_nothing_is_empty() -> None:
+    assert hvd.allgather(torch.empty(0, 3)).shape == (0, 3)
+    assert hvd.allgather(torch.empty(2, 0)).shape == (2 * hvd.size(), 0)
+
+
+@everywhere
+def test_allgather_takes_any_memory_layout() -> None:
+    held = torch.arange(12.0).reshape(3, 4) + hvd.rank()
+    expected = torch.cat([(torch.arange(12.0).reshape(3, 4) + rank).t()[::2] for rank in range(hvd.size())])
+    assert torch.equal(hvd.allgather(held.t()[::2]), expected)
+
+
+@everywhere
+def test_allgather_handle_gives_the_rows() -> None:
+    handle = hvd.allgather_async(rows(hvd.rank()), name="rows")
+    assert torch.equal(hvd.synchronize(handle), all_rows())
+    assert hvd.synchronize(handle) is None
+
+
+@everywhere
+def test_grouped_allgather_is_a_tuple_of_each() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    tensors = [rows(rank), rows(size - rank, 1, torch.int16), torch.tensor(rank)]
+    expected = [
+        all_rows(),
+        torch.cat([rows(size - other, 1, torch.int16) for other in range(size)]),
+        torch.arange(size),
+    ]
+    now, later = hvd.grouped_allgather(tensors), hvd.synchronize(hvd.grouped_allgather_async(tensors))
+    for result in (now, later):
+        assert type(result) is tuple
+        assert all(torch.equal(out, wanted) for out, wanted in zip(result, expected, strict=True))
+
+
+@everywhere
+def test_gather_gives_the_root_everything_and_the_others_nothing() -> None:
+    for root in range(hvd.size()):
+        result = hvd.gather(rows(hvd.rank()), root)
+        assert torch.equal(result, all_rows() if hvd.rank() == root else torch.empty(0, 2))
+
+
+@everywhere
+def test_gather_of_numbers_is_a_vector_on_the_root() -> None:
+    root = hvd.size() - 1
+    expected = list(range(hvd.size())) if hvd.rank() == root else []
+    assert hvd.gather(torch.tensor(hvd.rank()), root).tolist() == expected
+
+
+@everywhere
+def test_a_root_that_does_not_exist_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="root_rank"):
+        hvd.gather(torch.ones(1), 99)
+    assert hvd.allgather(torch.tensor(1)).tolist() == [1] * hvd.size()

@@ -1,0 +1,254 @@
+"""Gradients through every synchronous out-of-place collective.
+
+Each rank weighs its result with its own number, so that the expected gradient tells which ranks' gradients arrived.
+Horovod's conventions: the gradient of allgather and broadcast is averaged, that of a reducescatter's Sum is times the
+number of ranks (horovod/torch/mpi_ops.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+
+def weight(rank: int) -> float:
+    return rank + 2.0
+
+
+def weights() -> list[float]:
+    return [weight(rank) for rank in range(hvd.size())]
+
+
+def gradient(tensor: torch.Tensor, outputs: torch.Tensor | Sequence[torch.Tensor]) -> list[float]:
+    """Return the gradient of `tensor` under the loss: this rank's weight times the sum of `outputs`."""
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    loss = torch.stack([output.sum() * weight(hvd.rank()) for output in outputs]).sum()
+    (grad,) = torch.autograd.grad(loss, [tensor])
+    assert grad.shape == tensor.shape
+    return grad.flatten().tolist()
+
+
+def leaf(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+@everywhere
+def test_allreduce_average_gives_the_mean_of_the_gradients() -> None:
+    x = leaf(1.0, 2.0)
+    assert gradient(x, hvd.allreduce(x)) == pytest.approx([sum(weights()) / hvd.size()] * 2)
+
+
+@everywhere
+def test_allreduce_sum_gives_the_sum_of_the_gradients() -> None:
+    x = leaf(1.0, 2.0)
+    assert gradient(x, hvd.allreduce(x, op=hvd.Sum)) == [sum(weights())] * 2
+
+
+@everywhere
+def test_allreduce_factors_apply_to_the_gradients() -> None:
+    x = leaf(1.0, 2.0)
+    result = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert gradient(x, result) == [2 * sum(weights())] * 2
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max], ids=["min", "max"])
+@everywhere
+def test_allreduce_extremes_send_the_gradient_where_they_came_from(op: int) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = leaf(rank, -rank, 7.0)
+    first, last = (rank == 0), (rank == size - 1)
+    low, high = (first, last), (last, first)
+    holds = low if op == hvd.Min else high
+    total = sum(weights())
+    assert gradient(x, hvd.allreduce(x, op=op)) == pytest.approx([total * holds[0], total * holds[1], total / size])
+
+
+@everywhere
+def test_allreduce_extremes_with_factors() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = leaf(rank)
+    result = hvd.allreduce(x, op=hvd.Max, prescale_factor=-0.5, postscale_factor=4.0)
+    assert result.tolist() == [0.0]
+    assert gradient(x, result) == [-2.0 * sum(weights()) if rank == 0 else 0.0]
+    assert size == len(weights())
+
+
+@everywhere
+def test_allreduce_product_gives_the_product_of_the_others() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    values = [2.0, 3.0, 5.0][:size]
+    x = leaf(values[rank], 0.0 if rank == 0 else 4.0)
+    others = math.prod(value for place, value in enumerate(values) if place != rank)
+    with_zero = 4.0 ** (size - 1) if rank == 0 else 0.0
+    total = sum(weights())
+    assert gradient(x, hvd.allreduce(x, op=hvd.Product)) == [total * others, total * with_zero]
+
+
+@everywhere
+def test_allreduce_product_with_factors() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    values = [2.0, 3.0, 5.0][:size]
+    x = leaf(values[rank])
+    result = hvd.allreduce(x, op=hvd.Product, prescale_factor=0.5, postscale_factor=8.0)
+    assert result.tolist() == [8.0 * math.prod(value / 2 for value in values)]
+    expected = sum(weights()) * result.item() / values[rank]
+    assert gradient(x, result) == pytest.approx([expected])
+
+
+@everywhere
+def test_allreduce_of_a_number_and_of_a_transposed_table() -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    assert gradient(x, hvd.allreduce(x, op=hvd.Sum)) == [sum(weights())]
+    y = torch.ones(2, 3, requires_grad=True)
+    assert gradient(y, hvd.allreduce(y.t(), op=hvd.Sum)) == [sum(weights())] * 6
+
+
+@everywhere
+def test_compression_is_differentiable() -> None:
+    x = leaf(1.0, 2.0)
+    assert gradient(x, hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)) == [sum(weights())] * 2
+
+
+@everywhere
+def test_grouped_allreduce() -> None:
+    x, y = leaf(1.0, 2.0), leaf(3.0)
+    result = hvd.grouped_allreduce([x, y, 2 * x], op=hvd.Sum)
+    assert gradient(x, result) == [3 * sum(weights())] * 2
+
+
+@everywhere
+def test_only_some_members_of_a_group_need_gradients() -> None:
+    x, constant = leaf(1.0), torch.ones(2)
+    result = hvd.grouped_allreduce([constant, x], op=hvd.Sum)
+    assert gradient(x, result[1]) == [sum(weights())]
+    extremes = hvd.grouped_allreduce([constant, x], op=hvd.Max)
+    assert gradient(x, extremes[1]) == pytest.approx([sum(weights()) / hvd.size()])
+
+
+@everywhere
+def test_allgather_gives_the_mean_of_the_gradients_of_its_rows() -> None:
+    x = torch.ones(hvd.rank() + 1, 2, requires_grad=True)
+    mean = sum(weights()) / hvd.size()
+    assert gradient(x, hvd.allgather(x)) == pytest.approx([mean] * 2 * (hvd.rank() + 1))
+
+
+@everywhere
+def test_allgather_returns_each_row_its_own_gradient() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = torch.tensor(1.0, requires_grad=True)
+    gathered = hvd.allgather(x)
+    (grad,) = torch.autograd.grad((gathered * torch.arange(1.0, size + 1)).sum(), [x])
+    assert grad.item() == pytest.approx(rank + 1.0)
+
+
+@everywhere
+def test_grouped_allgather() -> None:
+    x, y = torch.ones(hvd.rank(), 2, requires_grad=True), leaf(1.0)
+    mean = sum(weights()) / hvd.size()
+    assert gradient(x, hvd.grouped_allgather([x, y])) == pytest.approx([mean] * 2 * hvd.rank())
+    assert gradient(y, hvd.grouped_allgather([x, y])) == pytest.approx([mean])
+
+
+@everywhere
+def test_broadcast_gives_the_root_the_mean_and_the_others_zero() -> None:
+    for root in range(hvd.size()):
+        x = leaf(1.0, 2.0)
+        expected = sum(weights()) / hvd.size() if hvd.rank() == root else 0.0
+        assert gradient(x, hvd.broadcast(x, root)) == pytest.approx([expected] * 2)
+
+
+@everywhere
+def test_alltoall_returns_gradients_to_where_the_rows_came_from() -> None:
+    x = torch.ones(hvd.size(), 2, requires_grad=True)
+    result = hvd.alltoall(x)
+    assert isinstance(result, torch.Tensor)
+    assert gradient(x, result) == [w for w in weights() for _ in range(2)]
+
+
+@everywhere
+def test_alltoall_with_splits_leaves_rows_that_were_not_sent_without_gradient() -> None:
+    size = hvd.size()
+    x = torch.ones(size * (size - 1) // 2 + 2, requires_grad=True)
+    result, _ = hvd.alltoall(x, splits=list(range(size)))
+    assert gradient(x, result) == [weight(rank) for rank in range(size) for _ in range(rank)] + [0.0, 0.0]
+
+
+@everywhere
+def test_reducescatter_sum_gathers_times_the_number_of_ranks() -> None:
+    size = hvd.size()
+    x = torch.ones(size, 2, requires_grad=True)
+    expected = [size * w for w in weights() for _ in range(2)]
+    assert gradient(x, hvd.reducescatter(x, op=hvd.Sum)) == expected
+
+
+@everywhere
+def test_reducescatter_average_gathers() -> None:
+    size = hvd.size()
+    x = torch.ones(size + 1, requires_grad=True)
+    expected = [weight(0), weight(0), *weights()[1:]]
+    assert gradient(x, hvd.reducescatter(x)) == expected
+    scaled = hvd.reducescatter(x, prescale_factor=0.5, postscale_factor=4.0)
+    assert gradient(x, scaled) == [2 * w for w in expected]
+
+
+@everywhere
+def test_grouped_reducescatter() -> None:
+    size = hvd.size()
+    x, y = torch.ones(size, requires_grad=True), torch.ones(size, requires_grad=True)
+    assert gradient(x, hvd.grouped_reducescatter([x, y])) == weights()
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@everywhere
+def test_reduce_sends_the_gradient_of_the_root_to_all(op: int) -> None:
+    for root in range(hvd.size()):
+        x = leaf(1.0, 2.0)
+        expected = weight(root) / (hvd.size() if op == hvd.Average else 1)
+        assert gradient(x, hvd.reduce(x, root, op=op)) == pytest.approx([expected] * 2)
+
+
+@everywhere
+def test_reduce_refuses_gradients_of_other_ops() -> None:
+    with pytest.raises(NotImplementedError, match="allreduce"):
+        hvd.reduce(leaf(1.0), 0, op=hvd.Max)
+    assert hvd.reduce(torch.ones(1), 0, op=hvd.Max).tolist() == [1.0 if hvd.rank() == 0 else 0.0]
+
+
+@everywhere
+def test_gather_sends_each_rank_the_gradient_of_its_rows() -> None:
+    for root in range(hvd.size()):
+        x = torch.ones(hvd.rank() + 1, 2, requires_grad=True)
+        assert gradient(x, hvd.gather(x, root)) == [weight(root)] * 2 * (hvd.rank() + 1)
+
+
+@everywhere
+def test_scatter_gathers_the_gradients_on_the_root() -> None:
+    for root in range(hvd.size()):
+        x = torch.ones(hvd.size(), 2, requires_grad=True)
+        expected = [w if hvd.rank() == root else 0.0 for w in weights() for _ in range(2)]
+        assert gradient(x, hvd.scatter(x, root)) == expected
+
+
+@everywhere
+def test_no_grad_gives_plain_tensors() -> None:
+    x = leaf(1.0)
+    with torch.no_grad():
+        assert not hvd.allreduce(x).requires_grad
+    assert hvd.allreduce(x).requires_grad and not hvd.allreduce(x.detach()).requires_grad
+
+
+@everywhere
+def test_a_chain_of_collectives_inside_a_model() -> None:
+    x = leaf(1.0, 2.0)
+    hidden = hvd.allreduce(x * 3, op=hvd.Sum)
+    result = hvd.broadcast(hidden**2, 0)
+    total = 3.0 * hvd.size()
+    factor = sum(weights()) / hvd.size() * 2 * 3  # d/dx of (3 n x)^2 on the root, averaged, then summed over the ranks
+    assert gradient(x, result) == pytest.approx([factor * total * 1.0, factor * total * 2.0])

@@ -1,0 +1,76 @@
+"""Collectives of Python objects."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+
+def thing(rank: int) -> dict[str, Any]:
+    """Return an object whose size differs from rank to rank."""
+    return {"rank": rank, "text": "x" * 1000 * rank, "nested": [(rank, None), {rank}]}
+
+
+@everywhere
+def test_broadcast_gives_the_object_of_the_root() -> None:
+    for root in range(hvd.size()):
+        mine = thing(hvd.rank())
+        result = hvd.broadcast_object(mine, root)
+        assert result == thing(root)
+        assert (result is mine) == (hvd.rank() == root)
+
+
+@everywhere
+def test_broadcast_ignores_the_types_elsewhere() -> None:
+    assert hvd.broadcast_object("text" if hvd.rank() == 0 else None, name="mixed") == "text"
+
+
+@everywhere
+def test_allgather_is_in_rank_order() -> None:
+    assert hvd.allgather_object(thing(hvd.rank())) == [thing(rank) for rank in range(hvd.size())]
+    assert hvd.allgather_object(None) == [None] * hvd.size()
+
+
+@everywhere
+def test_tensors_travel_inside_objects() -> None:
+    result = hvd.allgather_object({"loss": torch.tensor([hvd.rank() + 0.5])})
+    assert [entry["loss"].item() for entry in result] == [rank + 0.5 for rank in range(hvd.size())]
+
+
+@everywhere
+def test_gather_gives_the_root_all_objects() -> None:
+    for root in range(hvd.size()):
+        result = hvd.gather_object(thing(hvd.rank()), root)
+        assert result == ([thing(rank) for rank in range(hvd.size())] if hvd.rank() == root else None)
+
+
+@everywhere
+def test_scatter_gives_each_rank_its_object() -> None:
+    for root in range(hvd.size()):
+        given = [thing(rank) for rank in range(hvd.size())] if hvd.rank() == root else None
+        assert hvd.scatter_object(given, root) == thing(hvd.rank())
+
+
+@everywhere
+def test_scatter_of_the_wrong_number_fails_everywhere() -> None:
+    given = [1] * (hvd.size() + 1) if hvd.rank() == 0 else None
+    error = ValueError if hvd.rank() == 0 else hvd.HorovodInternalError
+    with pytest.raises(error, match="one object for each"):
+        hvd.scatter_object(given)
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+@everywhere
+def test_an_object_that_cannot_be_pickled_fails_everywhere() -> None:
+    given = threading.Lock() if hvd.rank() == 0 else "fine"
+    error = TypeError if hvd.rank() == 0 else hvd.HorovodInternalError
+    with pytest.raises(error, match="pickle"):
+        hvd.allgather_object(given)
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))

@@ -1,0 +1,144 @@
+"""Collectives over some of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+@everywhere
+def test_the_global_set_is_the_world() -> None:
+    everyone = hvd.global_process_set
+    assert everyone.process_set_id == 0 and everyone.ranks == list(range(hvd.size()))
+    assert (everyone.rank(), everyone.size(), everyone.included()) == (hvd.rank(), hvd.size(), True)
+    assert hvd.remove_process_set(everyone) is False
+
+
+@everywhere
+def test_a_set_is_added_used_and_removed() -> None:
+    ranks = list(range(1, hvd.size()))
+    chosen = hvd.ProcessSet(ranks[::-1])
+    assert chosen.ranks == ranks and chosen.process_set_id is None
+    assert chosen.size() is None and chosen.rank() is None
+    assert hvd.add_process_set(chosen) is chosen
+    assert isinstance(chosen.process_set_id, int) and chosen.process_set_id > 0
+    assert chosen.size() == len(ranks) and chosen.included() == (hvd.rank() > 0)
+    if hvd.rank() > 0:
+        assert chosen.rank() == hvd.rank() - 1
+        held = torch.tensor([float(hvd.rank())])
+        assert hvd.allreduce(held, op=hvd.Sum, process_set=chosen).item() == sum(ranks)
+        assert hvd.allreduce(held, process_set=chosen).item() == sum(ranks) / len(ranks)
+        assert hvd.allgather(held, process_set=chosen).tolist() == ranks
+        assert hvd.broadcast(held, root_rank=ranks[-1], process_set=chosen).item() == ranks[-1]
+        assert hvd.allgather_object(hvd.rank(), process_set=chosen) == ranks
+        assert hvd.broadcast_object(hvd.rank(), ranks[-1], process_set=chosen) == ranks[-1]
+        moved = hvd.alltoall(torch.tensor(ranks) + 10 * hvd.rank(), process_set=chosen)
+        assert isinstance(moved, torch.Tensor)
+        assert moved.tolist() == [10 * other + hvd.rank() for other in ranks]
+        assert hvd.reducescatter(torch.tensor(ranks), op=hvd.Sum, process_set=chosen).tolist() == [
+            hvd.rank() * len(ranks)
+        ]
+        hvd.barrier(process_set=chosen)
+        with pytest.raises(ValueError, match="root_rank"):
+            hvd.broadcast(held, root_rank=0, process_set=chosen)
+    else:
+        with pytest.raises(ValueError, match="not part of"):
+            chosen.rank()
+        with pytest.raises(ValueError, match="not part of"):
+            hvd.allreduce(torch.ones(1), process_set=chosen)
+    assert hvd.remove_process_set(chosen) is True
+    assert hvd.remove_process_set(chosen) is False
+    assert chosen.process_set_id is None and chosen.size() is None
+    with pytest.raises(TypeError, match="registered"):
+        hvd.allreduce(torch.ones(1), process_set=chosen)
+    hvd.barrier()
+
+
+@everywhere
+def test_sets_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="registered already"):
+        hvd.add_process_set(list(range(hvd.size())))
+    for ranks in ([], [hvd.size()], [-1]):
+        with pytest.raises(ValueError, match="process_set"):
+            hvd.add_process_set(ranks)
+    with pytest.raises(ValueError, match="repeat"):
+        hvd.ProcessSet([0, 0])
+    with pytest.raises(ValueError, match="integers"):
+        hvd.ProcessSet([0.5])
+    chosen = hvd.add_process_set([0])
+    with pytest.raises(ValueError, match="registered already"):
+        hvd.add_process_set([0])
+    hvd.remove_process_set(chosen)
+
+
+@everywhere
+def test_sets_can_be_added_again_after_removal() -> None:
+    for _ in range(3):
+        chosen = hvd.add_process_set([hvd.size() - 1])
+        if chosen.included():
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=chosen).item() == 1
+        assert hvd.remove_process_set(chosen)
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_two_sets_may_be_used_in_a_different_order_on_each_rank() -> None:
+    pairs = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    own = [pair for pair in pairs if pair.included()]
+    for order in (own, own[::-1]):
+        for numel in (1, 5000):
+            held = torch.full((numel,), float(hvd.rank()))
+            mixed = order if hvd.rank() % 2 else order[::-1]
+            handles = [(pair, hvd.allreduce_async(held, op=hvd.Sum, process_set=pair)) for pair in mixed]
+            for pair, handle in handles:
+                assert hvd.synchronize(handle).tolist() == [sum(pair.ranks or ())] * numel
+    for pair in pairs:
+        hvd.remove_process_set(pair)
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_a_mismatch_inside_a_set_is_an_error_of_its_members_alone() -> None:
+    pair = hvd.add_process_set([0, 2])
+    if pair.included():
+        with pytest.raises(hvd.CollectiveMismatchError, match="rank 2 called"):
+            hvd.allreduce(torch.ones(hvd.rank() + 1), process_set=pair)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
+    hvd.remove_process_set(pair)
+
+
+@everywhere
+def test_collectives_of_a_set_are_differentiable() -> None:
+    ranks = list(range(1, hvd.size()))
+    chosen = hvd.add_process_set(ranks)
+    if chosen.included():
+        x = torch.ones(1, requires_grad=True)
+        (hvd.allreduce(x, op=hvd.Sum, process_set=chosen) * hvd.rank()).backward()
+        assert x.grad is not None and x.grad.item() == sum(ranks)
+        y = torch.ones(1, requires_grad=True)
+        (hvd.broadcast(y, ranks[-1], process_set=chosen) * hvd.rank()).backward()
+        mean = sum(ranks) / len(ranks)
+        assert y.grad is not None and y.grad.item() == (mean if hvd.rank() == ranks[-1] else 0.0)
+    hvd.remove_process_set(chosen)
+
+
+@everywhere
+def test_an_optimizer_over_a_set_leaves_the_other_ranks_alone() -> None:
+    ranks = list(range(1, hvd.size()))
+    chosen = hvd.add_process_set(ranks)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=chosen)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (weight * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+    mean = sum(rank + 1 for rank in ranks) / len(ranks)
+    assert weight.item() == -2 * (mean if hvd.rank() > 0 else 1.0)
+    hvd.remove_process_set(chosen)

@@ -1,0 +1,68 @@
+"""Starting a script with a real launcher, once, and looking at how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ..world import BIN, MPIRUN, ROOT
+
+__all__ = ("LAUNCHERS", "Ended", "Launcher", "launch")
+
+SECONDS = 100.0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How to start a script, and how many processes that makes."""
+
+    command: tuple[str, ...]
+    size: int = 2
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+_MPIRUN = tuple(part.format(size=2) for part in MPIRUN)
+_TORCHRUN = (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2")
+
+LAUNCHERS = {
+    "python": Launcher((sys.executable,), 1),
+    "torchrun": Launcher(_TORCHRUN),
+    "torchrun-horovod": Launcher(_TORCHRUN, environment=MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+    "horovodrun": Launcher((f"{BIN}/horovodrun", "--gloo", "-np", "2", sys.executable)),
+    "mpirun": Launcher((*_MPIRUN, sys.executable)),
+    "mpirun-torch": Launcher(
+        (*_MPIRUN, sys.executable),
+        environment=MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "gloo"}),
+    ),
+}
+"""Every launcher with the engine it stands for, and the crossings."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended."""
+
+    code: int
+    output: str
+
+
+def launch(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Ended:
+    """Run a script to its end; after 100 seconds every process is ended and the launch counts as failed."""
+    launcher = LAUNCHERS[name]
+    process = subprocess.Popen(
+        [*launcher.command, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **launcher.environment, **(environment or {})},
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"{name} did not end within {SECONDS:.0f} s:\n{output}") from None
+    return Ended(process.returncode, output)

@@ -1,0 +1,110 @@
+"""The flagship example under every launcher: it trains to the same numbers, and ends well in every way."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .launch import LAUNCHERS, launch
+
+TRAIN = "examples/train.py"
+
+pytestmark = pytest.mark.timeout(400)  # the fixture launches six times
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The metrics of two epochs, by launcher."""
+    metrics = {}
+    for name in LAUNCHERS:
+        file = tmp_path_factory.mktemp("metrics") / "metrics.json"
+        ended = launch(name, TRAIN, "--epochs", "2", "--metrics", str(file))
+        assert ended.code == 0, ended.output
+        metrics[name] = json.loads(file.read_text())
+    return metrics
+
+
+def test_every_launcher_trains_the_same_model(trained: dict[str, dict[str, Any]]) -> None:
+    expected, *others = [trained[name] for name in LAUNCHERS if LAUNCHERS[name].size == 2]
+    assert len(others) == 4
+    for metrics in others:
+        for ours, theirs in zip(metrics["epochs"], expected["epochs"], strict=True):
+            assert math.isclose(ours["train_loss"], theirs["train_loss"], rel_tol=1e-5)
+            assert ours["val_accuracy"] == theirs["val_accuracy"]
+
+
+def test_metrics_say_what_ran(trained: dict[str, dict[str, Any]]) -> None:
+    said = {
+        name: (m["backend"], m["transport"], m["launcher"], m["world_size"]) for name, m in trained.items()
+    }
+    assert said == {
+        "python": ("local", "local", "python", 1),
+        "torchrun": ("torch", "gloo", "torchrun", 2),
+        "torchrun-horovod": ("horovod", "gloo", "torchrun", 2),
+        "horovodrun": ("horovod", "gloo", "horovodrun", 2),
+        "mpirun": ("horovod", "mpi", "mpirun", 2),
+        "mpirun-torch": ("torch", "gloo", "mpirun", 2),
+    }
+
+
+def test_a_run_learns_and_counts_every_validation_image_once(trained: dict[str, dict[str, Any]]) -> None:
+    for metrics in trained.values():
+        assert metrics["epochs"][-1]["val_accuracy"] > 0.9
+        correct = metrics["val_accuracy"] * 360  # a fifth of 1,797 images
+        assert math.isclose(correct, round(correct), abs_tol=1e-6)
+        assert metrics["val_accuracy"] == metrics["epochs"][-1]["val_accuracy"]
+
+
+WRONG = {
+    "--model": "--model no-such-model",
+    "--data-dir": "--data imagefolder --data-dir no/such/folder",
+    "--batch-size": "--batch-size 0",
+    "`backend`": "--backend carrier-pigeon",
+    "`transport`": "--transport carrier-pigeon",
+}
+
+
+def test_a_wrong_option_ends_with_one_line_that_names_it(tmp_path: Path) -> None:
+    script = tmp_path / "every_mistake.py"  # one process for all: importing torch takes most of the time
+    script.write_text(
+        "import contextlib, io, json, runpy, sys\n"
+        "for options in sys.argv[2:]:\n"
+        "    said = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):\n"
+        "        try:\n"
+        "            sys.argv = ['train.py', *options.split()]\n"
+        f"            runpy.run_path({TRAIN!r}, run_name='__main__')\n"
+        "            code = 0\n"
+        "        except SystemExit as error:\n"
+        "            code = error.code\n"
+        "    print(json.dumps([code, said.getvalue()]))\n"
+    )
+    ended = launch("python", str(script), "-", *WRONG.values())
+    told = [json.loads(line) for line in ended.output.splitlines()]
+    assert len(told) == len(WRONG)
+    for name, (code, text) in zip(WRONG, told, strict=True):
+        assert code == 2
+        (line,) = text.splitlines()
+        assert name in line
+
+
+def test_a_wrong_option_is_told_by_rank_0_alone() -> None:
+    ended = launch("mpirun-torch", TRAIN, "--batch-size", "0")
+    assert ended.code == 2
+    assert ended.output.count("--batch-size") == 1
+    assert "Traceback" not in ended.output
+
+
+def test_choosing_horovod_without_horovod_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['horovod'] = None\n"  # what an import finds when it is not installed
+    )
+    ended = launch("python", TRAIN, "--backend", "horovod", environment={"PYTHONPATH": str(tmp_path)})
+    assert ended.code == 2
+    (line,) = ended.output.splitlines()
+    assert "horovod is not installed" in line
+    assert "ci/install-horovod" in line
