@@ -1,10 +1,10 @@
 """What the members of a process set agree on before each collective.
 
-Every member sends a digest of its call, its state, a free number, and the call's payload: data that is small enough to
-travel along, so that a small reduction costs one exchange instead of two. When all digests are equal, which is the case
-that must be fast, nothing more is sent. Otherwise the members exchange the whole calls, and each of them
-reaches the same verdict from the same list: run (some ranks have joined), raise (the calls differ), or again (a
-member failed a call of its own that nobody else made).
+Every member sends a digest of its call, its state, a free number, when it came (for the timeline), and the call's
+payload: data that is small enough to travel along, so that a small reduction costs one exchange instead of two. When
+all digests are equal, which is the case that must be fast, nothing more is sent. Otherwise the members exchange the
+whole calls, and each of them reaches the same verdict from the same list: run (some ranks have joined), raise (the
+calls differ), or again (a member failed a call of its own that nobody else made).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .backends.base import Group
 from .types import Call
@@ -22,7 +23,7 @@ from .types import Call
 __all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
 
 ACTIVE, JOINED, FAILED = range(3)
-_MESSAGE = struct.Struct("<16sB7xq")  # digest, state, the call's free number
+_MESSAGE = struct.Struct("<16sB7xqq")  # digest, state, the call's free number, time
 _COMPARED = 24
 _PAYLOAD_BYTES = 2048
 _PAYLOAD_BYTES_OF_ALL = 64 << 10
@@ -55,6 +56,8 @@ class Verdict:
     raising: frozenset[int] = frozenset()
     drained: tuple[Call, ...] = ()
     """Calls of the raising members that are under way already and that the others must see through."""
+    arrivals: tuple[int, ...] = ()
+    """When every member came, in nanoseconds since the epoch by its own clock."""
 
 
 def payload_capacity(size: int) -> int:
@@ -66,19 +69,19 @@ def agree(group: Group, entry: Entry) -> Verdict:
     """Return the members' verdict on what each of them came with. Collective over `group`."""
     identity = repr(entry.call.identity).encode()
     digest = hashlib.blake2b(identity, digest_size=16).digest()
-    message = _MESSAGE.pack(digest, entry.state, entry.call.extra)
+    message = _MESSAGE.pack(digest, entry.state, entry.call.extra, time.time_ns())
     frame = len(message) + payload_capacity(group.size)
     messages = group.exchange((message + entry.call.payload).ljust(frame, b"\0"))
+    arrivals = tuple(_MESSAGE.unpack_from(other)[3] for other in messages)
     if entry.state == ACTIVE and all(other[:_COMPARED] == message[:_COMPARED] for other in messages):
         extras = tuple(_MESSAGE.unpack_from(other)[2] for other in messages)
         end = len(message) + len(entry.call.payload)
-        return Verdict(
-            entry.call, extras=extras, payloads=tuple(other[len(message) : end] for other in messages)
-        )
+        payloads = tuple(other[len(message) : end] for other in messages)
+        return Verdict(entry.call, extras=extras, payloads=payloads, arrivals=arrivals)
     payload = pickle.dumps(entry)
     lengths = [int.from_bytes(part, "little") for part in group.exchange(len(payload).to_bytes(8, "little"))]
     entries = [pickle.loads(part) for part in group.exchange(payload.ljust(max(lengths), b"\0"))]
-    return resolve(entries, group.ranks)
+    return replace(resolve(entries, group.ranks), arrivals=arrivals)
 
 
 def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:

@@ -59,10 +59,15 @@ def init(
     """
     if is_initialized():
         return
+    arguments = {
+        "comm": comm, "process_sets": process_sets, "backend": backend, "transport": transport,
+        "init_method": init_method, "rank": rank, "world_size": world_size,
+    }  # fmt: skip
     override: dict[str, Any] = {"init_method": init_method, "rank": rank, "size": world_size}
     if hasattr(comm, "Get_rank"):
         override |= {"rank": comm.Get_rank(), "size": comm.Get_size()}
     context = join_world(stand_in, backend, transport, override, os.environ)
+    context.arguments = arguments
     try:
         if isinstance(comm, list | tuple) and sorted(comm) != list(range(context.world.size)):
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from .backends.base import Group
 from .call_site import call_site
 from .errors import CollectiveMismatchError, HorovodInternalError, StallError
 from .stall import StallWatch
+from .trace import Timeline
 from .types import Call
 
 __all__ = ("Channel", "Execute", "StandIn")
@@ -35,14 +36,16 @@ class Channel:
     """The collectives of one process set, in order."""
 
     def __init__(
-        self, name: str, control: Group, data: Group, gradients: Group, watch: StallWatch, stand_in: StandIn
-    ) -> None:
+        self, name: str, control: Group, data: Group, gradients: Group, watch: StallWatch, timeline: Timeline,
+        stand_in: StandIn,
+    ) -> None:  # fmt: skip
         self.group = data
         self.gradients = gradients
         """Gradients go their own way, in an order of their own; see grad_sync."""
         self._name = name
         self._control = control
         self._watch = watch
+        self._timeline = timeline
         self._stand_in = stand_in
         self._turn = threading.Lock()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -127,7 +130,7 @@ class Channel:
             if self._control.rank in verdict.raising:
                 raise CollectiveMismatchError(verdict.error)
             if verdict.call is not None:
-                with self._guarded(call):
+                with self._guarded(call), self._timeline.operation(self._name, call):
                     return execute(self.group, verdict)
 
     def _answer(self, call: Call) -> int:
@@ -138,7 +141,7 @@ class Channel:
                 return self.group.ranks[max(verdict.joined - before or verdict.joined)]
             before = verdict.joined
             if verdict.call is not None:
-                with self._guarded(verdict.call):
+                with self._guarded(verdict.call), self._timeline.operation(self._name, verdict.call):
                     self._stand_in(verdict.call, self.group, verdict)
 
     def _notify(self, entry: Entry) -> None:
@@ -149,7 +152,9 @@ class Channel:
 
     def _agree(self, entry: Entry) -> Verdict:
         with self._guarded(entry.call):
-            verdict = agree(self._control, entry)
+            with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
+                verdict = agree(self._control, entry)
+                tell(verdict.arrivals)
             for call in verdict.drained:
                 if call.identity != entry.call.identity:
                     self._stand_in(call, self.group, verdict)

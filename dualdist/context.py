@@ -20,6 +20,7 @@ from .errors import ConfigurationError, NotInitializedError, WorldMismatchError
 from .handles import HandleTable
 from .launch import detect, topology
 from .stall import StallWatch
+from .trace import Timeline
 from .types import Launch, Settings, World
 
 __all__ = ("Context", "current", "device", "is_initialized", "join_world", "leave_world", "read_settings")
@@ -36,16 +37,21 @@ class Context:
         self.backend = backend
         self.launch = launch
         self.settings = settings
+        self.arguments: Mapping[str, Any] = MappingProxyType({})
+        """What `init` was called with, to join the world anew in the same way."""
         self.handles = HandleTable()
         self.channels: dict[int, Channel] = {}
         self.grad_syncs: list[Any] = []
         """Every gradient synchronisation made in this world, weakly; its place is its name to the other ranks."""
+        self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0
         self.watch = StallWatch(backend.store, backend.rank, settings)
         try:
             self.add_channel(range(backend.size))
             self.world = self._confirm_world()
+            if settings.timeline is not None:
+                self.timeline.open(settings.timeline, settings.timeline_mark_cycles)
         except BaseException:
             self.close()
             raise
@@ -55,7 +61,9 @@ class Context:
         number = self._next_set
         self._next_set += 1
         control, data, gradients = (self.backend.new_group(ranks) for _ in range(3))
-        self.channels[number] = Channel(f"set {number}", control, data, gradients, self.watch, self._stand_in)
+        self.channels[number] = Channel(
+            f"set {number}", control, data, gradients, self.watch, self.timeline, self._stand_in
+        )
         return number
 
     def close(self) -> None:
@@ -63,6 +71,7 @@ class Context:
         self.watch.close()
         for channel in self.channels.values():
             channel.close()
+        self.timeline.close()
         self.backend.shutdown()
 
     def _confirm_world(self) -> World:
@@ -107,9 +116,10 @@ def read_settings(env: Mapping[str, str]) -> Settings:
             raise ConfigurationError(
                 f"`{name}` must be a positive number of seconds, but is {env[name]!r} instead."
             )
+    timeline = env.get("HOROVOD_TIMELINE", "")  # DYNAMIC is Horovod's word for "start_timeline() will follow"
     return Settings(
         **seconds,
-        timeline=env.get("HOROVOD_TIMELINE") or None,
+        timeline=None if timeline in ("", "DYNAMIC") else timeline,
         timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
     )
 

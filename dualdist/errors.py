@@ -6,6 +6,7 @@
     │     ├─ BackendUnavailableError   the backend is known but cannot run here
     │     └─ WorldMismatchError        the launcher and the engine disagree on the world
     └─ RuntimeError
+       ├─ HostsUpdatedInterrupt        not an error: the hosts of an elastic job have changed
        └─ HorovodInternalError         a collective failed; elastic training recovers from it
           ├─ NotInitializedError       also a ValueError, as Horovod's rank() and size() raise one
           ├─ CollectiveMismatchError   the ranks called different things
@@ -22,6 +23,7 @@ __all__ = (
     "CollectiveMismatchError",
     "ConfigurationError",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "NotInitializedError",
     "StallError",
     "WorldMismatchError",
@@ -54,3 +56,14 @@ class CollectiveMismatchError(HorovodInternalError):
 
 class StallError(HorovodInternalError):
     """A member of the process set did not call the collective within the stall timeout."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts of an elastic job have changed; `elastic.run` joins the new world. Not an error.
+
+    skip_sync: whether hosts have only gone, so that every rank has the state already.
+    """
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__("The hosts of this job have changed.")
+        self.skip_sync = skip_sync

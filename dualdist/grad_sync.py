@@ -264,7 +264,11 @@ class GradSync:
         flat[bucket.numel :].copy_(counts)
         wire = self._to_wire(flat, group)
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
-        self._works.append((wire, group.allreduce_(wire, Sum, lane=f"{self._place}.{place}")))
+        lane = f"{self._place}.{place}"
+        work = group.allreduce_(wire, Sum, lane=lane)
+        names = (self._params[slot.param].name for slot in bucket.slots)
+        flight = current().timeline.flight(work, f"gradients.{lane}", names, flat.device.type)
+        self._works.append((wire, flight))
 
     def _fill(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor | None) -> None:
         """Write `grad` into the bucket, zeros for none; what stands there and is still in use moves out."""
@@ -335,8 +339,9 @@ class GradSync:
         param = self._params[index].tensor
         grad = self._contribution(index) if keep else None
         mine = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.int64), param.new_zeros(0, *param.shape[1:]), param.shape
-        )
+            torch.zeros(1, 0, dtype=torch.int64), param.new_zeros(0, *param.shape[1:]), param.shape,
+            check_invariants=False,
+        )  # fmt: skip
         if grad is not None:
             mine = grad.coalesce()
         indices, values = gather_rows(group, [mine.indices().t().contiguous(), mine.values()])
@@ -344,7 +349,7 @@ class GradSync:
             if self.options.reduction.op == Average:
                 values = values / group.size
             param.grad = torch.sparse_coo_tensor(
-                indices.t(), values, param.shape, device=param.device
+                indices.t(), values, param.shape, device=param.device, check_invariants=False
             ).coalesce()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .call_site import call_site
 from .channel import Channel
 from .context import current, is_initialized
 from .types import Call
@@ -39,6 +40,10 @@ class ProcessSet:
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"`ranks` must not repeat, but is {list(ranks_or_comm)} instead.")
         self.ranks = ranks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        """A copy of a model or an optimizer works in the very process set."""
+        return self
 
     def _registered(self) -> bool:
         return self.process_set_id is not None and is_initialized()
@@ -114,7 +119,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(
             f"A process set with ranks {ranks} is registered already; every set must be registered once."
         )
-    call = Call("add_process_set", (("ranks", tuple(ranks)),))
+    call = Call("add_process_set", (("ranks", tuple(ranks)),), site=call_site())
     process_set.process_set_id = context.channels[0].run(
         call, lambda group, verdict: context.add_channel(ranks)
     )
@@ -131,7 +136,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0 or _registered.get(number) is not process_set:
         return False
-    call = Call("remove_process_set", (("ranks", tuple(process_set.ranks or ())),))
+    call = Call("remove_process_set", (("ranks", tuple(process_set.ranks or ())),), site=call_site())
     context.channels[0].run(call, lambda group, verdict: context.channels.pop(number).close())
     del _registered[number]
     process_set.process_set_id = None

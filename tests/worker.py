@@ -22,6 +22,8 @@ __all__ = ("ADDRESS", "KEY", "STACKS")
 ADDRESS, KEY, STACKS = "DUALDIST_TEST_ADDRESS", "DUALDIST_TEST_KEY", "DUALDIST_TEST_STACKS"
 """The environment variables that say where pytest listens, what it asks for, and where stacks are written."""
 
+TESTS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -66,6 +68,9 @@ def perform(task: bytes) -> tuple[bool, Any]:
     except BaseException as error:
         shown = traceback.TracebackException.from_exception(error, capture_locals=True)
         del shown.stack[0]  # this function
+        for frame in shown.stack:
+            if not frame.filename.startswith(TESTS):
+                frame.locals = None
         return False, "".join(shown.format())
 
 

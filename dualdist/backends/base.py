@@ -139,6 +139,21 @@ class Backend(ABC):
     def store(self) -> Any | None:
         """A key-value store beside the engine (c10d's Store), None when the world has one process."""
 
-    def facts(self) -> Mapping[str, bool | int]:
-        """Return what is built into the engine, under the names of Horovod's queries (`mpi_built` ...)."""
+    def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers have nothing to tell
+        """Have `listener.on_hosts_updated(timestamp, change)` called when the launcher changes the hosts of the job.
+
+        change: 1 for removed, 2 for added, 3 for both. The default is for launchers that never do. A listener stays
+        when the world is joined anew.
+        """
+
+    def remove_host_listener(self, listener: Any) -> None:  # noqa: B027
+        """Undo `add_host_listener`."""
+
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        """Return what is built into the engine, under the names of Horovod's queries; an absent one is False."""
         return {}
+
+    def facts(self) -> Mapping[str, bool | int]:
+        """Return what is built into the engine and what is in use, under the names of Horovod's queries."""
+        return self.built()

@@ -30,6 +30,7 @@ from .rendezvous import open_store, serve_store
 
 with real_horovod():
     import horovod.torch as hvd
+    from horovod.runner.elastic.worker import WorkerNotificationManager
 
 __all__ = ("HorovodBackend",)
 
@@ -130,6 +131,9 @@ class HorovodBackend(Backend):
     _kept = False
     """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
 
+    _notifications = WorkerNotificationManager()
+    """Hears from horovodrun when hosts come and go; it serves one port for the life of the process."""
+
     def __init__(self, settings: Settings, server: Any, adopted: bool) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
@@ -164,12 +168,15 @@ class HorovodBackend(Backend):
                 "Build it with ci/install-horovod."
             )
         if cls.is_running():
+            if settings.timeline is not None:  # Horovod writes to that very file
+                hvd.stop_timeline()
             return cls(settings, None, adopted=True)
         cls._check_transport(transport, launch, env)
         if cls._kept:
             cls._kept = False
             return cls(settings, None, adopted=False)
-        server, variables = None, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+        server: Any = None
+        variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
         if not (cls.can_start(launch, env) or launch.size == 1) or (
             launch.launcher == "mpirun" and transport == "gloo"
         ):
@@ -209,6 +216,15 @@ class HorovodBackend(Backend):
         host, port = hvd.broadcast_object(None, name="dualdist.store")
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
+    def add_host_listener(self, listener: Any) -> None:
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            self._notifications.init()
+            self._notifications.register_listener(listener)
+
+    def remove_host_listener(self, listener: Any) -> None:
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            self._notifications.remove_listener(listener)
+
     def new_group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
         with _wrapped():
@@ -232,10 +248,25 @@ class HorovodBackend(Backend):
     def store(self) -> dist.Store | None:
         return self._store
 
-    def facts(self) -> Mapping[str, bool | int]:
-        names = ("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "ddl_built", "ccl_built",
-                 "cuda_built", "rocm_built")  # fmt: skip
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        names = (
+            "mpi_built",
+            "gloo_built",
+            "nccl_built",
+            "ddl_built",
+            "ccl_built",
+            "cuda_built",
+            "rocm_built",
+        )
         return {name: getattr(hvd, name)() for name in names}
+
+    def facts(self) -> Mapping[str, bool | int]:
+        mpi = bool(hvd.mpi_enabled())
+        threads = mpi and hvd.mpi_threads_supported()
+        return {
+            **self.built(), "mpi_enabled": mpi, "gloo_enabled": hvd.gloo_enabled(), "mpi_threads_supported": threads
+        }  # fmt: skip
 
 
 def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[Any, dict[str, str]]:
@@ -301,15 +332,19 @@ def _interface(address: str) -> str:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Set `variables` while Horovod reads them (through getenv), and leave no trace for a later launch detection."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set_environment(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -9,6 +9,7 @@ import torch
 from ..errors import ConfigurationError
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
+from .built import built_into_torch
 
 __all__ = ("LocalBackend",)
 
@@ -77,6 +78,10 @@ class LocalBackend(Backend):
     @classmethod
     def is_running(cls) -> bool:
         return False
+
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        return built_into_torch()
 
     def shutdown(self) -> None:
         return

@@ -8,6 +8,7 @@ different collectives.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
+from .built import built_into_torch
 from .rendezvous import open_store
 
 __all__ = ("TorchBackend",)
@@ -176,17 +178,14 @@ class TorchBackend(Backend):
     def store(self) -> dist.Store | None:
         return self._store
 
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        return built_into_torch()
+
     def facts(self) -> Mapping[str, bool | int]:
-        version = (
-            torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (0, 0, 0)
-        )
-        major, minor, patch = (*version, 0, 0)[:3]
-        return {
-            "mpi_built": self.transport == "mpi" or dist.is_mpi_available(),
-            "mpi_enabled": self.transport == "mpi",
-            "gloo_built": dist.is_gloo_available(),
-            "gloo_enabled": self.transport != "mpi",
-            "nccl_built": major * 10000 + minor * 100 + patch,
-            "cuda_built": torch.version.cuda is not None,
-            "rocm_built": torch.version.hip is not None,
-        }
+        mpi, threads = self.transport == "mpi", False
+        if mpi and importlib.util.find_spec("mpi4py") is not None:
+            from mpi4py import MPI
+
+            threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        return {**self.built(), "mpi_enabled": mpi, "gloo_enabled": not mpi, "mpi_threads_supported": threads}

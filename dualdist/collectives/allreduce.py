@@ -356,6 +356,6 @@ def sparse_allreduce_async(
         all_indices, all_values = handles.synchronize(indices), handles.synchronize(values)
         if op == Average:
             all_values = all_values / size
-        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape)
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
 
     return wait

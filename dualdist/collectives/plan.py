@@ -14,7 +14,6 @@ from ..call_site import call_site
 from ..channel import Channel, Execute
 from ..context import current
 from ..process_sets import ProcessSet, channel_of
-from ..timeline import span
 from ..types import Call
 
 __all__ = ("Plan", "check_root", "check_tensor", "describe", "differentiable", "make_call", "planned")
@@ -34,18 +33,15 @@ class Plan(Generic[T]):
 
     def run(self) -> T:
         """Carry it out now."""
-        return self.channel.run(self.call, self._timed())
+        return self.channel.run(self.call, self.execute)
 
     def submit(self) -> int:
         """Queue it and return a handle."""
-        return current().handles.add(self.channel.submit(self.call, self._timed()), self.call.name)
+        return current().handles.add(self.channel.submit(self.call, self.execute), self.call.name)
 
     def then(self, change: Callable[[T], U]) -> Plan[U]:
         """Return the plan whose result is `change` of this one's."""
         return Plan(self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)))
-
-    def _timed(self) -> Execute[T]:
-        return span(self.call, self.execute)
 
 
 def planned(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:

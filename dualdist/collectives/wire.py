@@ -31,10 +31,9 @@ _NATIVE = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, t
 
 def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the numbers of `tensor` as ((n,), uint8) on the wire device; a view where that is possible."""
-    flat = tensor.detach().to(group.wire_device(tensor.device)).contiguous().reshape(-1)
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    return flat.view(torch.uint8)
+    sent = tensor.detach().to(group.wire_device(tensor.device)).resolve_conj().resolve_neg().contiguous()
+    # A single number is contiguous whatever its stride, but is viewed as bytes only with a stride of 1.
+    return sent.as_strided((sent.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

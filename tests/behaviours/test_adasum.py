@@ -1,0 +1,110 @@
+"""Adasum against a plain numpy version of its formula (Maleki et al. 2020, arXiv:2006.02924)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+Vector = npt.NDArray[np.float64]
+
+
+def adasum(a: Vector, b: Vector) -> Vector:
+    """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b."""
+    dot = float(a @ b)
+    return (1 - dot / (2 * float(a @ a))) * a + (1 - dot / (2 * float(b @ b))) * b
+
+
+def held(rank: int, numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+
+
+def expected(numel: int) -> torch.Tensor:
+    return torch.from_numpy(adasum(held(0, numel).numpy(), held(1, numel).numpy()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [1, 7, 5000])
+@everywhere
+def test_two_vectors(numel: int) -> None:
+    result = hvd.allreduce(held(hvd.rank(), numel), op=hvd.Adasum)
+    torch.testing.assert_close(result, expected(numel), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@everywhere
+def test_smaller_dtypes_are_rounded_at_the_end(dtype: torch.dtype) -> None:
+    result = hvd.allreduce(held(hvd.rank(), 7).to(dtype), op=hvd.Adasum)
+    assert result.dtype == dtype
+    inputs = [held(rank, 7).to(dtype).double().numpy() for rank in range(2)]
+    torch.testing.assert_close(result, torch.from_numpy(adasum(*inputs)).to(dtype))
+
+
+@pytest.mark.ranks(2)
+@everywhere
+def test_orthogonal_vectors_add_and_parallel_ones_average() -> None:
+    rank = hvd.rank()
+    assert hvd.allreduce(torch.eye(2)[rank], op=hvd.Adasum).tolist() == [1, 1]
+    assert hvd.allreduce(torch.tensor([1.0, 1.0]), op=hvd.Adasum).tolist() == [1, 1]
+    assert hvd.allreduce(torch.tensor([1.0, 1.0]) * (rank * 2 + 1), op=hvd.Adasum).tolist() == [2, 2]
+
+
+@pytest.mark.ranks(2)
+@everywhere
+def test_a_zero_vector_leaves_the_other_as_it_is() -> None:
+    assert hvd.allreduce(torch.tensor([3.0, 4.0]) * hvd.rank(), op=hvd.Adasum).tolist() == [3, 4]
+
+
+@pytest.mark.ranks(2)
+@everywhere
+def test_each_member_of_a_group_is_combined_by_itself() -> None:
+    first, second = hvd.grouped_allreduce([held(hvd.rank(), 7), held(hvd.rank(), 300)], op=hvd.Adasum)
+    torch.testing.assert_close(first, expected(7), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(second, expected(300), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+@everywhere
+def test_optimizer_combines_the_steps_not_the_gradients() -> None:
+    rate, start = 0.1, torch.arange(7, dtype=torch.float64)
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=rate), op=hvd.Adasum)
+    (weight * held(hvd.rank(), 7)).sum().backward()
+    optimizer.step()
+    steps = [-rate * held(rank, 7).numpy() for rank in range(2)]
+    torch.testing.assert_close(weight.detach(), start + torch.from_numpy(adasum(*steps)), rtol=1e-12, atol=1e-12)
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():  # type: ignore[attr-defined]
+        optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@everywhere
+def test_optimizer_keeps_its_own_state() -> None:
+    weight = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5), op=hvd.Adasum)
+    total = np.zeros(7)
+    momentum = [np.zeros(7), np.zeros(7)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight * held(hvd.rank(), 7)).sum().backward()
+        optimizer.step()
+        momentum = [0.5 * old + held(rank, 7).numpy() for rank, old in enumerate(momentum)]
+        total += adasum(-momentum[0], -momentum[1])
+    torch.testing.assert_close(weight.detach(), torch.from_numpy(total), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_other_numbers_of_ranks_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="power of two"):
+        hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="power of two"):
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
+    hvd.barrier()

@@ -1,0 +1,243 @@
+"""DistributedOptimizer as an object: what it keeps, what it refuses, and errors between ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..world import everywhere
+from .test_mismatch import check_next_calls_work
+
+
+def mean() -> float:
+    return (hvd.size() + 1) / 2
+
+
+def step(optimizer: torch.optim.Optimizer, *params: nn.Parameter) -> None:
+    """Take a step in which the gradient of each parameter is this rank's number, from 1."""
+    optimizer.zero_grad()
+    torch.stack([param.sum() for param in params]).sum().mul(hvd.rank() + 1.0).backward()
+    optimizer.step()
+
+
+@everywhere
+def test_it_is_the_optimizer_it_was() -> None:
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    state, groups = plain.state, plain.param_groups
+    optimizer = hvd.DistributedOptimizer(plain)
+    assert optimizer is plain and isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert optimizer.state is state and optimizer.param_groups is groups
+
+
+@everywhere
+def test_state_from_before_wrapping_is_kept() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    plain = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    weight.sum().mul(4.0).backward()
+    plain.step()
+    step(hvd.DistributedOptimizer(plain), weight)
+    assert weight.item() == pytest.approx(-4.0 - (2.0 + mean()))
+
+
+@everywhere
+def test_a_scheduler_made_before_wrapping_works_without_a_warning() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    plain = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(plain)
+    for _ in range(3):
+        step(optimizer, weight)
+        scheduler.step()
+    assert weight.item() == pytest.approx(-mean() * 1.75)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@everywhere
+def test_a_scheduler_made_after_wrapping_works_without_a_warning() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2)
+    for _ in range(2):
+        step(optimizer, weight)
+        scheduler.step()
+    assert weight.item() == pytest.approx(-mean() * 1.5)
+
+
+@everywhere
+def test_added_parameters_are_combined_and_have_the_defaults() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=0.5, momentum=0.0))
+    step(optimizer, first)
+    optimizer.add_param_group({"params": [second]})
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    for _ in range(2):
+        step(optimizer, first, second)
+    assert first.item() == pytest.approx(-1.5 * mean())
+    assert second.tolist() == pytest.approx([-mean()] * 2)
+
+
+@everywhere
+def test_state_dict_round_trip() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5))
+    step(optimizer, weight)
+    saved, at = copy.deepcopy(optimizer.state_dict()), weight.item()
+    step(optimizer, weight)
+    after = weight.item()
+    with torch.no_grad():
+        weight.fill_(at)
+    optimizer.load_state_dict(saved)
+    step(optimizer, weight)
+    assert weight.item() == pytest.approx(after) == pytest.approx(-2.5 * mean())
+
+
+@pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
+@everywhere
+def test_a_copy_is_the_plain_optimizer_with_its_state(copied: str) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5))
+    step(optimizer, weight)
+    twin = pickle.loads(pickle.dumps(optimizer)) if copied == "pickle" else copy.deepcopy(optimizer)
+    assert type(twin) is torch.optim.SGD and twin.param_groups[0]["lr"] == 1.0
+    (own,) = twin.param_groups[0]["params"]
+    assert own is not weight and own.item() == weight.item()
+    assert twin.state[own]["momentum_buffer"].item() == pytest.approx(mean())
+    own.grad = torch.ones(1)
+    twin.step()
+    assert own.item() == pytest.approx(weight.item() - 0.5 * mean() - 1)
+    step(hvd.DistributedOptimizer(twin), own)
+    step(optimizer, weight)
+    assert weight.item() == pytest.approx(-2.5 * mean())
+
+
+@everywhere
+def test_subclasses_and_hooks_of_the_user_still_run() -> None:
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.steps += 1
+            return super().step(closure)
+
+    weight = nn.Parameter(torch.zeros(1))
+    seen: list[float] = []
+    plain = Counting([weight], lr=1.0)
+    plain.register_step_pre_hook(lambda *_: seen.append(weight.grad.item()))  # type: ignore[union-attr]
+    optimizer = hvd.DistributedOptimizer(plain)
+    step(optimizer, weight)
+    assert plain.steps == 1 and seen == [mean()] and weight.item() == -mean()
+
+
+@everywhere
+def test_a_new_optimizer_after_an_old_one_is_gone() -> None:
+    for number in (1, 2, 3):
+        weight = nn.Parameter(torch.zeros(number))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        step(optimizer, weight)
+        assert weight.tolist() == pytest.approx([-mean()] * number)
+        del optimizer, weight
+        gc.collect()
+
+
+@everywhere
+def test_what_cannot_be_wrapped_is_refused() -> None:
+    weight, bias = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def plain() -> torch.optim.Optimizer:
+        return torch.optim.SGD([weight, bias], lr=1.0)
+
+    good = [("weight", weight), ("bias", bias)]
+    refused: list[dict[str, Any]] = [
+        {"named_parameters": [weight, bias]},
+        {"named_parameters": [("same", weight), ("same", bias)]},
+        {"named_parameters": [("weight", weight)]},
+        {"backward_passes_per_step": 0},
+        {"op": hvd.Max},
+        {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        {"groups": 0},
+        {"groups": -1},
+        {"groups": [[weight], [weight, bias]]},
+        {"groups": "two"},
+    ]
+    for options in refused:
+        with pytest.raises(ValueError, match="must"):
+            hvd.DistributedOptimizer(plain(), **({"named_parameters": good} | options))
+    optimizer = hvd.DistributedOptimizer(plain(), [*good, ("more", nn.Parameter(torch.zeros(1)))])
+    with pytest.raises(TypeError, match="distributed already"):
+        hvd.DistributedOptimizer(optimizer)
+    hvd.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("difference", ["shape", "dtype", "name", "op", "compression", "groups"])
+@everywhere
+def test_a_layout_that_differs_between_ranks_is_an_error_at_construction(difference: str) -> None:
+    odd = hvd.rank() == hvd.size() - 1
+    weight = nn.Parameter(torch.zeros(2 if odd and difference == "shape" else 1))
+    if odd and difference == "dtype":
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    options: dict[str, Any] = {"named_parameters": [("weight", weight)]}
+    if odd:
+        options |= {
+            "name": {"named_parameters": [("other", weight)]},
+            "op": {"op": hvd.Sum},
+            "compression": {"compression": hvd.Compression.fp16},
+            "groups": {"groups": 1},
+        }.get(difference, {})
+    with pytest.raises(hvd.CollectiveMismatchError, match="DistributedOptimizer") as caught:
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **options)
+    assert __file__ in str(caught.value)
+    check_next_calls_work()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("numel", [1, 400_000])
+@everywhere
+def test_a_backward_here_and_an_allreduce_there_is_an_error_on_both(numel: int) -> None:
+    params = [nn.Parameter(torch.zeros(numel)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+    with pytest.raises(hvd.CollectiveMismatchError, match="gradient synchronization") as caught:
+        if hvd.rank() == 0:
+            hvd.allreduce(torch.ones(2))
+        else:
+            torch.stack([param.sum() for param in params]).sum().backward()
+    assert "allreduce(" in str(caught.value) and __file__ in str(caught.value)
+    step(optimizer, *params)
+    for param in params:
+        assert torch.equal(param.detach(), torch.full((numel,), -mean()))
+    check_next_calls_work()
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_backwards_of_different_optimizers_are_an_error_on_both() -> None:
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for param in params]
+    with pytest.raises(hvd.CollectiveMismatchError, match="grad_sync"):
+        params[0 if hvd.rank() == 0 else 1].sum().backward()
+    for optimizer, param in zip(optimizers, params, strict=True):
+        step(optimizer, param)
+        assert param.tolist() == pytest.approx([-mean()] * len(param))
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_collectives_between_backward_and_step_do_not_mix_with_gradients() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+    loss = weight.sum() * (hvd.rank() + 1)
+    loss.backward()
+    assert hvd.allgather_object(weight.grad.item()) == [mean()] * hvd.size()  # type: ignore[union-attr]
+    assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+    optimizer.step()
+    assert weight.item() == -mean()

@@ -1,0 +1,198 @@
+"""broadcast_parameters and broadcast_optimizer_state: everyone starts from the numbers of the root."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+
+def make_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2, dtype=torch.bfloat16)
+    )
+
+
+def same(first: Any, second: Any) -> bool:
+    """Return whether nested dicts and lists hold equal numbers and equal tensors of equal dtype."""
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(same(*pair) for pair in zip(first, second, strict=True))
+    return bool(first == second)
+
+
+@everywhere
+def test_a_state_dict_becomes_that_of_the_root() -> None:
+    for root in range(hvd.size()):
+        model = make_model(hvd.rank())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+        assert same(model.state_dict(), make_model(root).state_dict())
+
+
+@everywhere
+def test_named_parameters_may_be_a_generator_or_a_list() -> None:
+    for arrange in (iter, list):
+        model = make_model(hvd.rank())
+        hvd.broadcast_parameters(arrange(model.named_parameters()), root_rank=0)
+        assert same(dict(model.named_parameters()), dict(make_model(0).named_parameters()))
+        assert all(param.requires_grad and param.grad_fn is None for param in model.parameters())
+
+
+@everywhere
+def test_bare_tensors_may_be_a_list() -> None:
+    tensors = [torch.tensor([hvd.rank()]), torch.full((2, 2), float(hvd.rank()))]
+    hvd.broadcast_parameters(tensors, root_rank=hvd.size() - 1)
+    assert [tensor.flatten().tolist() for tensor in tensors] == [[hvd.size() - 1], [hvd.size() - 1.0] * 4]
+
+
+@everywhere
+def test_every_dtype_and_memory_layout() -> None:
+    def entries(rank: int) -> dict[str, torch.Tensor]:
+        table = torch.arange(12.0).reshape(3, 4) + rank
+        return {
+            "flags": torch.tensor([rank == 0, rank != 0]),
+            "half": torch.full((3,), rank, dtype=torch.float16),
+            "brain": torch.full((5,), rank, dtype=torch.bfloat16),
+            "complex": torch.full((2,), complex(rank, -rank)),
+            "count": torch.tensor(rank),
+            "empty": torch.empty(0, 3),
+            "image": torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last),
+            "transposed": table.t(),
+            "columns": table[:, ::2],
+            "bytes": torch.full((3,), rank, dtype=torch.uint8),
+            "large": torch.full((300, 100), float(rank)),
+        }
+
+    mine = entries(hvd.rank())
+    hvd.broadcast_parameters(mine, root_rank=0)
+    assert same(mine, entries(0))
+    assert mine["image"].is_contiguous(memory_format=torch.channels_last)
+
+
+@everywhere
+def test_tied_weights_stay_tied() -> None:
+    encoder, decoder = nn.Linear(2, 2), nn.Linear(2, 2)
+    decoder.weight = encoder.weight
+    model = nn.Sequential(encoder, decoder)
+    nn.init.constant_(encoder.weight, hvd.rank())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert decoder.weight is encoder.weight and encoder.weight.tolist() == [[0, 0], [0, 0]]
+
+
+@everywhere
+def test_what_is_no_parameter_is_a_value_error() -> None:
+    wrong: list[Any] = [torch.ones(1), "weights", 5]
+    for params in wrong:
+        with pytest.raises(ValueError, match="params"):
+            hvd.broadcast_parameters(params, root_rank=0)
+    with pytest.raises((TypeError, ValueError), match="lr"):
+        hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)  # type: ignore[dict-item]
+    hvd.broadcast_parameters({}, root_rank=0)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_models_that_differ_are_an_error_on_every_rank() -> None:
+    model = nn.Linear(2, hvd.rank() + 1)
+    with pytest.raises(hvd.CollectiveMismatchError, match="weight"):
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.barrier()
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], torch.optim.Optimizer]] = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr),
+    "momentum": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.1),
+    "adam": lambda params, lr: torch.optim.Adam(params, lr=lr, amsgrad=True, weight_decay=0.1),
+    "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr, betas=(0.8, 0.9)),
+    "adagrad": lambda params, lr: torch.optim.Adagrad(params, lr=lr),
+    "rmsprop": lambda params, lr: torch.optim.RMSprop(params, lr=lr, centered=True, momentum=0.5),
+    "lbfgs": lambda params, lr: torch.optim.LBFGS(params, lr=lr, max_iter=2),
+}
+
+
+def trained(kind: str, rank: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return what `rank` has after `steps` steps of its own."""
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    optimizer = OPTIMIZERS[kind](list(model.parameters()), 0.1 / (rank + 1))
+    for _ in range(steps):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(1, 3)).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@everywhere
+def test_optimizer_state_becomes_that_of_the_root(kind: str, steps: int) -> None:
+    model, optimizer = trained(kind, hvd.rank(), steps)
+    before = copy.deepcopy(model.state_dict())
+    grads = [param.grad for param in model.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert same(optimizer.state_dict(), trained(kind, 0, steps)[1].state_dict())
+    assert same(model.state_dict(), before), "a weight has moved"
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.parametrize("root_has_state", [True, False], ids=["root-has-state", "others-have-state"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@everywhere
+def test_state_on_some_ranks_alone(kind: str, root_has_state: bool) -> None:
+    has_state = (hvd.rank() == 0) == root_has_state
+    model, optimizer = trained(kind, hvd.rank(), 2 if has_state else 0)
+    before = copy.deepcopy(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert same(optimizer.state_dict(), trained(kind, 0, 2 if root_has_state else 0)[1].state_dict())
+    assert same(model.state_dict(), before)
+
+
+@everywhere
+def test_training_goes_on_alike_after_the_broadcasts() -> None:
+    model, optimizer = trained("adam", hvd.rank(), 2 if hvd.rank() == 0 else 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    root_model, root_optimizer = trained("adam", 0, 2)
+    for own, opt in ((model, optimizer), (root_model, root_optimizer)):
+        opt.zero_grad()
+        own(torch.ones(1, 3)).sum().backward()
+        opt.step()
+    assert same(model.state_dict(), root_model.state_dict())
+
+
+@everywhere
+def test_schedulers_see_the_rate_of_the_root() -> None:
+    model, optimizer = trained("sgd", hvd.rank(), 0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+@everywhere
+def test_state_of_a_distributed_optimizer() -> None:
+    model, plain = trained("momentum", hvd.rank(), 2)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+    assert same(optimizer.state_dict(), trained("momentum", 0, 2)[1].state_dict())
+    assert isinstance(optimizer, torch.optim.SGD) and hasattr(optimizer, "synchronize")

@@ -1,0 +1,107 @@
+"""dualdist.compat runs an unmodified Horovod script under every launcher, on both engines, without Horovod too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .launch import LAUNCHERS, launch
+
+SCRIPT = "tests/launchers/horovod_script.py"
+MODULE = "tests.launchers.horovod_script"
+FOLDER = str(Path(__file__).parent)
+EXAMPLES = (1.0, 2.0, 3.0, 4.0)
+RUNS = {
+    "python": ["local", "python"],
+    "torchrun": ["torch", "torchrun"],
+    "torchrun-horovod": ["horovod", "torchrun"],
+    "horovodrun": ["horovod", "horovodrun"],
+    "mpirun": ["horovod", "mpirun"],
+    "mpirun-torch": ["torch", "mpirun"],
+}
+HIDE_HOROVOD = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        spec = super().find_spec(fullname, path, target)
+        absent = spec is not None and fullname == "horovod" and "site-packages" in (spec.origin or "")
+        return None if absent else spec
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
+def results(folder: Path, size: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_script_runs_as_under_horovod(name: str, tmp_path: Path) -> None:
+    ended = launch(name, "-m", "dualdist.compat", SCRIPT, str(tmp_path), "--option", "2")
+    assert ended.code == 0, ended.output
+    size = LAUNCHERS[name].size
+    for rank, told in enumerate(results(tmp_path, size)):
+        assert told["arguments"] == ["__main__", "horovod_script.py", True, ["--option", "2"], FOLDER]
+        assert told["numbers"] == [rank, size, rank, size, 0, 1]
+        assert told["before"] == told["after"] == [str(number) for number in told["numbers"]]
+        assert told["found"] == ["0.28.1", "dualdist.collectives.allreduce", "dualdist.collectives.allreduce"]
+        assert "horovod.tensorflow is not available" in told["refusal"]
+        assert told["total"] == sum(range(size))
+        assert told["weight"] == pytest.approx(5.0 - 0.5 * sum(EXAMPLES) / size)
+        assert told["runs"] == RUNS[name]
+
+
+def test_script_runs_where_horovod_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE_HOROVOD)
+    ended = launch(
+        "torchrun", "-m", "dualdist.compat", SCRIPT, str(tmp_path), environment={"PYTHONPATH": str(tmp_path)}
+    )
+    assert ended.code == 0, ended.output
+    assert [told["runs"] for told in results(tmp_path, 2)] == [["torch", "torchrun"]] * 2
+
+
+def test_module_runs_as_python_runs_it(tmp_path: Path) -> None:
+    ended = launch("python", "-m", "dualdist.compat", "-m", MODULE, str(tmp_path), "-x")
+    assert ended.code == 0, ended.output
+    name, file, is_absolute, arguments, _ = results(tmp_path, 1)[0]["arguments"]
+    assert [name, file, is_absolute, arguments] == ["__main__", "horovod_script.py", True, ["-x"]]
+
+
+def test_what_cannot_be_run_is_told_in_a_line(tmp_path: Path) -> None:
+    for arguments in (["no/such/script.py"], ["-m", "no.such.module"], []):
+        ended = launch("python", "-m", "dualdist.compat", *arguments)
+        assert ended.code == 2
+        assert "dualdist.compat" in ended.output and "Traceback" not in ended.output
+
+
+def test_an_error_in_the_script_ends_it_with_code_1(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import horovod\nhorovod.run(print, np=3)\n")
+    ended = launch("python", "-m", "dualdist.compat", str(script))
+    assert ended.code == 1
+    assert "torchrun --nproc-per-node 3 -m dualdist.compat SCRIPT" in ended.output
+
+
+def test_install_in_a_program_that_has_imported_horovod_keeps_it_as_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import horovod.torch as real\n"
+        "import dualdist.compat\n"
+        "real.init()\n"
+        "dualdist.compat.install()\n"
+        "dualdist.compat.install()\n"
+        "import horovod.torch as hvd\n"
+        "assert hvd is not real and hvd.allreduce is dualdist.allreduce\n"
+        "hvd.init()\n"
+        "assert dualdist.backend_name() == 'horovod'\n"
+        "assert hvd.allgather_object(hvd.rank()) == [0, 1]\n"
+    )
+    ended = launch("horovodrun", str(script))
+    assert ended.code == 0, ended.output

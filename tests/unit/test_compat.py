@@ -1,0 +1,48 @@
+"""dualdist.compat's copies of horovodrun's variables do not pass for horovodrun."""
+
+from __future__ import annotations
+
+from dualdist.compat.environment import MARK, export_launch, export_world
+from dualdist.compat.util import num_rank_is_power_2, split_list
+from dualdist.launch import detect
+from dualdist.types import World
+
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+
+
+def test_the_launcher_is_found_again_behind_the_copies() -> None:
+    for env in ({}, MPIRUN):
+        exported = {**env, MARK: "1"}
+        export_launch(exported)
+        assert exported["HOROVOD_SIZE"] == env.get("OMPI_COMM_WORLD_SIZE", "1")
+        assert detect(exported) == detect(env)
+
+
+def test_a_horovodrun_inside_is_believed() -> None:
+    inside = {MARK: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    found = detect(inside)
+    assert (found.launcher, found.rank, found.size) == ("horovodrun", 1, 2)
+
+
+def test_only_what_is_known_is_exported_before_the_world_is_joined() -> None:
+    env = dict(MPIRUN)
+    export_launch(env)
+    assert env["HOROVOD_LOCAL_RANK"] == "1"
+    assert "HOROVOD_CROSS_RANK" not in env
+    export_world(World(3, 4, 1, 2, 1, 2), env)
+    assert env["HOROVOD_CROSS_RANK"] == "1"
+    assert env["HOROVOD_CROSS_SIZE"] == "2"
+
+
+def test_contradictory_variables_are_left_to_init() -> None:
+    env = {"OMPI_COMM_WORLD_SIZE": "2"}
+    export_launch(env)
+    assert env == {"OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def test_utilities_of_horovod_common() -> None:
+    assert [num for num in range(9) if num_rank_is_power_2(num)] == [1, 2, 4, 8]
+    assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
