@@ -215,21 +215,22 @@ class GradSync:
 
     def combine(self) -> None:
         """Send what is not under way yet, wait for all of it, and put the results into the gradients."""
-        while len(self._works) < len(self._buckets):
-            self._send_next()
-        group = channel_of(self.options.process_set).gradients
         try:
-            self._announce().result()
-        except CollectiveMismatchError:
-            self._receive(group, keep=False)  # the others see the data through before they raise as well
+            while len(self._works) < len(self._buckets):
+                self._send_next()
+            group = channel_of(self.options.process_set).gradients
+            try:
+                self._announce().result()
+            except CollectiveMismatchError:
+                self._receive(group, keep=False)  # the others see the data through before they raise as well
+                raise
+            self._receive(group, keep=True)
+        finally:
             self._start_over()
-            raise
-        self._receive(group, keep=True)
         for param in self._params:
             param.passes = 0
             param.note()
         self._sent = True
-        self._start_over()
 
     def contribute_nothing(self) -> None:
         """Take part in the others' `combine` as a rank that has joined."""

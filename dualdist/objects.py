@@ -30,7 +30,7 @@ def _load(data: torch.Tensor) -> Any:
 
 
 @planned
-def _plan_broadcast(obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet) -> Plan[Any]:
+def plan_broadcast_object(obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet) -> Plan[Any]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     is_root = channel.group.rank == root
     data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
@@ -55,11 +55,11 @@ def broadcast_object(
     Collective: every member of `process_set` must call it, in the same order; `obj` is ignored on the other ranks.
     Raises what pickle raises on the root, and HorovodInternalError then on the others.
     """
-    return _plan_broadcast(obj, root_rank, name, process_set=process_set).run()
+    return plan_broadcast_object(obj, root_rank, name, process_set=process_set).run()
 
 
 @planned
-def _plan_allgather(obj: Any, name: str | None, *, process_set: ProcessSet) -> Plan[list[Any]]:
+def plan_allgather_object(obj: Any, name: str | None, *, process_set: ProcessSet) -> Plan[list[Any]]:
     data = _dump(obj)
 
     def execute(group: Group, verdict: Any) -> list[Any]:
@@ -77,11 +77,11 @@ def allgather_object(
     Collective: every member of `process_set` must call it, in the same order. Raises what pickle raises, and
     HorovodInternalError then on the others.
     """
-    return _plan_allgather(obj, name, process_set=process_set).run()
+    return plan_allgather_object(obj, name, process_set=process_set).run()
 
 
 @planned
-def _plan_gather(
+def plan_gather_object(
     obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet
 ) -> Plan[list[Any] | None]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
@@ -102,11 +102,11 @@ def gather_object(
 
     Collective: every member of `process_set` must call it, in the same order. Errors as for `allgather_object`.
     """
-    return _plan_gather(obj, root_rank, name, process_set=process_set).run()
+    return plan_gather_object(obj, root_rank, name, process_set=process_set).run()
 
 
 @planned
-def _plan_scatter(
+def plan_scatter_object(
     objs: Sequence[Any] | None, root_rank: int, name: str | None, *, process_set: ProcessSet
 ) -> Plan[Any]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
@@ -132,4 +132,4 @@ def scatter_object(
     Collective: every member of `process_set` must call it, in the same order; `objs` is ignored on the other ranks.
     Raises ValueError on the root when their number is wrong, and HorovodInternalError then on the others.
     """
-    return _plan_scatter(objs, root_rank, name, process_set=process_set).run()
+    return plan_scatter_object(objs, root_rank, name, process_set=process_set).run()

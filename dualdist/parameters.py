@@ -37,11 +37,11 @@ def broadcast_parameters(
         ValueError: `params` is of another kind, or an entry is not a tensor.
         HorovodInternalError: the ranks' parameters differ in name, shape or dtype, or as for `broadcast`.
     """
-    _plan(params, root_rank, process_set=process_set).run()
+    plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
 
 
 @planned
-def _plan(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
+def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     named = _named(params)
     for name, tensor in named:

@@ -33,6 +33,9 @@ _OPS = {
 _TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "dualdist_mpi"}
 """transport -> torch's name for it; tensors on the CPU always have a way."""
 
+_MPI_MARKS = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}
+"""What an MPI launcher leaves in the environment; without one, starting MPI makes a world of one or fails."""
+
 
 @contextlib.contextmanager
 def _wrapped() -> Iterator[None]:
@@ -128,7 +131,7 @@ class TorchBackend(Backend):
                     f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
                 )
             return cls(running, dist.distributed_c10d._get_default_store(), timeout, adopted=True)
-        transport = cls._transport(transport, launch)
+        transport = cls._transport(transport, launch, env)
         store = open_store(launch, env, settings.stall_timeout_seconds)
         device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
         with _wrapped():
@@ -139,7 +142,7 @@ class TorchBackend(Backend):
         return cls(transport, store, timeout, adopted=False)
 
     @classmethod
-    def _transport(cls, asked: str | None, launch: Launch) -> str:
+    def _transport(cls, asked: str | None, launch: Launch, env: Mapping[str, str]) -> str:
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
         if asked == "nccl" and not nccl:
             raise BackendUnavailableError(
@@ -148,9 +151,11 @@ class TorchBackend(Backend):
         if nccl and asked in (None, "nccl"):
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
             return "nccl"
-        if asked == "mpi":
+        if asked == "mpi" or (asked is None and not _MPI_MARKS.isdisjoint(env)):
             from . import mpi
 
+            if asked is None:
+                return "mpi" if mpi.is_usable(launch) else "gloo"
             mpi.require(launch)
         return asked or "gloo"
 

@@ -291,11 +291,11 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce` and return a handle at once; `synchronize` gives the list of new tensors."""
+    """Start a `grouped_allreduce` and return a handle at once; `synchronize` gives the tuple of new tensors."""
     return plan_allreduce(
         list(tensors), (op, average, prescale_factor, postscale_factor), name, False, True,
         process_set=process_set,
-    ).submit()  # fmt: skip
+    ).then(tuple).submit()  # fmt: skip
 
 
 def grouped_allreduce_(

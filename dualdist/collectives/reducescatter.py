@@ -164,9 +164,9 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `grouped_reducescatter` and return a handle at once; `synchronize` gives the list of new tensors."""
+    """Start a `grouped_reducescatter` and return a handle at once; `synchronize` gives the tuple of new tensors."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
-    return plan_reducescatter(list(tensors), reduction, name, True, process_set=process_set).submit()
+    return plan_reducescatter(list(tensors), reduction, name, True, process_set=process_set).then(tuple).submit()
 
 
 @planned

@@ -37,6 +37,7 @@ def install() -> None:
     os.environ[MARK] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
     if STAND_IN_FOLDER not in sys.path:
-        sys.path.insert(1, STAND_IN_FOLDER)  # multiprocessing gives a spawned child this list in PYTHONPATH's place
+        # A child that multiprocessing spawns is given this list in PYTHONPATH's place.
+        sys.path.insert(1, STAND_IN_FOLDER)
     if STAND_IN_FOLDER not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN_FOLDER, inherited]))

@@ -21,10 +21,11 @@ def export_launch(env: MutableMapping[str, str]) -> None:
     """Set what the launcher tells, before any world is joined; the rest follows with `export_world`."""
     with contextlib.suppress(ConfigurationError):  # init() raises it again, if the script gets there
         launch = detect(env)
-        numbers = {name: getattr(launch, name) for name in ("rank", "size", "local_rank", "local_size")}
-        if launch.local_size == launch.size or launch.size == 1:
-            numbers |= {"local_rank": launch.rank, "local_size": launch.size, "cross_rank": 0, "cross_size": 1}
-        _export(numbers, env)
+        if launch.size in (1, launch.local_size):
+            export_world(World(launch.rank, launch.size, launch.rank, launch.size, 0, 1), env)
+        else:
+            names = ("rank", "size", "local_rank", "local_size")
+            _export({name: getattr(launch, name) for name in names}, env)
 
 
 def export_world(world: World, env: MutableMapping[str, str]) -> None:

@@ -17,6 +17,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod": ("dualdist.compat.package",),
     "horovod.common": (),
     "horovod.common.basics": ("dualdist.compat.lifecycle",),
+    "horovod.common.elastic": ("dualdist.elastic",),
     "horovod.common.exceptions": ("dualdist.compat.exceptions",),
     "horovod.common.process_sets": ("dualdist.process_sets",),
     "horovod.common.util": ("dualdist.compat.util",),

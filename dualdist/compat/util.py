@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -49,7 +50,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Raise ImportError unless `ext_name` is horovod.torch."""
     if ext_name != "horovod.torch":
-        raise ImportError(f"Extension {ext_name} is not available: dualdist.compat stands in for horovod.torch alone.")
+        raise ImportError(f"{ext_name} is not available: dualdist.compat stands in for horovod.torch alone.")
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -66,4 +67,4 @@ def split_list(items: Sequence[T], count: int) -> list[Sequence[T]]:
     """Return `items` in `count` parts, the first of which are one longer when they cannot be equal."""
     size, more = divmod(len(items), count)
     ends = [part * size + min(part, more) for part in range(count + 1)]
-    return [items[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [items[start:end] for start, end in itertools.pairwise(ends)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import queue
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -128,6 +128,10 @@ class ObjectState(State):
 
     def _save_attrs(self) -> None:
         self._saved_state = {name: _kept(getattr(self, name)) for name in self._saved_state}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def _set_attrs(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():

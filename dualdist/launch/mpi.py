@@ -1,8 +1,8 @@
 """MPI as mpi4py sees it: whether it is usable here, and the end of it.
 
 mpi4py's own exit handler waits in MPI_Finalize for every other process, also when this one dies of an exception and
-the others are blocked on it. So the handler is replaced: a clean exit finalizes, an exit by exception does not, and
-mpirun then ends the job at once.
+the others are blocked on it. So the handler is replaced: a clean exit finalizes; an exit by exception or with a code
+other than 0 does not, and mpirun then ends the job at once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ("broadcast_address", "library", "world_size")
+__all__ = ("broadcast_address", "is_failing", "library", "world_size")
 
 
 @functools.cache
@@ -36,16 +36,29 @@ def library() -> Any | None:
     return MPI
 
 
-def _finalize_unless_failed(library: Any) -> None:
-    failed = []
-    hook = sys.excepthook
+_failures: list[object] = []
 
-    def note(*exception: Any) -> None:
-        failed.append(exception[0])
+
+def is_failing() -> bool:
+    """Return whether this process is about to end by an exception or with an exit code other than 0."""
+    return bool(_failures)
+
+
+def _finalize_unless_failed(library: Any) -> None:
+    """Replace mpi4py's exit handler; note exceptions and exit codes, which an exit handler cannot see."""
+    hook, leave = sys.excepthook, sys.exit
+
+    def noting_hook(*exception: Any) -> None:
+        _failures.append(exception[0])
         hook(*exception)
 
-    sys.excepthook = note
-    atexit.register(lambda: None if failed or library.Is_finalized() else library.Finalize())
+    def noting_exit(code: Any = None, /) -> NoReturn:
+        if code not in (None, 0):
+            _failures.append(code)
+        leave(code)
+
+    sys.excepthook, sys.exit = noting_hook, noting_exit
+    atexit.register(lambda: None if _failures or library.Is_finalized() else library.Finalize())
 
 
 def world_size() -> int:

@@ -99,6 +99,22 @@ def test_optimizer_keeps_its_own_state() -> None:
     torch.testing.assert_close(weight.detach(), torch.from_numpy(total), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.ranks(2)
+@everywhere
+def test_optimizer_takes_a_closure() -> None:
+    weight = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (weight * held(hvd.rank(), 7)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+    torch.testing.assert_close(weight.detach(), -expected(7), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.ranks(3)
 @everywhere
 def test_other_numbers_of_ranks_are_refused() -> None:

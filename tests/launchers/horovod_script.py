@@ -40,9 +40,9 @@ def main(folder: str) -> None:
     sampler: Any = torch.utils.data.distributed.DistributedSampler(
         dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
     )
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=1, sampler=sampler, num_workers=1, multiprocessing_context="spawn"
-    )
+    spawn: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    workers = spawn if hvd.rank() == 0 else {}
+    loader = torch.utils.data.DataLoader(dataset, batch_size=1, sampler=sampler, **workers)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 5.0 - hvd.rank())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -66,10 +66,11 @@ def main(folder: str) -> None:
         refusal = str(error)
     dualdist: Any = sys.modules["dualdist"]
     told = {
-        "arguments": [__name__, os.path.basename(__file__), os.path.isabs(__file__), sys.argv[2:], sys.path[0]],
+        "main": [__name__, os.path.basename(__file__), os.path.isabs(__file__), sys.argv[2:]],
+        "path": sys.path[0],
         "before": before,
         "after": [os.environ[f"HOROVOD_{name}"] for name in NUMBERS],
-        "numbers": [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
+        "numbers": [getattr(hvd, name.lower())() for name in NUMBERS],
         "found": [horovod.__version__, hvd.allreduce.__module__, *found],
         "refusal": refusal,
         "weight": model.weight.item(),

@@ -91,7 +91,6 @@ def cases() -> st.SearchStrategy[Case]:
 @settings(
     max_examples=60, derandomize=True, deadline=None, database=None,
     phases=[Phase.generate],  # a failed world starts anew, so shrinking would take minutes
-   
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(case=cases())

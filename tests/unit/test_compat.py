@@ -1,7 +1,10 @@
-"""dualdist.compat's copies of horovodrun's variables do not pass for horovodrun."""
+"""dualdist.compat's command line, and its copies of horovodrun's variables, which do not pass for horovodrun."""
 
 from __future__ import annotations
 
+import pytest
+
+from dualdist.compat import __main__ as command_line
 from dualdist.compat.environment import MARK, export_launch, export_world
 from dualdist.compat.util import num_rank_is_power_2, split_list
 from dualdist.launch import detect
@@ -22,8 +25,8 @@ def test_the_launcher_is_found_again_behind_the_copies() -> None:
 
 
 def test_a_horovodrun_inside_is_believed() -> None:
-    inside = {MARK: "1", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
-    found = detect(inside)
+    horovodrun = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    found = detect({MARK: "1", **horovodrun})
     assert (found.launcher, found.rank, found.size) == ("horovodrun", 1, 2)
 
 
@@ -46,3 +49,12 @@ def test_contradictory_variables_are_left_to_init() -> None:
 def test_utilities_of_horovod_common() -> None:
     assert [num for num in range(9) if num_rank_is_power_2(num)] == [1, 2, 4, 8]
     assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+
+
+@pytest.mark.parametrize("arguments", [["no/such/script.py"], ["-m", "no.such.module"], ["-m"], ["-x"], []])
+def test_what_cannot_be_run_ends_with_code_2_and_says_why(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "install", lambda: None)
+    assert command_line.main(arguments) == 2
+    assert "dualdist.compat" in capsys.readouterr().err

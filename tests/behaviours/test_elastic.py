@@ -1,0 +1,309 @@
+"""elastic: states are saved, restored and shared, and training goes on after a failed collective."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import dualdist as hvd
+from dualdist.elastic import ElasticSampler, HostsUpdatedInterrupt, StateHandler, TorchState, run
+from dualdist.elastic.state import get_handler_registry, set_handler_registry
+
+from ..world import everywhere
+
+BATCHES = 6
+RATE, MOMENTUM = 0.5, 0.5
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """Collect the warnings of dualdist instead of printing them."""
+    logger = logging.getLogger("dualdist")
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield messages
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
+
+
+def slope(batch: int) -> float:
+    """Return this rank's gradient of the weight."""
+    return float((batch + 1) * (hvd.rank() + 1))
+
+
+def weight_after(batches: int) -> float:
+    """Return the weight after training, by plain arithmetic."""
+    weight = velocity = 0.0
+    for batch in range(batches):
+        velocity = (
+            MOMENTUM * velocity + sum((batch + 1) * (rank + 1) for rank in range(hvd.size())) / hvd.size()
+        )
+        weight -= RATE * velocity
+    return weight
+
+
+def make_state(**values: Any) -> Any:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM))
+    return TorchState(model, optimizer, **values)
+
+
+def train_batch(state: Any) -> None:
+    state.optimizer.zero_grad()
+    (state.model.weight * slope(state.batch)).sum().backward()
+    state.optimizer.step()
+    state.batch += 1
+
+
+def weight(state: Any) -> float:
+    return float(state.model.weight.item())
+
+
+@everywhere
+def test_training_ends_with_the_weights_of_a_run_without_failure() -> None:
+    failures = iter([3, 3, 5])
+    calls = []
+
+    @run
+    def train(state: Any, factor: int, *, more: int) -> int:
+        calls.append((state.batch, weight(state)))
+        failure = next(failures, None)
+        while state.batch < BATCHES:
+            train_batch(state)
+            if state.batch == failure:
+                raise hvd.HorovodInternalError("lost a rank")
+            if state.batch % 2 == 0:
+                state.commit()
+        return factor + more
+
+    state = make_state(batch=0)
+    with warned() as warnings:
+        assert train(state, 1, more=2) == 3
+    assert weight(state) == weight_after(BATCHES)
+    assert calls == [(batch, weight_after(batch)) for batch in (0, 2, 2, 4)]
+    assert warnings == 3 * ["Going back to the last commit, as a collective has failed: lost a rank"]
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_mismatch_brings_every_rank_back_to_the_last_commit() -> None:
+    tries = []
+
+    @run
+    def train(state: Any) -> None:
+        tries.append(state.batch)
+        while state.batch < BATCHES:
+            train_batch(state)
+            if len(tries) == 1 and state.batch == 3:
+                hvd.allreduce(torch.ones(1 + hvd.rank()))
+            if state.batch == 2:
+                state.commit()
+
+    state = make_state(batch=0)
+    with warned():
+        train(state)
+    assert tries == [0, 2]
+    assert weight(state) == weight_after(BATCHES)
+
+
+@everywhere
+def test_the_world_is_joined_anew_and_callbacks_are_called() -> None:
+    events = []
+
+    @run
+    def train(state: Any) -> None:
+        events.append(f"train {state.step}")
+        if state.step == 0:
+            state.step = 1
+            raise HostsUpdatedInterrupt(skip_sync=False)
+
+    backend, size = hvd.backend_name(), hvd.size()
+    state = TorchState(step=0)
+    state.register_reset_callbacks([lambda: events.append("first"), lambda: events.append("second")])
+    train(state)
+    assert events == ["train 0", "first", "second", "train 1"]
+    assert (hvd.backend_name(), hvd.size()) == (backend, size)
+    assert hvd.allgather_object(hvd.rank()) == list(range(size))
+
+
+@everywhere
+def test_an_update_of_hosts_told_to_rank_0_interrupts_every_rank_without_a_restore() -> None:
+    @run
+    def train(state: Any) -> int:
+        state.calls += 1
+        if hvd.rank() == 0 and state.calls == 1:
+            state.on_hosts_updated(1.0, 2)
+        state.kept = 5
+        state.check_host_updates()
+        return int(state.kept)
+
+    state = TorchState(calls=0, kept=0)
+    assert train(state) == 5
+    assert state.calls == 2
+
+
+@pytest.mark.parametrize(("change", "shared"), [(1, False), (2, True), (3, True)])
+@everywhere
+def test_state_is_shared_again_unless_hosts_have_only_gone(change: int, shared: bool) -> None:
+    seen = []
+
+    @run
+    def train(state: Any) -> None:
+        seen.append(state.value)
+        if len(seen) == 1:
+            state.value = 10 + hvd.rank()
+            state.on_hosts_updated(1.0, change)
+            state.commit()
+
+    train(TorchState(value=1))
+    assert seen == [1, 10 if shared else 10 + hvd.rank()]
+
+
+@everywhere
+def test_other_errors_pass_through() -> None:
+    @run
+    def train(state: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train(TorchState())
+
+
+@everywhere
+def test_sync_takes_rank_0s_state_and_saves_it() -> None:
+    state = make_state(batch=hvd.rank(), log=[hvd.rank()])
+    torch.nn.init.constant_(state.model.weight, 1.0 + hvd.rank())
+    for group in state.optimizer.param_groups:
+        group["lr"] = 0.25 + hvd.rank()
+    state.batch = 7 + hvd.rank()
+    state.sync()
+    assert (weight(state), state.batch, state.log) == (1.0, 7, [0])
+    torch.nn.init.zeros_(state.model.weight)
+    state.batch = 9
+    state.restore()
+    assert (weight(state), state.batch, state.optimizer.param_groups[0]["lr"]) == (1.0, 7, 0.25)
+
+
+@everywhere
+def test_restore_undoes_changes_inside_containers_and_tensors_again_and_again() -> None:
+    state = TorchState(log=[1], table={"a": [1]}, tensor=torch.zeros(2))
+    for _ in range(2):
+        state.log.append(2)
+        state.table["a"].append(2)
+        state.tensor += 1
+        state.restore()
+        assert (state.log, state.table, state.tensor.tolist()) == ([1], {"a": [1]}, [0.0, 0.0])
+    state.log.append(3)
+    state.save()
+    state.log.append(4)
+    state.restore()
+    assert state.log == [1, 3]
+
+
+@everywhere
+def test_optimizer_state_can_be_restored_twice() -> None:
+    state = make_state(batch=0)
+    train_batch(state)
+    state.save()
+    for _ in range(2):
+        train_batch(state)
+        train_batch(state)
+        assert weight(state) == weight_after(3)
+        state.restore()
+        assert (weight(state), state.batch) == (weight_after(1), 1)
+
+
+@everywhere
+def test_setting_an_attribute_with_a_handler_saves_the_new_object() -> None:
+    state = make_state(batch=0)
+    other = torch.nn.Linear(2, 1)
+    saved = other.weight.detach().clone()
+    state.model = other
+    torch.nn.init.zeros_(other.weight)
+    state.restore()
+    torch.testing.assert_close(state.model.weight.detach(), saved)
+
+
+@everywhere
+def test_a_sampler_goes_on_where_the_commit_was() -> None:
+    seen: list[int] = []
+
+    @run
+    def train(state: Any) -> None:
+        for place, index in enumerate(state.sampler):
+            seen.append(index)
+            state.sampler.record_batch(place, 1)
+            if place == 1 and len(seen) == 2:
+                state.commit()
+            if len(seen) == 3:
+                seen.pop()
+                raise hvd.HorovodInternalError("lost a rank")
+
+    state = TorchState(sampler=ElasticSampler(range(4 * hvd.size()), shuffle=False))
+    with warned():
+        train(state)
+    assert sorted(index for ranks in hvd.allgather_object(seen) for index in ranks) == list(
+        range(4 * hvd.size())
+    )
+
+
+@everywhere
+def test_the_registry_decides_how_objects_are_handled() -> None:
+    class Counter:
+        value = 0
+
+    class CounterHandler(StateHandler):
+        saved = 0
+
+        def save(self) -> None:
+            self.saved = self.value.value
+
+        def restore(self) -> None:
+            self.value.value = self.saved
+
+        def sync(self) -> None:
+            self.value.value = hvd.broadcast_object(self.value.value)
+
+    before = get_handler_registry()
+    set_handler_registry([(Counter, CounterHandler), *before])
+    try:
+        state: Any = TorchState(counter=Counter())
+        state.counter.value = 3 + hvd.rank()
+        state.sync()
+        state.counter.value = 9
+        state.restore()
+        assert state.counter.value == 3
+    finally:
+        set_handler_registry(before)
+
+
+@everywhere
+def test_the_first_arguments_of_init_are_used_again() -> None:
+    hvd.shutdown()
+    ranks = list(range(hvd.launch_info().size))
+    some = hvd.ProcessSet(ranks[:1])
+    hvd.init(process_sets=[some])
+
+    @run
+    def train(state: Any) -> None:
+        state.tries += 1
+        if state.tries == 1:
+            raise HostsUpdatedInterrupt(skip_sync=True)
+
+    train(TorchState(tries=0))
+    assert some.process_set_id == 1
+    if some.included():
+        hvd.barrier(process_set=some)
+    hvd.shutdown()
+    hvd.init()

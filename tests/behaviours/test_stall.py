@@ -1,0 +1,118 @@
+"""A rank that never comes: rank 0 says who is missing, and the waiting ranks raise. Each world is one of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..conftest import CELLS
+from ..world import World, started
+
+CASES = [name for name in CELLS if name.endswith("-3")]
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged, and makes a file when the first record comes."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        self.file.touch()
+
+
+@contextmanager
+def heard(file: Path) -> Iterator[list[str]]:
+    handler, logger = Heard(file), logging.getLogger("dualdist")
+    logger.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def allreduce() -> None:
+    hvd.allreduce(torch.ones(2), name="loss")
+
+
+def allgather_async() -> None:
+    hvd.synchronize(hvd.allgather_async(torch.ones(5000), name="loss"))
+
+
+def backward() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    hvd.barrier()
+    if hvd.rank() != hvd.size() - 1:
+        weight.sum().backward()
+        optimizer.step()
+
+
+def ready() -> None:
+    """Do nothing: every rank has imported this module when it returns, so that all calls start together."""
+
+
+def wait_in_vain(call: Callable[[], None], file: Path) -> tuple[str, list[str]]:
+    """Do `call`, which the last rank does not; return the error and what was logged."""
+    with heard(file) as messages:
+        if hvd.rank() == hvd.size() - 1:
+            if call is backward:
+                call()
+            return "", messages
+        with pytest.raises(hvd.StallError) as caught:
+            call()
+        with pytest.raises(hvd.HorovodInternalError, match=r"shutdown\(\) and init\(\)"):
+            hvd.allreduce(torch.ones(1))
+        return str(caught.value), messages
+
+
+def come_late(file: Path) -> list[str]:
+    """Sum, the last rank only when rank 0 has missed it; return what was logged."""
+    with heard(file) as messages:
+        while hvd.rank() == hvd.size() - 1 and not file.exists():
+            pass
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    return messages
+
+
+@pytest.fixture
+def impatient(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Three ranks that warn after 0.3 s and raise after 2 s."""
+    seconds = {"DUALDIST_STALL_WARN_SECONDS": "0.3", "DUALDIST_STALL_TIMEOUT_SECONDS": "2"}
+    with started(*CELLS[request.param], seconds) as world:
+        yield world
+
+
+@pytest.mark.parametrize("call", [allreduce, allgather_async, backward])
+@pytest.mark.parametrize("impatient", CASES, indirect=True)
+def test_rank_0_names_the_missing_rank_and_the_others_raise(
+    impatient: World, call: Callable[[], None], tmp_path: Path
+) -> None:
+    impatient.run(ready)
+    *waiting, _ = impatient.run(wait_in_vain, call, tmp_path / "heard")
+    for error, _ in waiting:
+        assert "stalled" in error and "missing ranks: [2]" in error and f"{__file__}:" in error
+    (message,) = waiting[0][1]
+    assert "Stalled for 0.3 s" in message
+    assert "waited for by ranks [0, 1]; missing ranks: [2]" in message and f"{__file__}:" in message
+    assert waiting[1][1] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_comes_late_is_only_warned_of(name: str, tmp_path: Path) -> None:
+    with started(*CELLS[name], {"DUALDIST_STALL_WARN_SECONDS": "0.3"}) as world:
+        world.run(ready)
+        first, *others = world.run(come_late, tmp_path / "heard")
+    assert len(first) == 1 and "missing ranks: [2]" in first[0]
+    assert others == [[], []]

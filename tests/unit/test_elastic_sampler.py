@@ -1,0 +1,69 @@
+"""ElasticSampler: which indices each rank gets, against plain lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dualdist.elastic import ElasticSampler, sampler
+
+
+def dealt(
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    size: int,
+    processed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = False,
+) -> list[list[int]]:
+    """Return the indices of every rank."""
+    monkeypatch.setattr(sampler, "size", lambda: size)
+    hands = []
+    for rank in range(size):
+        monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+        made = ElasticSampler(range(length), shuffle=shuffle, seed=7)
+        made.load_state_dict({"epoch": epoch, "processed_num": processed})
+        hands.append(list(made))
+        assert len(made) == len(hands[-1])
+    return hands
+
+
+def test_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dealt(monkeypatch, 6, 2) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_the_start_is_repeated_until_all_have_equally_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dealt(monkeypatch, 5, 3) == [[0, 3], [1, 4], [2, 0]]
+
+
+def test_fewer_samples_than_ranks_are_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dealt(monkeypatch, 1, 4) == [[0], [0], [0], [0]]
+
+
+def test_processed_samples_do_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dealt(monkeypatch, 10, 2, processed=4) == [[4, 6, 8], [5, 7, 9]]
+    assert dealt(monkeypatch, 10, 3, processed=4) == [[4, 7], [5, 8], [6, 9]]
+    assert dealt(monkeypatch, 10, 2, processed=10) == [[], []]
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_shuffling_is_that_of_horovod(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list(range(10))
+    random.Random(7 + epoch).shuffle(order)
+    assert dealt(monkeypatch, 10, 2, 4, epoch, shuffle=True) == [order[4::2], order[5::2]]
+
+
+def test_record_batch_counts_the_batches_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "size", lambda: 3)
+    monkeypatch.setattr(sampler, "rank", lambda: 1)
+    made = ElasticSampler(range(100))
+    for batch in range(4):
+        made.record_batch(batch, 5)
+    assert made.state_dict() == {"epoch": 0, "processed_num": 60}
+    assert len(made) == 34
+    made.reset()
+    assert len(made) == 14
+    made.set_epoch(1)
+    assert made.state_dict() == {"epoch": 1, "processed_num": 0}
+    assert len(made) == 34
