@@ -128,7 +128,7 @@ class GradSync:
         self._fired: set[int] = set()
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._works: list[tuple[torch.Tensor, Work]] = []
-        self._task = -1
+        self._tasks: set[int] = set()
 
     def _enter_world(self) -> None:
         """Make this synchronisation known to the ranks of the world that is joined now, and compare its layout."""
@@ -160,12 +160,13 @@ class GradSync:
     def fire(self, index: int) -> None:
         """Take the gradient that backward has just completed for the parameter at `index`."""
         param, task = self._params[index], torch._C._current_graph_task_id()
-        if param.accumulated() and param.passes > self.options.passes:
+        combined = self._sent and param.passes == 0
+        if param.accumulated() and combined:
             self._check_repeatable(param)
-        if task != self._task:
-            if self._fired:  # an earlier backward raised before its end
-                self._start_over()
-            self._task = task
+        if index in self._fired:  # an earlier backward raised before its end
+            self._abandon()
+        if task not in self._tasks:  # reentrant checkpoints nest: each task has an end of its own
+            self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._fired.add(index)
         if param.passes >= self.options.passes:
@@ -184,9 +185,14 @@ class GradSync:
     def _end_of_backward(self) -> None:
         if any(self._params[index].passes >= self.options.passes for index in self._fired):
             self.combine()
-        else:
-            self._fired.clear()
-            self._task = -1
+        self._fired.clear()
+        self._tasks.clear()
+
+    def _abandon(self) -> None:
+        """See through what is under way and start over."""
+        for _, work in self._works:
+            work.wait()
+        self._start_over()
 
     def finish(self) -> None:
         """Combine what backward has left over, before a step. Collective when something is left."""

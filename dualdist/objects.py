@@ -30,7 +30,9 @@ def _load(data: torch.Tensor) -> Any:
 
 
 @planned
-def plan_broadcast_object(obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet) -> Plan[Any]:
+def plan_broadcast_object(
+    obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet
+) -> Plan[Any]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     is_root = channel.group.rank == root
     data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)

@@ -16,7 +16,9 @@ if importlib.util.find_spec("dualdist.backends.mpi") is None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--worlds", help="run behaviours on these worlds alone, such as torch-gloo-2,horovod-mpi-3")
+    parser.addoption(
+        "--worlds", help="run behaviours on these worlds alone, such as torch-gloo-2,horovod-mpi-3"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +33,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     chosen = (metafunc.config.getoption("--worlds") or ",".join(CELLS)).split(",")
     marker = metafunc.definition.get_closest_marker("ranks")
-    names = [name for name, (_, size) in CELLS.items() if name in chosen and (marker is None or size in marker.args)]
+    names = [
+        name
+        for name, (_, size) in CELLS.items()
+        if name in chosen and (marker is None or size in marker.args)
+    ]
     metafunc.parametrize("world", names, indirect=True, scope="session")
 
 

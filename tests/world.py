@@ -138,9 +138,18 @@ class World:
             self._meet(listener)
 
     def _clean_environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DUALDIST_", "HOROVOD_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DUALDIST_", "HOROVOD_"))
+        }
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.engine.environment, **self._environment}
+        return kept | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            **self.engine.environment,
+            **self._environment,
+        }
 
     def _meet(self, listener: Listener) -> None:
         """Wait for every rank to connect and to join the world."""

@@ -131,6 +131,9 @@ class HorovodBackend(Backend):
     _kept = False
     """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
 
+    _launchers_server_used = False
+    """Whether horovodrun's rendezvous server has served a world of this process: it keeps addresses of that one, since
+    it forgets who has finished in one scope as soon as another is complete (horovod/runner/http/http_server.py:132)."""
     _notifications = WorkerNotificationManager()
     """Hears from horovodrun when hosts come and go; it serves one port for the life of the process."""
 
@@ -177,14 +180,22 @@ class HorovodBackend(Backend):
             return cls(settings, None, adopted=False)
         server: Any = None
         variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
-        if not (cls.can_start(launch, env) or launch.size == 1) or (
-            launch.launcher == "mpirun" and transport == "gloo"
-        ):
+        if cls._needs_server(launch, env, transport):
             server, bootstrap = _bootstrap(launch, env, settings.stall_timeout_seconds)
             variables |= bootstrap
         with _environment(variables), _wrapped():
             hvd.init()
         return cls(settings, server, adopted=False)
+
+    @classmethod
+    def _needs_server(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
+        """Return whether a rendezvous server must be brought, in place of the launcher's."""
+        if launch.launcher == "mpirun":
+            return transport == "gloo" or not cls.can_start(launch, env)
+        used, cls._launchers_server_used = cls._launchers_server_used, True
+        if _is_elastic(env):  # the launcher prepares its server for the new world
+            return False
+        return launch.size > 1 and (used or not cls.can_start(launch, env))
 
     @classmethod
     def _check_transport(cls, transport: str | None, launch: Launch, env: Mapping[str, str]) -> None:
@@ -217,12 +228,12 @@ class HorovodBackend(Backend):
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
     def add_host_listener(self, listener: Any) -> None:
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if _is_elastic(os.environ):
             self._notifications.init()
             self._notifications.register_listener(listener)
 
     def remove_host_listener(self, listener: Any) -> None:
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if _is_elastic(os.environ):
             self._notifications.remove_listener(listener)
 
     def new_group(self, ranks: Sequence[int]) -> Group:
@@ -267,6 +278,11 @@ class HorovodBackend(Backend):
         return {
             **self.built(), "mpi_enabled": mpi, "gloo_enabled": hvd.gloo_enabled(), "mpi_threads_supported": threads
         }  # fmt: skip
+
+
+def _is_elastic(env: Mapping[str, str]) -> bool:
+    """Return whether horovodrun was started with --host-discovery-script and its like."""
+    return env.get("HOROVOD_ELASTIC") == "1" and bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
 
 
 def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[Any, dict[str, str]]:

@@ -124,6 +124,13 @@ class _ProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name  # the base class keeps it in a C++ backend, which this group has not
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
     def shutdown(self) -> None:
         """Give the communicator back. Collective in name; a rank that fails leaves it to MPI's end."""
         communicator, self._comm = self._comm, None

@@ -166,7 +166,9 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start a `grouped_reducescatter` and return a handle at once; `synchronize` gives the tuple of new tensors."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
-    return plan_reducescatter(list(tensors), reduction, name, True, process_set=process_set).then(tuple).submit()
+    return (
+        plan_reducescatter(list(tensors), reduction, name, True, process_set=process_set).then(tuple).submit()
+    )
 
 
 @planned

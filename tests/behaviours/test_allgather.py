@@ -35,7 +35,9 @@ def test_allgather_keeps_rank_order_when_lengths_differ(dtype: torch.dtype) -> N
 
 @everywhere
 def test_allgather_of_numbers_is_a_vector() -> None:
-    assert hvd.allgather(torch.tensor(hvd.rank() + 0.5)).tolist() == [rank + 0.5 for rank in range(hvd.size())]
+    assert hvd.allgather(torch.tensor(hvd.rank() + 0.5)).tolist() == [
+        rank + 0.5 for rank in range(hvd.size())
+    ]
 
 
 @everywhere

@@ -67,7 +67,9 @@ def test_allreduce_extremes_send_the_gradient_where_they_came_from(op: int) -> N
     low, high = (first, last), (last, first)
     holds = low if op == hvd.Min else high
     total = sum(weights())
-    assert gradient(x, hvd.allreduce(x, op=op)) == pytest.approx([total * holds[0], total * holds[1], total / size])
+    assert gradient(x, hvd.allreduce(x, op=op)) == pytest.approx(
+        [total * holds[0], total * holds[1], total / size]
+    )
 
 
 @everywhere
@@ -250,5 +252,7 @@ def test_a_chain_of_collectives_inside_a_model() -> None:
     hidden = hvd.allreduce(x * 3, op=hvd.Sum)
     result = hvd.broadcast(hidden**2, 0)
     total = 3.0 * hvd.size()
-    factor = sum(weights()) / hvd.size() * 2 * 3  # d/dx of (3 n x)^2 on the root, averaged, then summed over the ranks
+    factor = (
+        sum(weights()) / hvd.size() * 2 * 3
+    )  # d/dx of (3 n x)^2 on the root, averaged, then summed over the ranks
     assert gradient(x, result) == pytest.approx([factor * total * 1.0, factor * total * 2.0])

@@ -39,9 +39,10 @@ def test_min_max_and_product_ignore_the_ranks_that_have_joined(dtype: torch.dtyp
             for other in active:
                 product *= other + 3
             assert hvd.allreduce(held, op=hvd.Min).tolist() == [min(active) + 3] * numel
-            assert hvd.allreduce(-held if dtype.is_signed else held, op=hvd.Max).tolist() == [
-                -(min(active) + 3) if dtype.is_signed else max(active) + 3
-            ] * numel
+            assert (
+                hvd.allreduce(-held if dtype.is_signed else held, op=hvd.Max).tolist()
+                == [-(min(active) + 3) if dtype.is_signed else max(active) + 3] * numel
+            )
             assert hvd.allreduce(held, op=hvd.Product).tolist() == [product] * numel
     assert 1 <= hvd.join() < size or size == 1
 
@@ -51,7 +52,9 @@ def test_groups_and_factors_work_while_a_rank_has_joined() -> None:
     rank, size = hvd.rank(), hvd.size()
     if rank > 0:
         result = hvd.grouped_allreduce(
-            [torch.ones(2), torch.ones(5000, dtype=torch.int32), torch.tensor([True])], op=hvd.Sum, postscale_factor=2.0
+            [torch.ones(2), torch.ones(5000, dtype=torch.int32), torch.tensor([True])],
+            op=hvd.Sum,
+            postscale_factor=2.0,
         )
         assert result[0].tolist() == [2 * (size - 1)] * 2
         assert result[1].tolist() == [2 * (size - 1)] * 5000
@@ -78,7 +81,9 @@ def test_other_collectives_raise_while_a_rank_has_joined_and_the_next_call_works
             lambda: hvd.alltoall(torch.ones(6)),
             lambda: hvd.reducescatter(torch.ones(6)),
         ):
-            with pytest.raises(hvd.HorovodInternalError, match=r"not supported with Join.*ranks 0 have joined"):
+            with pytest.raises(
+                hvd.HorovodInternalError, match=r"not supported with Join.*ranks 0 have joined"
+            ):
                 call()
             assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [size - 1] * 2
     hvd.join()

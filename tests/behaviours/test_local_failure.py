@@ -18,7 +18,9 @@ pytestmark = pytest.mark.ranks(2, 3)
 CALLS: dict[str, Callable[[bool], object]] = {
     "allreduce": lambda wrong: hvd.allreduce(torch.ones(2).to_sparse() if wrong else torch.ones(2)),
     "allreduce large": lambda wrong: hvd.allreduce_(torch.ones(5000), op=17 if wrong else hvd.Sum),
-    "allreduce_async": lambda wrong: hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=17 if wrong else 1)),
+    "allreduce_async": lambda wrong: hvd.synchronize(
+        hvd.allreduce_async(torch.ones(2), op=17 if wrong else 1)
+    ),
     "grouped_allreduce": lambda wrong: hvd.grouped_allreduce([] if wrong else [torch.ones(2)]),
     "allgather": lambda wrong: hvd.allgather(torch.ones(2).to_sparse() if wrong else torch.ones(2)),
     "broadcast": lambda wrong: hvd.broadcast(torch.ones(2), 99 if wrong else 0),

@@ -33,7 +33,9 @@ def test_each_rank_gets_its_rows_of_the_total(op: int, rows: int) -> None:
     assert torch.equal(held, whole * (hvd.rank() + 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64], ids=str
+)
 @everywhere
 def test_every_dtype_is_summed(dtype: torch.dtype) -> None:
     whole = torch.arange(7)

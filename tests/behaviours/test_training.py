@@ -41,13 +41,17 @@ def loss_of(model: Callable[..., torch.Tensor], inputs: torch.Tensor, targets: t
 
 def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e-10) -> None:
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param, expected, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            param, expected, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "momentum": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
+    ),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
@@ -134,7 +138,9 @@ def test_gradients_are_complete_when_backward_returns() -> None:
 def test_closures_train_as_one_process_does(kind: str) -> None:
     makes: dict[str, Make] = {
         "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4),
-        "lbfgs-line-search": lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
+        "lbfgs-line-search": lambda params: torch.optim.LBFGS(
+            params, max_iter=4, line_search_fn="strong_wolfe"
+        ),
         "sgd": OPTIMIZERS["momentum"],
     }
     model, reference = make_model(), make_model()
@@ -159,7 +165,9 @@ def test_closures_train_as_one_process_does(kind: str) -> None:
 @everywhere
 def test_accumulated_gradients_are_summed_over_the_passes() -> None:
     model, reference = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
+    )
     alone = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number, (inputs, targets) in enumerate(batches(4)):
         loss_of(model, share(inputs), share(targets)).backward()
@@ -308,9 +316,9 @@ def test_parameters_of_every_dtype_shape_and_layout() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
     for number in (1, 2):
         optimizer.zero_grad()
-        torch.stack([torch.view_as_real(p).sum() if p.is_complex() else p.sum().float() for p in params]).sum().mul(
-            mine
-        ).backward()
+        torch.stack(
+            [torch.view_as_real(p).sum() if p.is_complex() else p.sum().float() for p in params]
+        ).sum().mul(mine).backward()
         for param in params:
             assert param.grad is not None
             assert param.grad.dtype == param.dtype and param.grad.stride() == param.stride()
@@ -499,7 +507,9 @@ def test_tied_weights() -> None:
     first, second = nn.Module(), nn.Module()
     first.weight = second.weight = weight
     model = nn.ModuleList([first, second])
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
     ((first.weight + 2 * second.weight) * (hvd.rank() + 1)).sum().backward()
     optimizer.step()
     assert weight.item() == pytest.approx(-3 * (hvd.size() + 1) / 2)

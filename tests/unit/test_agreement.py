@@ -1,0 +1,116 @@
+"""What all members conclude from what each of them came with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dualdist.agreement import ACTIVE, FAILED, JOINED, Entry, payload_capacity, resolve
+from dualdist.types import Call
+
+RANKS = (0, 2, 5)
+
+
+def call(kind: str = "allreduce", line: int = 1, joinable: bool = True, **arguments: Any) -> Call:
+    extra, under_way = arguments.pop("extra", 0), arguments.pop("under_way", False)
+    return Call(
+        kind,
+        tuple(arguments.items()),
+        arguments.pop("name", None),
+        ("train.py", line),
+        extra,
+        b"",
+        joinable,
+        under_way,
+    )
+
+
+def active(made: Call) -> Entry:
+    return Entry(ACTIVE, made)
+
+
+JOIN = Entry(JOINED, Call("join", site=("train.py", 9)))
+
+
+def test_equal_calls_run_with_every_free_number() -> None:
+    verdict = resolve([active(call(extra=number, line=number)) for number in (3, 1, 2)], RANKS)
+    assert verdict.call is not None and verdict.call.kind == "allreduce"
+    assert verdict.extras == (3, 1, 2)
+    assert not verdict.joined and not verdict.raising and verdict.error is None
+
+
+def test_different_calls_raise_on_all_and_quote_each_group_once() -> None:
+    one, other = call(line=1, shape=(2,), op="Sum"), call(line=7, shape=(3,), op="Sum")
+    verdict = resolve([active(one), active(other), active(one)], RANKS)
+    assert verdict.call is None and verdict.raising == {0, 1, 2}
+    assert verdict.error is not None and verdict.error.splitlines() == [
+        "Mismatched shape between ranks:",
+        "  ranks 0, 5 called allreduce(shape=(2,), op=Sum) at train.py:1",
+        "  rank 2 called allreduce(shape=(3,), op=Sum) at train.py:7",
+        "Every rank of a process set must call the same collectives in the same order.",
+    ]
+
+
+def test_the_first_difference_is_named() -> None:
+    cases = [
+        (call("allreduce"), call("broadcast"), "collectives"),
+        (call(shape=1, op="Sum"), call(shape=1, op="Max"), "op"),
+        (Call("allreduce", (), "a"), Call("allreduce", (), "b"), "name"),
+        (call(factor=1), call(factor=1.0), "factor"),
+    ]
+    for one, other, difference in cases:
+        if one.identity == other.identity:
+            continue
+        error = resolve([active(one), active(other)], RANKS[:2]).error
+        assert error is not None and error.startswith(f"Mismatched {difference} between ranks:")
+
+
+def test_the_call_site_may_differ() -> None:
+    assert resolve([active(call(line=1)), active(call(line=2))], RANKS[:2]).error is None
+
+
+def test_joined_members_stand_in_for_what_the_others_run() -> None:
+    verdict = resolve([JOIN, active(call(extra=4)), JOIN], RANKS)
+    assert verdict.call is not None and verdict.joined == {0, 2}
+    assert not verdict.raising
+
+
+def test_calls_that_cannot_run_with_joined_members_raise_on_the_active_ones() -> None:
+    verdict = resolve([active(call("broadcast", joinable=False)), JOIN, JOIN], RANKS)
+    assert verdict.call is None and verdict.raising == {0}
+    assert verdict.error is not None and "not supported with Join" in verdict.error
+    assert "ranks 2, 5 have joined" in verdict.error
+
+
+def test_a_mismatch_raises_on_the_active_members_alone() -> None:
+    verdict = resolve([JOIN, active(call("allreduce")), active(call("barrier"))], RANKS)
+    assert verdict.raising == {1, 2} and verdict.joined == {0}
+
+
+def test_when_all_have_joined_there_is_nothing_to_run() -> None:
+    verdict = resolve([JOIN] * 3, RANKS)
+    assert verdict.call is None and verdict.joined == {0, 1, 2} and verdict.error is None
+
+
+def test_a_failed_call_raises_on_the_members_at_the_same_line() -> None:
+    failed = Entry(FAILED, call(line=1), "`splits` must fit")
+    verdict = resolve([failed, active(call(line=1)), active(call(line=2))], RANKS)
+    assert verdict.call is None and verdict.raising == {1}
+    assert verdict.error is not None
+    assert "rank 0 failed in allreduce() at train.py:1: `splits` must fit" in verdict.error
+
+
+def test_a_failed_call_that_nobody_else_made_raises_nowhere() -> None:
+    verdict = resolve([Entry(FAILED, call(line=1), "wrong"), active(call(line=2)), JOIN], RANKS)
+    assert verdict.call is None and not verdict.raising
+
+
+def test_calls_under_way_are_seen_through_in_a_mismatch() -> None:
+    gradients = call("gradient synchronization", grad_sync=0, under_way=True)
+    verdict = resolve([active(gradients), active(call("barrier")), active(gradients)], RANKS)
+    assert verdict.raising == {0, 1, 2} and verdict.drained == (gradients,)
+
+
+def test_payloads_of_all_members_together_stay_small() -> None:
+    assert payload_capacity(2) == 2048
+    for size in (2, 3, 100, 10_000):
+        assert payload_capacity(size) * size <= 64 << 10

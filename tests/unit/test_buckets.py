@@ -1,0 +1,88 @@
+"""How gradients are laid out in flat buckets."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dualdist.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, as_real, lay_out
+
+
+def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+def members(tensors: list[torch.Tensor], groups: list[list[int]] | None = None) -> list[list[int]]:
+    return [[slot.param for slot in bucket.slots] for bucket in lay_out(tensors, set(), groups)]
+
+
+def test_small_models_are_one_bucket_from_the_last_parameter_to_the_first() -> None:
+    (bucket,) = lay_out(params((3, 4), (4,), (2,)), set(), None)
+    assert [(slot.param, slot.start) for slot in bucket.slots] == [(2, 0), (1, 2), (0, 6)]
+    assert bucket.numel == 18 and bucket.length == 18 + 2 * 3
+
+
+def test_the_first_bucket_is_small_and_the_others_large() -> None:
+    quarter = FIRST_BUCKET_BYTES // 4 // 4
+    per_bucket = BUCKET_BYTES // FIRST_BUCKET_BYTES * 4
+    tensors = params(*[(quarter,)] * (4 + per_bucket + 1))
+    assert [len(bucket) for bucket in members(tensors)] == [4, per_bucket, 1]
+    assert sum(members(tensors), []) == list(range(len(tensors)))[::-1]
+
+
+def test_dtypes_do_not_share_a_bucket() -> None:
+    tensors = [*params((2,)), *params((2,), dtype=torch.float16), *params((2,))]
+    assert members(tensors) == [[2, 0], [1]]
+
+
+def test_groups_share_a_bucket_and_the_others_are_alone() -> None:
+    tensors = params((1,), (1,), (1,), (1,))
+    assert members(tensors, [[0, 2]]) == [[3], [1], [2, 0]]
+    assert sorted(map(sorted, members(tensors, [[0, 1], [2, 3]]))) == [[0, 1], [2, 3]]
+    mixed = [*params((1,)), *params((1,), dtype=torch.float64)]
+    assert sorted(members(mixed, [[0, 1]])) == [[0], [1]]
+
+
+def test_sparse_gradients_keep_their_counts_but_no_room() -> None:
+    (bucket,) = lay_out(params((100, 4), (2,)), {0}, None)
+    assert bucket.numel == 2 and bucket.length == 2 + 2 * 2
+    assert [slot.shape.numel() for slot in bucket.slots] == [2, 0]
+
+
+def test_views_have_the_memory_layout_of_their_parameter() -> None:
+    tensors = [
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(3, 2).t(),
+        torch.empty(4, 6)[:, ::2],
+        torch.empty(()),
+        torch.empty(0, 3),
+        torch.empty(2, dtype=torch.float32).expand(3, 2),
+    ]
+    (bucket,) = lay_out(tensors, set(), None)
+    flat = torch.arange(float(bucket.length))
+    seen = []
+    for slot in bucket.slots:
+        view, tensor = slot.view(flat), tensors[slot.param]
+        assert view.shape == tensor.shape
+        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        seen += sorted(view.flatten().tolist())
+    assert seen == list(range(bucket.numel)), "the views must fill the bucket without gaps or overlaps"
+    by_param = {slot.param: slot for slot in bucket.slots}
+    assert by_param[0].stride == tensors[0].stride() and by_param[1].stride == tensors[1].stride()
+    assert by_param[2].stride == (3, 1), "a parameter with gaps is laid out without them"
+
+
+def test_complex_numbers_are_pairs() -> None:
+    tensor = torch.tensor([1 + 2j, 3 + 4j])
+    assert as_real(tensor).tolist() == [[1, 2], [3, 4]]
+    (bucket,) = lay_out([tensor], set(), None)
+    assert bucket.dtype == torch.float32 and bucket.numel == 4
+
+
+def test_views_follow_a_flat_tensor_that_starts_elsewhere() -> None:
+    (bucket,) = lay_out(params((2,), (3,)), set(), None)
+    whole = torch.arange(20.0)
+    views = [slot.view(whole[7:]).tolist() for slot in bucket.slots]
+    assert views == [[7, 8, 9], [10, 11]]
+    assert math.prod(bucket.slots[0].shape) == 3

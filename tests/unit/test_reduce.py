@@ -1,0 +1,98 @@
+"""The rules of averaging and scaling, on a group of any size: its sum is what the test says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+
+from dualdist.agreement import payload_capacity
+from dualdist.backends.base import Group, Work
+from dualdist.collectives.reduce import Reduction, payload_of, reduce_payloads, reduce_tensors
+from dualdist.collectives.wire import neutral
+from dualdist.types import Average, Max, Min, Product, Sum
+
+SIZES = (1, 2, 3, 7, 49, 98, 103, 107, 161)
+"""Among them those for which size * (1 / size) is less than 1 in double precision."""
+
+
+class Ready:
+    def wait(self) -> None: ...
+
+
+class Alike:
+    """A group of `size` ranks that all hold the same: every sum is `size` times the tensor."""
+
+    reduce_dtypes = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+        tensor.mul_(self.size if op == Sum else 1)
+        return cast(Work, Ready())
+
+
+def reduced(size: int, values: Sequence[float], reduction: Reduction, dtype: torch.dtype) -> list[float]:
+    tensor = torch.tensor(values, dtype=dtype)
+    reduce_tensors(cast(Group, Alike(size)), [tensor], reduction)
+    return tensor.tolist()
+
+
+def reduced_as_payload(size: int, rows: Sequence[Sequence[int]], reduction: Reduction) -> list[float]:
+    tensors = [torch.tensor(row) for row in rows]
+    group = cast(Group, Alike(size))
+    payloads = [payload_of(group, [tensor], reduction) for tensor in tensors]
+    reduce_payloads(group, payloads, tensors[:1], reduction)
+    return tensors[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int8], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_average_of_equal_integers_is_that_integer(size: int, dtype: torch.dtype) -> None:
+    assert reduced(size, [1, 0, 7], Reduction(Average), dtype) == [1, 0, 7]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_average_of_integers_that_travel_with_the_call(size: int) -> None:
+    assert reduced_as_payload(size, [[1, -1, 5]] * size, Reduction(Average)) == [1, -1, 5]
+
+
+def test_averages_of_integers_are_truncated_toward_zero() -> None:
+    assert reduced_as_payload(2, [[1, -1, 3], [2, -2, 4]], Reduction(Average)) == [1, -1, 3]
+    assert reduced_as_payload(3, [[2, -2], [2, -2], [3, -3]], Reduction(Average)) == [2, -2]
+
+
+def test_factors_of_integers_are_truncated_toward_zero() -> None:
+    assert reduced(3, [3, -3], Reduction(Sum, prescale_factor=0.5), torch.int64) == [3, -3]
+    assert reduced(3, [3, -3], Reduction(Sum, postscale_factor=0.5), torch.int64) == [4, -4]
+    assert reduced(2, [3, -3], Reduction(Average, postscale_factor=0.5), torch.int64) == [1, -1]
+
+
+@pytest.mark.parametrize("op", [Min, Max, Product])
+def test_factors_apply_to_every_op(op: int) -> None:
+    assert reduced(2, [3.0], Reduction(op, 2.0, 10.0), torch.float64) == [60.0]
+
+
+def test_what_does_not_fit_travels_by_itself() -> None:
+    group = cast(Group, Alike(2))
+    fits = payload_capacity(2) // 4
+    assert len(payload_of(group, [torch.zeros(fits)], Reduction())) == 4 * fits
+    assert payload_of(group, [torch.zeros(fits + 1)], Reduction()) == b""
+    assert payload_of(group, [torch.zeros(1), torch.zeros(1, dtype=torch.int32)], Reduction()) == b""
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str
+)
+def test_a_joined_rank_changes_nothing(dtype: torch.dtype) -> None:
+    combine = {Sum: torch.add, Min: torch.minimum, Max: torch.maximum, Product: torch.mul}
+    for op, function in combine.items():
+        held = torch.tensor([0, 1, 5]).to(dtype)
+        nothing = torch.full((3,), neutral(dtype, op), dtype=dtype)
+        assert torch.equal(function(held, nothing).to(dtype), held)

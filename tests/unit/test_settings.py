@@ -1,0 +1,34 @@
+"""What the environment sets, and the errors for what it cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualdist.context import read_settings
+from dualdist.errors import ConfigurationError
+from dualdist.types import Settings
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert read_settings({}) == Settings()
+    assert (Settings().stall_warn_seconds, Settings().stall_timeout_seconds) == (60, 600)
+
+
+def test_seconds_are_numbers() -> None:
+    read = read_settings({"DUALDIST_STALL_WARN_SECONDS": "0.5", "DUALDIST_STALL_TIMEOUT_SECONDS": "7"})
+    assert (read.stall_warn_seconds, read.stall_timeout_seconds) == (0.5, 7)
+
+
+@pytest.mark.parametrize("name", ["DUALDIST_STALL_WARN_SECONDS", "DUALDIST_STALL_TIMEOUT_SECONDS"])
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "", "nan"])
+def test_what_is_not_a_positive_number_of_seconds_is_an_error(name: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        read_settings({name: value})
+    assert repr(value) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_timeline_has_the_names_of_horovod() -> None:
+    assert read_settings({"HOROVOD_TIMELINE": "trace.json"}).timeline == "trace.json"
+    assert read_settings({"HOROVOD_TIMELINE": ""}).timeline is None
+    assert read_settings({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}).timeline_mark_cycles
+    assert not read_settings({"HOROVOD_TIMELINE_MARK_CYCLES": "0"}).timeline_mark_cycles
