@@ -112,7 +112,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
             seconds[field] = float(env[name])
         except ValueError:
             seconds[field] = 0.0
-        if seconds[field] <= 0:
+        if not seconds[field] > 0:  # nor NaN
             raise ConfigurationError(
                 f"`{name}` must be a positive number of seconds, but is {env[name]!r} instead."
             )

@@ -1,8 +1,8 @@
 """Noticing that a rank never comes, on any engine.
 
-A rank that has waited for `stall_warn_seconds` says so in the job's store; rank 0 reads what the others say and logs
-which ranks are missing for which call. It is one thread that looks around a few times in that span; no collective
-pays for it.
+A rank that has waited for `stall_warn_seconds` says so in the job's store; the others that wait for the same call
+answer, and rank 0 logs which ranks are missing for which call. It is one thread that looks around a few times in that
+span; no collective pays for it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ class StallWatch:
         self._waiting: dict[str, tuple[int, Call, float]] = {}  # line -> (number, call, since)
         self._reported: set[tuple[str, int]] = set()
         self._members: dict[str, tuple[int, ...]] = {}
+        self._collecting = threading.Lock()
         self._read = 0
         self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+        self._due: dict[tuple[str, int], float] = {}
+        """When rank 0 logs: once the other ranks have had time to see that they are asked, and to answer."""
         self._logged: set[tuple[str, int]] = set()
+        self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="dualdist-stall", daemon=True)
         if store is not None:
@@ -69,18 +73,18 @@ class StallWatch:
         self._store = None
 
     def _look(self) -> None:
-        pause = min(5.0, max(0.02, self._settings.stall_warn_seconds / 8))
-        while not self._stop.wait(pause):
+        while not self._stop.wait(self._pause):
             with contextlib.suppress(RuntimeError):  # the store goes with rank 0, and the job with it
+                self._collect()
                 self._report()
                 if self._rank == 0:
-                    self._collect()
                     self._log()
 
     def _report(self) -> None:
         for line, (number, call, since) in list(self._waiting.items()):
             waited = time.monotonic() - since
-            if waited < self._settings.stall_warn_seconds or (line, number) in self._reported:
+            asked = waited >= self._settings.stall_warn_seconds or (line, number) in self._reports
+            if not asked or (line, number) in self._reported:
                 continue
             self._reported.add((line, number))
             place = self._store.add("stall/count", 1)
@@ -88,14 +92,17 @@ class StallWatch:
             self._store.set(f"stall/{place}", json.dumps([line, number, self._rank, text]))
 
     def _collect(self) -> None:
-        count = self._store.add("stall/count", 0)
-        while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
-            self._read += 1
-            line, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
-            self._reports[line, number][rank] = text
+        with self._collecting:
+            count = self._store.add("stall/count", 0)
+            while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
+                self._read += 1
+                line, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
+                self._reports[line, number][rank] = text
+                self._due.setdefault((line, number), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:
-        for key in [key for key in self._reports if key not in self._logged]:
+        now = time.monotonic()
+        for key in [key for key, due in self._due.items() if key not in self._logged and due <= now]:
             self._logged.add(key)
             came = self._reports[key]
             missing = [rank for rank in self._members[key[0]] if rank not in came]

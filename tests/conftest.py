@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -11,8 +10,6 @@ import pytest
 from .world import ENGINES, World
 
 CELLS = {f"{engine.name}-{size}": (engine, size) for engine in ENGINES for size in engine.sizes}
-if importlib.util.find_spec("dualdist.backends.mpi") is None:
-    CELLS = {name: cell for name, cell in CELLS.items() if not name.startswith("torch-mpi")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

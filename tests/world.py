@@ -126,7 +126,7 @@ class World:
             Listener(("127.0.0.1", 0), backlog=self.size, authkey=key.encode()) as listener,
             open(self._path("output"), "wb") as output,
         ):
-            host, port = listener.address  # type: ignore[misc]
+            host, port = listener.address
             command = [part.format(size=self.size) for part in self.engine.launcher]
             self._launcher = subprocess.Popen(
                 [*command, sys.executable, "-m", "tests.worker"], stdin=subprocess.DEVNULL, stdout=output,
@@ -167,7 +167,7 @@ class World:
                         connections.append(listener.accept())
                         self._pids.append(connections[-1].recv())
                     else:
-                        ranks[source.recv()] = source  # type: ignore[union-attr, index, assignment]
+                        ranks[source.recv()] = source  # type: ignore[union-attr, index, assignment, call-arg]
                         connections.remove(source)  # type: ignore[arg-type]
         except (EOFError, OSError, TimeoutError) as error:
             raise WorldFailure(f"{self} did not start: {error!r}\n{self.kill()}") from error

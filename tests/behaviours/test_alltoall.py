@@ -71,7 +71,7 @@ def test_splits_that_do_not_fit_are_a_value_error() -> None:
     ]
     for splits in refused:
         with pytest.raises(ValueError, match="splits"):
-            hvd.alltoall(torch.ones(size), splits)
+            hvd.alltoall(torch.ones(size), splits)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dimension"):
         hvd.alltoall(torch.tensor(1.0))
 

@@ -124,7 +124,7 @@ class Counting(torch.optim.SGD):
 
     steps = 0
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         return super().step(closure)
 
@@ -195,7 +195,7 @@ def test_a_layout_that_differs_between_ranks_is_an_error_at_construction(differe
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     options: dict[str, Any] = {"named_parameters": [("weight", weight)]}
     if odd:
-        options |= {
+        options |= {  # type: ignore[call-overload]
             "name": {"named_parameters": [("other", weight)]},
             "op": {"op": hvd.Sum},
             "compression": {"compression": hvd.Compression.fp16},

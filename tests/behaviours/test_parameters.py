@@ -98,7 +98,7 @@ def test_what_is_no_parameter_is_a_value_error() -> None:
         with pytest.raises(ValueError, match="params"):
             hvd.broadcast_parameters(params, root_rank=0)
     with pytest.raises((TypeError, ValueError), match="lr"):
-        hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)  # type: ignore[dict-item]
+        hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)  # type: ignore[arg-type]
     hvd.broadcast_parameters({}, root_rank=0)
 
 
@@ -132,10 +132,10 @@ def trained(kind: str, rank: int, steps: int) -> tuple[nn.Module, torch.optim.Op
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = model(torch.ones(1, 3)).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[arg-type]
     return model, optimizer
 
 

@@ -42,7 +42,11 @@ def loss_of(model: Callable[..., torch.Tensor], inputs: torch.Tensor, targets: t
 def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e-10) -> None:
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(
-            param, expected, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+            param,
+            expected,
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda text, name=name: f"{name}: {text}",  # type: ignore[misc]
         )
 
 
@@ -425,7 +429,7 @@ def test_checkpointed_parts_train_as_one_process_does(reentrant: bool) -> None:
         hidden = model[1](model[0](inputs))
         for part in (model[2:4], model[4:]):
             hidden = checkpoint(part, hidden, use_reentrant=reentrant)
-        return hidden
+        return hidden  # type: ignore[no-any-return]
 
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)

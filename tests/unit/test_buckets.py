@@ -28,7 +28,7 @@ def test_the_first_bucket_is_small_and_the_others_large() -> None:
     per_bucket = BUCKET_BYTES // FIRST_BUCKET_BYTES * 4
     tensors = params(*[(quarter,)] * (4 + per_bucket + 1))
     assert [len(bucket) for bucket in members(tensors)] == [4, per_bucket, 1]
-    assert sum(members(tensors), []) == list(range(len(tensors)))[::-1]
+    assert [index for bucket in members(tensors) for index in bucket] == list(range(len(tensors)))[::-1]
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:

@@ -15,6 +15,7 @@ PARENTS = {
     errors.NotInitializedError: (errors.HorovodInternalError, ValueError),
     errors.CollectiveMismatchError: (errors.HorovodInternalError,),
     errors.StallError: (errors.HorovodInternalError,),
+    errors.HostsUpdatedInterrupt: (RuntimeError,),
 }
 
 

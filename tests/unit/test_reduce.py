@@ -95,4 +95,4 @@ def test_a_joined_rank_changes_nothing(dtype: torch.dtype) -> None:
     for op, function in combine.items():
         held = torch.tensor([0, 1, 5]).to(dtype)
         nothing = torch.full((3,), neutral(dtype, op), dtype=dtype)
-        assert torch.equal(function(held, nothing).to(dtype), held)
+        assert torch.equal(function(held, nothing).to(dtype), held)  # type: ignore[operator]
