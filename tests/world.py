@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from .worker import ADDRESS, KEY, STACKS
 
@@ -167,8 +167,9 @@ class World:
                         connections.append(listener.accept())
                         self._pids.append(connections[-1].recv())
                     else:
-                        ranks[source.recv()] = source  # type: ignore[union-attr, index, assignment, call-arg]
-                        connections.remove(source)  # type: ignore[arg-type]
+                        connection = cast("Connection[Any, Any]", source)
+                        ranks[connection.recv()] = connection
+                        connections.remove(connection)
         except (EOFError, OSError, TimeoutError) as error:
             raise WorldFailure(f"{self} did not start: {error!r}\n{self.kill()}") from error
         self._ranks = [ranks[rank] for rank in range(self.size)]
@@ -194,11 +195,11 @@ class World:
         if launcher is None:
             return ""
         _end(self._pids)
-        try:
-            launcher.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-            launcher.wait()
+        for end in (lambda: None, launcher.terminate, launcher.kill):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(END_SECONDS)
+                break
         parts = [f"stacks of process {pid}:\n{self._stacks(pid)}" for pid in self._pids]
         parts.append(f"output:\n{self.output()}")
         for connection in self._ranks:

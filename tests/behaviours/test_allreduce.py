@@ -321,10 +321,10 @@ def test_a_group_may_mix_dtypes_shapes_and_layouts(repeat: int) -> None:
 
 
 @everywhere
-def test_group_handles_give_a_list_or_the_tensors_themselves() -> None:
+def test_group_handles_give_a_tuple_as_horovods_do() -> None:
     tensors = [mine(), mine(torch.int64)]
     result = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Max))
-    assert type(result) is list
+    assert type(result) is tuple
     assert [out.tolist() for out in result] == [combined(hvd.Max)] * 2
     in_place = hvd.synchronize(hvd.grouped_allreduce_async_(tensors, op=hvd.Max))
     assert type(in_place) is tuple

@@ -1,0 +1,114 @@
+"""Joining and leaving the world, and who we are in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+
+@contextmanager
+def left() -> Iterator[None]:
+    """Leave the world for the body, and join it again after it if the body has not."""
+    hvd.shutdown()
+    try:
+        yield
+    finally:
+        hvd.init()
+
+
+@everywhere
+def test_the_six_numbers_on_one_node() -> None:
+    assert hvd.is_initialized()
+    assert 0 <= hvd.rank() < hvd.size()
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+@everywhere
+def test_init_again_does_nothing() -> None:
+    before = (hvd.rank(), hvd.size())
+    hvd.init()
+    hvd.init(process_sets=[[0]])
+    assert (hvd.rank(), hvd.size()) == before
+
+
+@everywhere
+def test_nothing_works_outside_the_world() -> None:
+    with left():
+        assert not hvd.is_initialized()
+        for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
+            with pytest.raises(hvd.NotInitializedError, match=r"dualdist\.init\(\)"):
+                call()
+        hvd.shutdown()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@everywhere
+def test_worlds_can_be_joined_one_after_another() -> None:
+    for _ in range(3):
+        with left():
+            pass
+        assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).sum().item() == 5000 * hvd.size()
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_process_sets_can_be_given_to_init() -> None:
+    given = hvd.ProcessSet([hvd.size() - 1])
+    with left():
+        hvd.init(process_sets=[[0], given])
+        try:
+            assert given.process_set_id == 2
+            if given.included():
+                assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=given).item() == 1
+            with pytest.raises(ValueError, match="registered already"):
+                hvd.add_process_set([0])
+        finally:
+            hvd.shutdown()
+        assert given.process_set_id is None
+    with pytest.raises(TypeError, match="registered"):
+        hvd.allreduce(torch.ones(1), process_set=given)
+
+
+@everywhere
+def test_an_optimizer_outlives_its_world() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for number in (1, 2):
+        optimizer.zero_grad()
+        weight.mul(hvd.rank() + 1.0).sum().backward()
+        optimizer.step()
+        assert weight.item() == pytest.approx(-number * (hvd.size() + 1) / 2)
+        with left():
+            pass
+
+
+@everywhere
+def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dualdist")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with left():
+            pass
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert len(lines) == (1 if hvd.rank() == 0 else 0)
+    for line in lines:
+        assert (
+            hvd.backend_name() in line and hvd.transport_name() in line and f"{hvd.size()} processes" in line
+        )
