@@ -144,7 +144,7 @@ class HorovodBackend(Backend):
         self._server = server
         self._adopted = adopted
         self._numbers = itertools.count()
-        self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.size)): hvd.global_process_set}
+        self._sets = _process_sets()
         self._store = self._open_store()
 
     @staticmethod
@@ -254,6 +254,7 @@ class HorovodBackend(Backend):
         hvd.shutdown()
         if self._server is not None:
             self._server.stop()
+            self._server._httpd.server_close()  # stop() leaves the socket open
 
     @property
     def store(self) -> dist.Store | None:
@@ -278,6 +279,15 @@ class HorovodBackend(Backend):
         return {
             **self.built(), "mpi_enabled": mpi, "gloo_enabled": hvd.gloo_enabled(), "mpi_threads_supported": threads
         }  # fmt: skip
+
+
+def _process_sets() -> dict[tuple[int, ...], Any]:
+    """Return the process sets that Horovod knows: beside the global one, those of whoever has started it before us."""
+    known = {}
+    for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
+        known[tuple(ranks)] = hvd.ProcessSet(ranks)
+        known[tuple(ranks)].process_set_id = number
+    return known
 
 
 def _is_elastic(env: Mapping[str, str]) -> bool:

@@ -24,10 +24,10 @@ def all_rows(width: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor
     return torch.cat([rows(rank, width, dtype) for rank in range(hvd.size())])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 5000])
 @everywhere
-def test_allgather_keeps_rank_order_when_lengths_differ(dtype: torch.dtype) -> None:
-    for width in (2, 5000):
+def test_allgather_keeps_rank_order_when_lengths_differ(width: int) -> None:
+    for dtype in DTYPES:
         result = hvd.allgather(rows(hvd.rank(), width, dtype))
         assert result.dtype == dtype
         assert torch.equal(result, all_rows(width, dtype))

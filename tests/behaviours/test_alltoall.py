@@ -25,11 +25,11 @@ def test_equal_shares_without_splits() -> None:
     assert result.tolist() == [100 * other + 2 * rank + row for other in range(size) for row in range(2)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 5000])
 @everywhere
-def test_splits_send_as_many_rows_to_each_rank(dtype: torch.dtype) -> None:
+def test_splits_send_as_many_rows_to_each_rank(width: int) -> None:
     rank, size = hvd.rank(), hvd.size()
-    for width in (2, 5000):
+    for dtype in DTYPES:
         result, received = hvd.alltoall(sent(rank, width, dtype), splits=list(range(size)))
         expected = [10 * other + rank for other in range(size) for _ in range(rank)]
         assert torch.equal(result, torch.tensor(expected).reshape(-1, 1).expand(-1, width).to(dtype))
