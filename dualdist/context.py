@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -41,8 +42,8 @@ class Context:
         """What `init` was called with, to join the world anew in the same way."""
         self.handles = HandleTable()
         self.channels: dict[int, Channel] = {}
-        self.grad_syncs: list[Any] = []
-        """Every gradient synchronisation made in this world, weakly; its place is its name to the other ranks."""
+        self.grad_syncs: dict[int | None, list[Any]] = defaultdict(list)
+        """Every gradient synchronisation of a process set, weakly; its place is its name to the other members."""
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0

@@ -152,8 +152,9 @@ class GradSync:
         channel_of(options.process_set).run(call, lambda group, verdict: None)
         if self._world is None or self._world() is not context:
             self._world = weakref.ref(context)
-            self._place = len(context.grad_syncs)
-            context.grad_syncs.append(weakref.ref(self))
+            known = context.grad_syncs[options.process_set.process_set_id]
+            self._place = len(known)
+            known.append(weakref.ref(self))
 
     # What backward does
 
@@ -251,7 +252,7 @@ class GradSync:
             self._enter_world()
         call = Call(
             "gradient synchronization",
-            (("grad_sync", self._place),),
+            (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._place)),
             site=call_site(),
             joinable=True,
             under_way=True,

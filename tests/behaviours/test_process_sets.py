@@ -142,3 +142,17 @@ def test_an_optimizer_over_a_set_leaves_the_other_ranks_alone() -> None:
     mean = sum(rank + 1 for rank in ranks) / len(ranks)
     assert weight.item() == -2 * (mean if hvd.rank() > 0 else 1.0)
     hvd.remove_process_set(chosen)
+
+
+@everywhere
+def test_an_optimizer_over_a_set_does_not_shift_those_of_the_world() -> None:
+    chosen = hvd.add_process_set([0]) if hvd.size() > 1 else hvd.global_process_set
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    kept = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    if hvd.rank() == 0:  # the other ranks do not make it at all
+        hvd.DistributedOptimizer(kept[0], process_set=chosen)
+    hvd.DistributedOptimizer(kept[1])
+    (weights[1] * float(hvd.rank())).sum().backward()
+    assert weights[1].grad is not None
+    assert weights[1].grad.tolist() == [sum(range(hvd.size())) / hvd.size()] * 2
+    hvd.remove_process_set(chosen)
