@@ -70,6 +70,9 @@ class Context:
     def close(self) -> None:
         """Leave the world."""
         self.watch.close()
+        for sync in [reference() for known in self.grad_syncs.values() for reference in known]:
+            if sync is not None:
+                sync.forget_world()
         for channel in self.channels.values():
             channel.close()
         self.timeline.close()
@@ -78,7 +81,8 @@ class Context:
     def _confirm_world(self) -> World:
         """Ask every rank where it runs. Raises WorldMismatchError when the engine joined another world."""
         launched, joined = self.launch, self.backend
-        if launched.launcher != "python" and (launched.size, launched.rank) != (joined.size, joined.rank):
+        told = launched.launcher != "python" and not launched.elastic
+        if told and (launched.size, launched.rank) != (joined.size, joined.rank):
             raise WorldMismatchError(
                 f"World size must be the {launched.describe('size')} that {launched.launcher} started, but is "
                 f"{joined.size} instead in {joined.name}, where this process is rank {joined.rank} and should be rank "

@@ -95,18 +95,22 @@ class GradSync:
         self._groups = groups
         self._params: list[_Param] = []
         self._sparse: set[int] = set()
-        self._world: weakref.ref[Any] | None = None
         self._place = -1
+        """Its name to the other ranks, while the world knows of it."""
         self._sent = False
         """Whether gradients were combined since the last step."""
         self.add(named)
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take in more parameters. Collective over the process set: the layout is compared between the ranks."""
+        """Take in more parameters. Collective over the process set: the layout is compared between the ranks.
+
+        In an elastic job that waits for the first gradients: a process that comes later makes its optimizer by itself.
+        """
         self._params += [_Param(name, tensor) for name, tensor in named]
         self._watch()
         self._lay_out()
-        self._enter_world()
+        if not current().launch.elastic:
+            self._enter_world()
 
     def _watch(self) -> None:
         """Hook onto the parameters that need gradients by now."""
@@ -150,11 +154,16 @@ class GradSync:
             site=call_site(),
         )
         channel_of(options.process_set).run(call, lambda group, verdict: None)
-        if self._world is None or self._world() is not context:
-            self._world = weakref.ref(context)
+        if self._place < 0:
             known = context.grad_syncs[options.process_set.process_set_id]
             self._place = len(known)
             known.append(weakref.ref(self))
+
+    def forget_world(self) -> None:
+        """Be as new to the next world, where others may know nothing of this one."""
+        self._place = -1
+        self._sparse = set()
+        self._lay_out()
 
     # What backward does
 
@@ -223,6 +232,8 @@ class GradSync:
     def combine(self) -> None:
         """Send what is not under way yet, wait for all of it, and put the results into the gradients."""
         try:
+            if self._place < 0:
+                self._enter_world()
             while len(self._works) < len(self._buckets):
                 self._send_next()
             group = channel_of(self.options.process_set).gradients
@@ -248,8 +259,6 @@ class GradSync:
         self._start_over()
 
     def _announce(self) -> Future[None]:
-        if self._world is None or self._world() is not current():
-            self._enter_world()
         call = Call(
             "gradient synchronization",
             (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._place)),
@@ -260,6 +269,8 @@ class GradSync:
         return channel_of(self.options.process_set).submit(call, lambda group, verdict: None)
 
     def _send_next(self, empty: bool = False) -> None:
+        if self._place < 0:
+            self._enter_world()
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
         flat = self._flat(place, bucket)

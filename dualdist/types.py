@@ -39,6 +39,8 @@ class Launch:
     """Where each number came from: an environment variable or an argument of `init`."""
     init_method: str | None = None
     """Where the processes meet, as in torch.distributed, if it was given."""
+    elastic: bool = False
+    """Whether the launcher changes the world while it runs: then the numbers are those of its start."""
 
     def describe(self, name: str) -> str:
         """Return '`value` (from `source`)' for the field `name`."""

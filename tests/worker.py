@@ -27,19 +27,20 @@ TESTS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stacks = open(os.path.join(os.environ[STACKS], str(os.getpid())), "w")
-    faulthandler.enable(stacks)  # pytest ends a world that hangs with SIGABRT
-    host, _, port = os.environ[ADDRESS].rpartition(":")
-    connection = Client((host, int(port)), authkey=os.environ[KEY].encode())
-    connection.send(os.getpid())
+    with open(os.path.join(os.environ[STACKS], str(os.getpid())), "w") as stacks:
+        faulthandler.enable(stacks)  # pytest ends a world that hangs with SIGABRT
+        host, _, port = os.environ[ADDRESS].rpartition(":")
+        connection = Client((host, int(port)), authkey=os.environ[KEY].encode())
+        connection.send(os.getpid())
 
-    import dualdist
+        import dualdist
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    dualdist.init()
-    connection.send(dualdist.rank())
-    serve(connection)
-    dualdist.shutdown()
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        dualdist.init()
+        connection.send(dualdist.rank())
+        serve(connection)
+        dualdist.shutdown()
+        faulthandler.disable()
 
 
 def serve(connection: Connection[Any, Any]) -> None:

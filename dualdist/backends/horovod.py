@@ -137,12 +137,13 @@ class HorovodBackend(Backend):
     _notifications = WorkerNotificationManager()
     """Hears from horovodrun when hosts come and go; it serves one port for the life of the process."""
 
-    def __init__(self, settings: Settings, server: Any, adopted: bool) -> None:
+    def __init__(self, launch: Launch, settings: Settings, server: Any, adopted: bool) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
         self._timeout = settings.stall_timeout_seconds
         self._server = server
         self._adopted = adopted
+        self._elastic = launch.elastic
         self._numbers = itertools.count()
         self._sets = _process_sets()
         self._store = self._open_store()
@@ -173,11 +174,11 @@ class HorovodBackend(Backend):
         if cls.is_running():
             if settings.timeline is not None:  # Horovod writes to that very file
                 hvd.stop_timeline()
-            return cls(settings, None, adopted=True)
+            return cls(launch, settings, None, adopted=True)
         cls._check_transport(transport, launch, env)
         if cls._kept:
             cls._kept = False
-            return cls(settings, None, adopted=False)
+            return cls(launch, settings, None, adopted=False)
         server: Any = None
         variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
         if cls._needs_server(launch, env, transport):
@@ -185,7 +186,7 @@ class HorovodBackend(Backend):
             variables |= bootstrap
         with _environment(variables), _wrapped():
             hvd.init()
-        return cls(settings, server, adopted=False)
+        return cls(launch, settings, server, adopted=False)
 
     @classmethod
     def _needs_server(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
@@ -193,7 +194,7 @@ class HorovodBackend(Backend):
         if launch.launcher == "mpirun":
             return transport == "gloo" or not cls.can_start(launch, env)
         used, cls._launchers_server_used = cls._launchers_server_used, True
-        if _is_elastic(env):  # the launcher prepares its server for the new world
+        if launch.elastic:  # the launcher prepares its server for the new world
             return False
         return launch.size > 1 and (used or not cls.can_start(launch, env))
 
@@ -228,12 +229,12 @@ class HorovodBackend(Backend):
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
     def add_host_listener(self, listener: Any) -> None:
-        if _is_elastic(os.environ):
+        if self._elastic:
             self._notifications.init()
             self._notifications.register_listener(listener)
 
     def remove_host_listener(self, listener: Any) -> None:
-        if _is_elastic(os.environ):
+        if self._elastic:
             self._notifications.remove_listener(listener)
 
     def new_group(self, ranks: Sequence[int]) -> Group:
@@ -288,11 +289,6 @@ def _process_sets() -> dict[tuple[int, ...], Any]:
         known[tuple(ranks)] = hvd.ProcessSet(ranks)
         known[tuple(ranks)].process_set_id = number
     return known
-
-
-def _is_elastic(env: Mapping[str, str]) -> bool:
-    """Return whether horovodrun was started with --host-discovery-script and its like."""
-    return env.get("HOROVOD_ELASTIC") == "1" and bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
 
 
 def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[Any, dict[str, str]]:

@@ -1,12 +1,12 @@
 """Training that goes on after a failed collective, from the last commit, with Horovod's API (horovod/torch/elastic).
 
-What works: when a collective fails while all processes live (a mismatch, a failed call, a stall that is over), every
-rank goes back to the last commit, joins the world anew, and calls the function again. Started by
-`horovodrun --host-discovery-script` with Horovod as the engine, also when hosts come and go or a process dies, since
-Horovod itself then forms the new world.
+When a collective fails while all processes live (a mismatch, a failed call), every rank goes back to the last commit,
+joins the world anew, and calls the function again, on every engine and under every launcher. Hosts may come and go and
+processes may die when `horovodrun --host-discovery-script` has started the job and Horovod is the engine: it then forms
+the new world from those that live.
 
-What does not yet: under other launchers a process that has died is not replaced while the others live on. torchrun
-restarts all processes instead, and a commit does not outlive its process.
+Not supported yet: under other launchers and on the torch engine, a process that has died takes the job with it.
+torchrun then restarts all processes, and a commit does not outlive its process: load a checkpoint.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
         values["local_size"],
         MappingProxyType(names),
         init_method,
+        elastic=launcher.name == "horovodrun" and env.get("HOROVOD_ELASTIC") == "1",
     )
 
 

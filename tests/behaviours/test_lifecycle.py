@@ -96,17 +96,19 @@ def test_an_optimizer_outlives_its_world() -> None:
 @everywhere
 def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
     lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
+    handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("dualdist")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     try:
         with left():
             pass
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
+        logger.propagate = True
     assert len(lines) == (1 if hvd.rank() == 0 else 0)
     for line in lines:
         assert (

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..world import BIN, MPIRUN, ROOT
 
-__all__ = ("LAUNCHERS", "Ended", "Launcher", "launch")
+__all__ = ("LAUNCHERS", "Ended", "Launcher", "finish", "launch")
 
 SECONDS = 100.0
 
@@ -52,17 +52,22 @@ class Ended:
 
 
 def launch(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run a script to its end; after 100 seconds every process is ended and the launch counts as failed."""
+    """Run a script to its end; see `finish`."""
     launcher = LAUNCHERS[name]
+    return finish([*launcher.command, *arguments], {**launcher.environment, **(environment or {})})
+
+
+def finish(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Ended:
+    """Run `command` to its end; after 100 seconds every process is ended and the launch counts as failed."""
     process = subprocess.Popen(
-        [*launcher.command, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **launcher.environment, **(environment or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"{name} did not end within {SECONDS:.0f} s:\n{output}") from None
+        raise AssertionError(f"{' '.join(command)} did not end within {SECONDS:.0f} s:\n{output}") from None
     return Ended(process.returncode, output)
