@@ -36,7 +36,11 @@ START_SECONDS, RUN_SECONDS, END_SECONDS = 60.0, 60.0, 20.0
 OTHERS_SECONDS = 5.0
 """How long the other ranks get once one has failed: they may be waiting for it."""
 
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "{size}")
+MPIRUN = (
+    "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+    "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo", "-np", "{size}",
+)  # fmt: skip
+"""Over TCP: in shared memory Open MPI waits by spinning, which takes seconds where there are fewer cores than threads."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 import dualdist as hvd
 
+from ..rejoining import left
 from ..world import everywhere
-
-
-@contextmanager
-def left() -> Iterator[None]:
-    """Leave the world for the body, and join it again after it if the body has not."""
-    hvd.shutdown()
-    try:
-        yield
-    finally:
-        hvd.init()
 
 
 @everywhere

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,23 +42,6 @@ def heard(file: Path) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def allreduce() -> None:
-    hvd.allreduce(torch.ones(2), name="loss")
-
-
-def allgather_async() -> None:
-    hvd.synchronize(hvd.allgather_async(torch.ones(5000), name="loss"))
-
-
-def backward() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    hvd.barrier()
-    if hvd.rank() != hvd.size() - 1:
-        weight.sum().backward()
-        optimizer.step()
-
-
 def ready() -> None:
     """Do what takes a process seconds the first time, so that no rank is late without wanting to be."""
     weight = nn.Parameter(torch.zeros(1))
@@ -66,15 +49,33 @@ def ready() -> None:
     torch.optim.SGD([weight], lr=1.0).step()
 
 
-def wait_in_vain(call: Callable[[], None], file: Path) -> tuple[str, list[str]]:
-    """Do `call`, which the last rank does not; return the error and what was logged."""
+def wait_in_sets(file: Path) -> tuple[str, list[str]]:
+    """Wait for the last rank in a set of two: rank 0 for a handle, rank 1 in backward; see `wait_in_vain`."""
+    last = hvd.size() - 1
+    pairs = [hvd.add_process_set([rank, last]) for rank in range(last)]
+    weight = nn.Parameter(torch.zeros(2))
+    if pairs[1].included():
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=pairs[1])
+    hvd.barrier()
     with heard(file) as messages:
-        if hvd.rank() == hvd.size() - 1:
-            if call is backward:
-                call()
+        if hvd.rank() == last:
             return "", messages
         with pytest.raises(hvd.StallError) as caught:
-            call()
+            if hvd.rank() == 0:
+                hvd.synchronize(hvd.allgather_async(torch.ones(5000), name="loss", process_set=pairs[0]))
+            else:
+                weight.sum().backward()
+                optimizer.step()
+        return str(caught.value), messages
+
+
+def wait_in_vain(file: Path) -> tuple[str, list[str]]:
+    """Reduce without the last rank; return the error and what was logged."""
+    with heard(file) as messages:
+        if hvd.rank() == hvd.size() - 1:
+            return "", messages
+        with pytest.raises(hvd.StallError) as caught:
+            hvd.allreduce(torch.ones(2), name="loss")
         with pytest.raises(hvd.HorovodInternalError, match=r"shutdown\(\) and init\(\)"):
             hvd.allreduce(torch.ones(1))
         return str(caught.value), messages
@@ -97,30 +98,30 @@ def impatient(request: pytest.FixtureRequest) -> Iterator[World]:
         yield world
 
 
-def check(results: list[tuple[str, list[str]]]) -> None:
-    """Check what the ranks heard while the last of three did not come."""
-    *waiting, _ = results
-    for error, _ in waiting:
-        assert "stalled" in error and "missing ranks: [2]" in error and f"{__file__}:" in error
-    (message,) = waiting[0][1]
-    assert "Stalled for 0.3 s" in message
-    assert "waited for by ranks [0, 1]; missing ranks: [2]" in message and f"{__file__}:" in message
-    assert waiting[1][1] == []
-
-
 @pytest.mark.parametrize("impatient", CASES, indirect=True)
 def test_a_late_rank_is_warned_of_and_a_missing_one_is_an_error(impatient: World, tmp_path: Path) -> None:
+    """One world for all of it, since a world costs seconds: a late rank, two sets that lack it, and the whole world."""
     impatient.run(ready)
     first, *others = impatient.run(come_late, tmp_path / "late")
     assert len(first) == 1 and "waited for by ranks [0, 1]; missing ranks: [2]" in first[0]
     assert others == [[], []]
-    check(impatient.run(wait_in_vain, allreduce, tmp_path / "missing"))
+    pairs = impatient.run(wait_in_sets, tmp_path / "pairs")
+    check_errors(pairs)
+    messages = sorted(pairs[0][1])
+    assert [f"waited for by ranks [{rank}]; missing ranks: [2]" in messages[rank] for rank in (0, 1)] == [
+        True,
+        True,
+    ]
+    everybody = impatient.run(wait_in_vain, tmp_path / "everybody")
+    check_errors(everybody)
+    (message,) = everybody[0][1]
+    assert "Stalled for 0.3 s" in message and f"{__file__}:" in message
+    assert "waited for by ranks [0, 1]; missing ranks: [2]" in message
 
 
-@pytest.mark.parametrize("call", [allgather_async, backward])
-@pytest.mark.parametrize("impatient", ["torch-gloo-3", "horovod-gloo-3"], indirect=True)
-def test_a_missing_rank_is_an_error_of_handles_and_in_backward(
-    impatient: World, call: Callable[[], None], tmp_path: Path
-) -> None:
-    impatient.run(ready)
-    check(impatient.run(wait_in_vain, call, tmp_path / "missing"))
+def check_errors(results: list[tuple[str, list[str]]]) -> None:
+    """Check what the waiting ranks raised, and that only rank 0 has logged."""
+    *waiting, last = results
+    for error, _ in waiting:
+        assert "stalled" in error and "missing ranks: [2]" in error and f"{__file__}:" in error
+    assert [messages for _, messages in [*waiting[1:], last]] == [[], []]

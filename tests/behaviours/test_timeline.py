@@ -11,8 +11,9 @@ import torch
 
 import dualdist as hvd
 
+from ..rejoining import left
 from ..trace_reader import read_marks, read_spans
-from ..world import World, everywhere, started
+from ..world import everywhere
 
 
 @contextmanager
@@ -174,14 +175,13 @@ def test_another_file_takes_over_and_the_same_one_goes_on(tmp_path: Path) -> Non
         assert list(read_spans(second)) == ["allreduce.c"]
 
 
-def reduce_once() -> None:
-    hvd.allreduce(torch.ones(4000), name="t")
-    hvd.shutdown()
-
-
 @pytest.mark.ranks(2)
-def test_the_environment_variable_is_ours_alone_whatever_the_engine(world: World, tmp_path: Path) -> None:
+@everywhere
+def test_the_environment_variable_is_ours_alone_whatever_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    with started(world.engine, world.size, {"HOROVOD_TIMELINE": str(path)}) as own:
-        own.run(reduce_once)
+    with left(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_TIMELINE", str(path))
+        hvd.init()
+        hvd.allreduce(torch.ones(4000), name="t")
+        hvd.shutdown()
     assert list(read_spans(path)) == ["allreduce.t"]

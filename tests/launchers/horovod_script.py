@@ -41,7 +41,7 @@ def main(folder: str) -> None:
         dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False
     )
     spawn: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    workers = spawn if hvd.rank() == 0 else {}
+    workers = spawn if "--worker" in sys.argv and hvd.rank() == 0 else {}
     loader = torch.utils.data.DataLoader(dataset, batch_size=1, sampler=sampler, **workers)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 5.0 - hvd.rank())

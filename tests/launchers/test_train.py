@@ -15,6 +15,9 @@ TRAIN = "examples/train.py"
 
 pytestmark = pytest.mark.timeout(400)  # the fixture launches six times
 
+SAID = ("cnn on digits", "epoch 1", "epoch 2", "validation accuracy")
+"""What each line of a run of two epochs says."""
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
@@ -24,6 +27,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         file = tmp_path_factory.mktemp("metrics") / "metrics.json"
         ended = launch(name, TRAIN, "--epochs", "2", "--metrics", str(file))
         assert ended.code == 0, ended.output
+        assert len(ended.output.splitlines()) == len(SAID), ended.output
+        assert all(map(str.__contains__, ended.output.splitlines(), SAID)), ended.output
         metrics[name] = json.loads(file.read_text())
     return metrics
 
