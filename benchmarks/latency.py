@@ -38,7 +38,7 @@ def main() -> None:
     gloo = start_gloo()
     if hvd.rank() == 0:
         print(f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes")
-        print(f"{'allreduce':>10} {'gloo ms':>9} {'Horovod ms':>11} {'dualdist ms':>12} {'/ gloo':>7} {'/ Horovod':>10}")
+        print(" allreduce   gloo ms  Horovod ms  dualdist ms  / gloo  / Horovod")
     for name, num_bytes in SIZES.items():
         compare(name, num_bytes, gloo, settings.rounds)
     late = late_async_call()

@@ -40,7 +40,7 @@ MPIRUN = (
     "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
     "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo", "-np", "{size}",
 )  # fmt: skip
-"""Over TCP: in shared memory Open MPI waits by spinning, which takes seconds where there are fewer cores than threads."""
+"""Over TCP: in shared memory Open MPI waits by spinning, which takes seconds with fewer cores than threads."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
