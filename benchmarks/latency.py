@@ -43,7 +43,9 @@ def main() -> None:
         compare(name, num_bytes, gloo, settings.rounds)
     late = late_async_call()
     if hvd.rank() == 0:
-        print(f"allreduce_async while the others are {LATE_SECONDS:g} s late: returns after {late * 1e3:.3f} ms")
+        print(
+            f"allreduce_async while the others are {LATE_SECONDS:g} s late: returns after {late * 1e3:.3f} ms"
+        )
         for function in (hvd.rank, hvd.size):
             print(f"{function.__name__}(): {timeit.timeit(function, number=10_000) * 100:.2f} us")
     hvd.shutdown()

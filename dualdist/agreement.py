@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .backends.base import Group
+from .mesh import Mesh
 from .types import Call
 
 __all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
@@ -65,13 +65,13 @@ def payload_capacity(size: int) -> int:
     return min(_PAYLOAD_BYTES, _PAYLOAD_BYTES_OF_ALL // size)
 
 
-def agree(group: Group, entry: Entry) -> Verdict:
-    """Return the members' verdict on what each of them came with. Collective over `group`."""
+def agree(mesh: Mesh, entry: Entry) -> Verdict:
+    """Return the members' verdict on what each of them came with. Collective over the members."""
     identity = repr(entry.call.identity).encode()
     digest = hashlib.blake2b(identity, digest_size=16).digest()
     message = _MESSAGE.pack(digest, entry.state, entry.call.extra, time.time_ns())
-    frame = len(message) + payload_capacity(group.size)
-    messages = group.exchange((message + entry.call.payload).ljust(frame, b"\0"))
+    frame = len(message) + payload_capacity(mesh.size)
+    messages = mesh.exchange((message + entry.call.payload).ljust(frame, b"\0"))
     arrivals = tuple(_MESSAGE.unpack_from(other)[3] for other in messages)
     if entry.state == ACTIVE and all(other[:_COMPARED] == message[:_COMPARED] for other in messages):
         extras = tuple(_MESSAGE.unpack_from(other)[2] for other in messages)
@@ -79,9 +79,9 @@ def agree(group: Group, entry: Entry) -> Verdict:
         payloads = tuple(other[len(message) : end] for other in messages)
         return Verdict(entry.call, extras=extras, payloads=payloads, arrivals=arrivals)
     payload = pickle.dumps(entry)
-    lengths = [int.from_bytes(part, "little") for part in group.exchange(len(payload).to_bytes(8, "little"))]
-    entries = [pickle.loads(part) for part in group.exchange(payload.ljust(max(lengths), b"\0"))]
-    return replace(resolve(entries, group.ranks), arrivals=arrivals)
+    lengths = [int.from_bytes(part, "little") for part in mesh.exchange(len(payload).to_bytes(8, "little"))]
+    entries = [pickle.loads(part) for part in mesh.exchange(payload.ljust(max(lengths), b"\0"))]
+    return replace(resolve(entries, mesh.ranks), arrivals=arrivals)
 
 
 def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:

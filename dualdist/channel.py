@@ -17,6 +17,7 @@ from .agreement import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
 from .backends.base import Group
 from .call_site import call_site
 from .errors import CollectiveMismatchError, HorovodInternalError, StallError
+from .mesh import Mesh
 from .stall import StallWatch
 from .trace import Timeline
 from .types import Call
@@ -36,14 +37,14 @@ class Channel:
     """The collectives of one process set, in order."""
 
     def __init__(
-        self, name: str, control: Group, data: Group, gradients: Group, watch: StallWatch, timeline: Timeline,
+        self, name: str, mesh: Mesh, data: Group, gradients: Group, watch: StallWatch, timeline: Timeline,
         stand_in: StandIn,
     ) -> None:  # fmt: skip
         self.group = data
         self.gradients = gradients
         """Gradients go their own way, in an order of their own; see grad_sync."""
         self._name = name
-        self._control = control
+        self._mesh = mesh
         self._watch = watch
         self._timeline = timeline
         self._stand_in = stand_in
@@ -106,8 +107,8 @@ class Channel:
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join(_LAST_CALLS_SECONDS)
-        for group in (self.group, self.gradients, self._control):
-            group.close()
+        for held in (self.group, self.gradients, self._mesh):
+            held.close()
 
     def _enqueue(self, job: Callable[[], None]) -> None:
         with self._counting:
@@ -127,7 +128,7 @@ class Channel:
     def _perform(self, call: Call, execute: Execute[T]) -> T:
         while True:
             verdict = self._agree(Entry(ACTIVE, call))
-            if self._control.rank in verdict.raising:
+            if self._mesh.rank in verdict.raising:
                 raise CollectiveMismatchError(verdict.error)
             if verdict.call is not None:
                 with self._guarded(call), self._timeline.operation(self._name, call):
@@ -153,7 +154,7 @@ class Channel:
     def _agree(self, entry: Entry) -> Verdict:
         with self._guarded(entry.call):
             with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
-                verdict = agree(self._control, entry)
+                verdict = agree(self._mesh, entry)
                 tell(verdict.arrivals)
             for call in verdict.drained:
                 if call.identity != entry.call.identity:

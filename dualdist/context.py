@@ -20,6 +20,7 @@ from .channel import Channel, StandIn
 from .errors import ConfigurationError, NotInitializedError, WorldMismatchError
 from .handles import HandleTable
 from .launch import detect, topology
+from .mesh import Mesh
 from .stall import StallWatch
 from .trace import Timeline
 from .types import Launch, Settings, World
@@ -61,9 +62,11 @@ class Context:
         """Open a line for a process set of `ranks` and return its id. Collective over the world."""
         number = self._next_set
         self._next_set += 1
-        control, data, gradients = (self.backend.new_group(ranks) for _ in range(3))
+        backend, name = self.backend, f"set {number}"
+        mesh = Mesh(backend.store, name, ranks, backend.rank, self.settings.stall_timeout_seconds)
+        data, gradients = (backend.new_group(ranks) for _ in range(2))
         self.channels[number] = Channel(
-            f"set {number}", control, data, gradients, self.watch, self.timeline, self._stand_in
+            name, mesh, data, gradients, self.watch, self.timeline, self._stand_in
         )
         return number
 

@@ -17,7 +17,7 @@ from ..errors import ConfigurationError
 from ..launch import exchange_address
 from ..types import Launch
 
-__all__ = ("open_store", "serve_store")
+__all__ = ("open_store", "own_part", "serve_store")
 
 _stores: dict[tuple[str, int, int], dist.Store] = {}
 _generation = itertools.count()
@@ -28,7 +28,12 @@ def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> dist.S
     key = (launch.init_method or launch.launcher, launch.rank, launch.size)
     if key not in _stores:
         _stores[key] = _meet(launch, env, timedelta(seconds=timeout))
-    return dist.PrefixStore(f"dualdist/{next(_generation)}", _stores[key])
+    return own_part(_stores[key])
+
+
+def own_part(store: dist.Store) -> dist.Store:
+    """Return the part of `store` that belongs to this `init` alone."""
+    return dist.PrefixStore(f"dualdist/{next(_generation)}", store)
 
 
 def _meet(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> dist.Store:

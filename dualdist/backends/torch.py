@@ -20,7 +20,7 @@ from ..errors import BackendUnavailableError, ConfigurationError, HorovodInterna
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
 from .built import built_into_torch
-from .rendezvous import open_store
+from .rendezvous import open_store, own_part
 
 __all__ = ("TorchBackend",)
 
@@ -130,7 +130,7 @@ class TorchBackend(Backend):
                 raise ConfigurationError(
                     f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
                 )
-            return cls(running, dist.distributed_c10d._get_default_store(), timeout, adopted=True)
+            return cls(running, own_part(dist.distributed_c10d._get_default_store()), timeout, adopted=True)
         transport = cls._transport(transport, launch, env)
         store = open_store(launch, env, settings.stall_timeout_seconds)
         device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
