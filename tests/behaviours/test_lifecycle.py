@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,12 +45,46 @@ def test_nothing_works_outside_the_world() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
+@pytest.mark.ranks(1, 3)
 @everywhere
 def test_worlds_can_be_joined_one_after_another() -> None:
     for _ in range(3):
         with left():
             pass
         assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).sum().item() == 5000 * hvd.size()
+
+
+def held() -> dict[str, int]:
+    """Return what this process holds of the system: descriptors (files, sockets), threads, and memory in bytes."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+@pytest.mark.ranks(2)
+@everywhere
+def test_worlds_leave_nothing_behind() -> None:
+    cycles = 10
+    before: dict[str, int] = {}
+    for number in range(3 + cycles):
+        with left():
+            pass
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        weight.sum().backward()
+        optimizer.step()
+        assert hvd.synchronize(hvd.allreduce_async(torch.ones(5000), op=hvd.Sum)).sum().item() == 10000
+        if number == 2:  # what is made once per process is there by now
+            before = held()
+    grown = {name: after - before[name] for name, after in held().items()}
+    assert grown["descriptors"] < cycles / 2 and grown["threads"] < cycles / 2, (
+        grown
+    )  # less than one per cycle
+    assert grown["memory"] < cycles * 256 * 1024, grown
 
 
 @pytest.mark.ranks(2, 3)
