@@ -26,6 +26,7 @@ __all__ = ("NAME", "is_usable", "require")
 NAME = "dualdist_mpi"
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.2, 0.001
+_PIECE_BYTES = 4 << 20
 _OPS = {
     dist.ReduceOp.SUM: "SUM",
     dist.ReduceOp.AVG: "SUM",
@@ -57,22 +58,22 @@ def require(launch: Launch) -> None:
 
 
 class _Work(dist.Work):
-    """A request of MPI, and what to do with its result."""
+    """Requests of MPI, and what to do with their result."""
 
     def __init__(
-        self, request: Any, finish: Callable[[], None], result: list[torch.Tensor], timeout: timedelta
+        self, requests: list[Any], finish: Callable[[], None], result: list[torch.Tensor], timeout: timedelta
     ) -> None:
         super().__init__()
-        self._request: Any = request
+        self._requests = requests
         self._finish = finish
         self._result = result
         self._timeout = timeout
 
     def is_completed(self) -> bool:
-        if self._request is not None and self._request.Test():
-            self._request = None
+        if self._requests and all(request.Test() for request in self._requests):
+            self._requests = []
             self._finish()
-        return self._request is None
+        return not self._requests
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -142,29 +143,32 @@ class _ProcessGroup(dist.ProcessGroup):
             for buffer in buffers:
                 buffer.finish()
 
-        return _Work(request, finish, result, self._timeout)
+        return _Work([request], finish, result, self._timeout)
 
     def _op(self, op: Any) -> Any:
         return getattr(self._mpi, _OPS[getattr(op, "op", op)])
 
-    def _averaging(self, op: Any, buffer: _Buffer) -> Callable[[], None]:
+    def _averaging(self, op: Any, buffer: _Buffer) -> Callable[[], object]:
         """Return what to do before `buffer` is written back."""
         if getattr(op, "op", op) != dist.ReduceOp.AVG:
             return lambda: None
-        return lambda: void(buffer.sent.div_(self._size))
+        return lambda: buffer.sent.div_(self._size)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:  # type: ignore[override]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         (tensor,) = tensors
         buffer = _Buffer(tensor)
         average = self._averaging(op, buffer)
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, buffer.array, op=self._op(op))  # type: ignore[union-attr]
+        requests = [
+            self._comm.Iallreduce(self._mpi.IN_PLACE, piece, op=self._op(op))  # type: ignore[union-attr]
+            for piece in _pieces(buffer.array)
+        ]
 
         def finish() -> None:
             average()
             buffer.finish()
 
-        return _Work(request, finish, tensors, self._timeout)
+        return _Work(requests, finish, tensors, self._timeout)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> _Work:  # type: ignore[override]
         buffer = _Buffer(tensors[0])
@@ -247,11 +251,13 @@ class _Then(_Work):
             finish()
 
         first = work._finish
-        super().__init__(work._request, both, result, work._timeout)
+        super().__init__(work._requests, both, result, work._timeout)
 
 
-def void(_: Any) -> None:
-    """Drop a value."""
+def _pieces(array: Any) -> list[Any]:
+    """Return `array` (1-D) in pieces that are reduced side by side: Open MPI adds one up while it sends the next."""
+    length = max(1, _PIECE_BYTES // array.itemsize)
+    return [array[start : start + length] for start in range(0, max(1, array.size), length)]
 
 
 def _blocks(buffer: _Buffer, splits: list[int], size: int) -> list[Any]:
