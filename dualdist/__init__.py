@@ -65,6 +65,7 @@ from .errors import (
 )
 from .objects import allgather_object, broadcast_object, gather_object, scatter_object
 from .optimizer import DistributedOptimizer
+from .parallel import DistributedDataParallel
 from .parameters import broadcast_optimizer_state, broadcast_parameters
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .queries import (
@@ -90,6 +91,7 @@ __all__ = (
     "CollectiveMismatchError",
     "Compression",
     "ConfigurationError",
+    "DistributedDataParallel",
     "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",

@@ -54,14 +54,19 @@ class Bucket:
 
 
 def lay_out(
-    params: Sequence[torch.Tensor], left_out: set[int], groups: Sequence[Sequence[int]] | None
+    params: Sequence[torch.Tensor],
+    left_out: set[int],
+    groups: Sequence[Sequence[int]] | None,
+    cap_mb: float | None = None,
 ) -> list[Bucket]:
     """Return buckets for `params` (by index) in the order in which backward is expected to fill them: the last first.
 
     left_out: parameters whose gradients are sparse; they keep their counts but no room. groups: parameters that must
-    share a bucket; the others are on their own.
+    share a bucket; the others are on their own. cap_mb: how many MiB make a bucket; the first is
+    smaller.
     """
     params = [as_real(param) for param in params]
+    cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
     buckets: list[Bucket] = []
     if groups is not None:
         grouped = {index for group in groups for index in group}
@@ -72,13 +77,13 @@ def lay_out(
         return buckets
     for alike in _alike(params, range(len(params))[::-1]):
         pending: list[int] = []
-        size, limit = 0, FIRST_BUCKET_BYTES
+        size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
         for index in alike:
             pending.append(index)
             size += params[index].numel() * params[index].element_size()
             if size >= limit:
                 buckets.append(_bucket(params, pending, left_out))
-                pending, size, limit = [], 0, BUCKET_BYTES
+                pending, size, limit = [], 0, cap
         if pending:
             buckets.append(_bucket(params, pending, left_out))
     return buckets

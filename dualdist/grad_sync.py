@@ -13,14 +13,16 @@ ranks, and a rank that has joined knows that it must take part.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .accumulation import Accumulated
 from .backends.base import Group, Work
 from .buckets import Bucket, Slot, as_real, lay_out
 from .call_site import call_site
@@ -36,10 +38,6 @@ from .types import REDUCE_OP_NAMES, Average, Call, Sum
 __all__ = ("GradSync", "SyncOptions")
 
 
-_VERSION = "_dualdist_version"
-"""The attribute of a gradient that holds its version at the last look."""
-
-
 @dataclass(frozen=True)
 class SyncOptions:
     """How gradients are combined."""
@@ -49,37 +47,10 @@ class SyncOptions:
     passes: int
     process_set: ProcessSet
     sparse_as_dense: bool = False
-
-
-class _Param:
-    """One parameter, and how many backwards have added to its gradient since ranks combined theirs."""
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.passes = 0
-        self.hook: Any = None
-
-    def accumulated(self) -> bool:
-        """Note one more backward; return whether it added to a gradient that was there already.
-
-        The gradient carries its version at the last look: a new tensor has none, and one that was zeroed in between
-        is two versions on.
-        """
-        grad = self.tensor.grad
-        added = bool(getattr(grad, _VERSION, None) == grad._version - 1)  # type: ignore[union-attr]
-        self.passes = self.passes + 1 if added else 1
-        self.note()
-        return added
-
-    def note(self) -> None:
-        """Remember the gradient as it is now."""
-        if self.tensor.grad is not None:
-            setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
-
-    def is_uncombined(self) -> bool:
-        """Return whether the gradient holds something that the other ranks have not seen."""
-        return self.passes > 0 or (self.hook is None and self.tensor.grad is not None)
+    bucket_cap_mb: float | None = None
+    """How many MiB are sent at once; None: as in DDP."""
+    owner: str = "DistributedOptimizer"
+    """Who combines them, for errors."""
 
 
 class GradSync:
@@ -93,8 +64,10 @@ class GradSync:
     ) -> None:
         self.options = options
         self._groups = groups
-        self._params: list[_Param] = []
+        self._params: list[Accumulated] = []
         self._sparse: set[int] = set()
+        self.enabled = True
+        """Whether backward combines; while it does not, gradients accumulate."""
         self._place = -1
         """Its name to the other ranks, while the world knows of it."""
         self._sent = False
@@ -106,13 +79,13 @@ class GradSync:
 
         In an elastic job that waits for the first gradients: a process that comes later makes its optimizer by itself.
         """
-        self._params += [_Param(name, tensor) for name, tensor in named]
-        self._watch()
+        self._params += [Accumulated(name, tensor) for name, tensor in named]
+        self.watch()
         self._lay_out()
         if not current().launch.elastic:
             self._enter_world()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Hook onto the parameters that need gradients by now."""
         here = weakref.ref(self)
         for index, param in enumerate(self._params):
@@ -121,7 +94,7 @@ class GradSync:
 
     def _lay_out(self) -> None:
         tensors = [param.tensor for param in self._params]
-        self._buckets = lay_out(tensors, self._sparse, self._groups)
+        self._buckets = lay_out(tensors, self._sparse, self._groups, self.options.bucket_cap_mb)
         self._bucket_of = {
             slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots
         }
@@ -142,7 +115,7 @@ class GradSync:
             (p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.device.type) for p in self._params
         )
         call = Call(
-            "DistributedOptimizer",
+            options.owner,
             (
                 ("parameters", layout),
                 ("op", REDUCE_OP_NAMES[options.reduction.op]),
@@ -173,6 +146,8 @@ class GradSync:
         combined = self._sent and param.passes == 0
         if param.accumulated() and combined:
             self._check_repeatable(param)
+        if not self.enabled:
+            return
         if index in self._fired:  # an earlier backward raised before its end
             self._abandon()
         if task not in self._tasks:  # reentrant checkpoints nest: each task has an end of its own
@@ -184,7 +159,7 @@ class GradSync:
             while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
                 self._send_next()
 
-    def _check_repeatable(self, param: _Param) -> None:
+    def _check_repeatable(self, param: Accumulated) -> None:
         if self.options.reduction.op == Average:  # averaging an average again changes nothing
             return
         raise AssertionError(
@@ -204,11 +179,20 @@ class GradSync:
             work.wait()
         self._start_over()
 
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Let gradients accumulate in the body; the next backward behind it combines all that has come together."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
     def finish(self) -> None:
         """Combine what backward has left over, before a step. Collective when something is left."""
         if not self._sent or any(param.is_uncombined() for param in self._params):
             self.combine()
-        self._watch()
+        self.watch()
 
     def fill(self) -> None:
         """Give parameters that no rank has used zeros, as Horovod does (horovod/torch/optimizer.py:177)."""

@@ -1,0 +1,43 @@
+"""Knowing which gradients hold something that the other ranks have not seen, without asking the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ("Accumulated",)
+
+_VERSION = "_dualdist_version"
+"""The attribute of a gradient that holds its version at the last look."""
+
+
+class Accumulated:
+    """One parameter, and how many backwards have added to its gradient since ranks combined theirs."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.passes = 0
+        self.hook: Any = None
+
+    def accumulated(self) -> bool:
+        """Note one more backward; return whether it added to a gradient that was there already.
+
+        The gradient carries its version at the last look: a new tensor has none, and one that was zeroed in between
+        is two versions on.
+        """
+        grad = self.tensor.grad
+        added = bool(getattr(grad, _VERSION, None) == grad._version - 1)  # type: ignore[union-attr]
+        self.passes = self.passes + 1 if added else 1
+        self.note()
+        return added
+
+    def note(self) -> None:
+        """Remember the gradient as it is now."""
+        if self.tensor.grad is not None:
+            setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
+
+    def is_uncombined(self) -> bool:
+        """Return whether the gradient holds something that the other ranks have not seen."""
+        return self.passes > 0 or (self.hook is None and self.tensor.grad is not None)

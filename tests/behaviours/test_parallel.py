@@ -1,0 +1,155 @@
+"""DistributedDataParallel: N ranks with a share of the batch each train as one process with the whole batch does."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..world import everywhere
+from .test_training import assert_same_weights, batches, loss_of, make_model, share
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4}, {"static_graph": True}])
+@everywhere
+def test_training_is_that_of_one_process(options: dict[str, Any]) -> None:
+    reference = make_model()
+    model = make_model()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(hvd.rank())
+    wrapped = hvd.DistributedDataParallel(model, **options)
+    optimizers = [
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (wrapped, reference)
+    ]
+    for inputs, targets in batches(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(wrapped, share(inputs), share(targets)).backward()
+        loss_of(reference, inputs, targets).backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, expected.grad, rtol=1e-10, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_weights(model, reference)
+
+
+@everywhere
+def test_no_sync_accumulates_until_a_backward_outside() -> None:
+    wrapped, reference = hvd.DistributedDataParallel(make_model()), make_model()
+    optimizer, alone = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped, reference))
+    for _ in range(2):
+        for number, (inputs, targets) in enumerate(batches(3)):
+            with wrapped.no_sync() if number < 2 else contextlib.nullcontext():
+                loss_of(wrapped, share(inputs), share(targets)).backward()
+            loss_of(reference, inputs, targets).backward()
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+        alone.zero_grad()
+    assert_same_weights(wrapped.module, reference)
+
+
+@everywhere
+def test_buffers_are_those_of_rank_0_in_training_alone() -> None:
+    wrapped = hvd.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
+    norm: Any = wrapped.module
+    mean = norm.running_mean
+    for round_number in (1, 2):
+        wrapped(torch.full((2, 1), float(round_number * (hvd.rank() + 1))))
+        assert mean.item() == round_number * (hvd.rank() + 1)
+    wrapped.eval()
+    if hvd.rank() == 0:  # evaluation is each rank's own business
+        wrapped(torch.ones(2, 1))
+    wrapped.train()
+    with torch.no_grad():
+        wrapped(torch.ones(2, 1))
+    mean.fill_(hvd.rank() + 5.0)
+    norm.momentum = 0.0
+    wrapped(torch.ones(2, 1))
+    assert mean.item() == 5.0
+
+
+@everywhere
+def test_parameters_may_be_unused_by_some_frozen_and_thawed() -> None:
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    model = nn.ModuleDict({"a": first, "b": second})
+    first.requires_grad_(False)
+    wrapped = hvd.DistributedDataParallel(_Parts(model))
+    ones = torch.ones(1, 1)
+    wrapped(ones, ["b"]).sum().backward()
+    assert first.weight.grad is None
+    assert float(second.weight.grad) == 1.0  # type: ignore[arg-type]
+    first.requires_grad_(True)
+    second.weight.grad = None
+    wrapped(ones, ["a", "b"] if hvd.rank() == 0 else ["b"]).sum().backward()
+    assert float(first.weight.grad) == pytest.approx(1 / hvd.size())  # type: ignore[arg-type]
+    assert float(second.weight.grad) == 1.0  # type: ignore[arg-type]
+
+
+class _Parts(nn.Module):
+    """Adds up what the chosen parts make of the input."""
+
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, inputs: torch.Tensor, chosen: list[str]) -> torch.Tensor:
+        return torch.stack([self.parts[name](inputs) for name in chosen]).sum(0)
+
+
+@everywhere
+def test_state_dicts_fit_with_and_without_the_wrapper() -> None:
+    plain, wrapped = make_model(), hvd.DistributedDataParallel(make_model())
+    names = list(plain.state_dict())
+    assert list(wrapped.state_dict()) == names
+    assert list(nn.ModuleDict({"part": wrapped}).state_dict()) == [f"part.{name}" for name in names]
+    state = {name: tensor + 1 for name, tensor in plain.state_dict().items()}
+    for prefix in ("", "module."):
+        with torch.no_grad():
+            for param in wrapped.parameters():
+                param.zero_()
+        wrapped.load_state_dict({prefix + name: tensor for name, tensor in state.items()})
+        assert all(torch.equal(tensor, state[name]) for name, tensor in wrapped.state_dict().items())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        wrapped.load_state_dict({"other": torch.ones(1)})
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_uneven_numbers_of_batches_train_to_the_end() -> None:
+    weight = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(weight.weight)
+    wrapped = hvd.DistributedDataParallel(weight)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    with wrapped.join():
+        for _ in range(1 + hvd.rank()):
+            optimizer.zero_grad()
+            wrapped(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    # In step k (from 0) the ranks from k on take part, and the average is over all.
+    expected = -sum(hvd.size() - step for step in range(hvd.size())) / hvd.size()
+    assert weight.weight.item() == pytest.approx(expected)
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_a_process_set_averages_among_its_members() -> None:
+    pair = hvd.add_process_set([0, 1])
+    model: Any = nn.Linear(1, 1, bias=False)
+    wrapped = hvd.DistributedDataParallel(model, process_group=pair)
+    wrapped(torch.full((1, 1), float(hvd.rank()))).sum().backward()
+    assert model.weight.grad.item() == (0.5 if hvd.rank() < 2 else 2.0)
+    hvd.remove_process_set(pair)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_modules_that_differ_are_an_error_at_construction() -> None:
+    with pytest.raises(hvd.CollectiveMismatchError, match="parameters"):
+        hvd.DistributedDataParallel(nn.Linear(1, 1 + (hvd.rank() == 1)))
