@@ -58,6 +58,7 @@ class _Distributed(torch.optim.Optimizer):
         group = self.param_groups[-1]
         number = len(self.param_groups) - 1
         self._sync.add([(f"group{number}.{place}", param) for place, param in enumerate(group["params"])])
+        self._sync.fill()
 
     def __reduce__(self) -> Any:
         """Pickle and copy as the optimizer without its hooks: it belongs to no world until it is wrapped again."""
@@ -128,6 +129,7 @@ def DistributedOptimizer(
     else:
         options = SyncOptions(reduction, compression, passes, process_set, sparse_as_dense)
         distributed._sync = GradSync(named, options, members)
+        distributed._sync.fill()  # as Horovod does: scripts may read gradients before the first backward
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return optimizer

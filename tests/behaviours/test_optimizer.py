@@ -237,3 +237,11 @@ def test_collectives_between_backward_and_step_do_not_mix_with_gradients() -> No
     assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
     optimizer.step()
     assert weight.item() == -mean()
+
+
+@everywhere
+def test_gradients_are_zero_before_the_first_backward_as_in_horovod() -> None:
+    used, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    hvd.DistributedOptimizer(torch.optim.SGD([used, frozen], lr=1.0))
+    assert used.grad is not None and used.grad.tolist() == [0.0, 0.0]
+    assert frozen.grad is None
