@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 from .accumulation import Accumulated
 from .backends.base import Group, Work
-from .buckets import Bucket, Slot, as_real, lay_out
+from .buckets import Bucket, as_real, lay_out
 from .call_site import call_site
 from .collectives.move import gather_rows
 from .collectives.reduce import Reduction, scale_
@@ -99,6 +98,7 @@ class GradSync:
             slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots
         }
         self._flats: dict[int, torch.Tensor] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
         self._start_over()
 
     def _start_over(self) -> None:
@@ -222,7 +222,7 @@ class GradSync:
                 self._send_next()
             group = channel_of(self.options.process_set).gradients
             try:
-                self._announce().result()
+                self._announce()
             except CollectiveMismatchError:
                 self._receive(group, keep=False)  # the others see the data through before they raise as well
                 raise
@@ -242,7 +242,7 @@ class GradSync:
         self._receive(channel_of(self.options.process_set).gradients, keep=False)
         self._start_over()
 
-    def _announce(self) -> Future[None]:
+    def _announce(self) -> None:
         call = Call(
             "gradient synchronization",
             (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._place)),
@@ -250,7 +250,7 @@ class GradSync:
             joinable=True,
             under_way=True,
         )
-        return channel_of(self.options.process_set).submit(call, lambda group, verdict: None)
+        channel_of(self.options.process_set).run(call, lambda group, verdict: None)
 
     def _send_next(self, empty: bool = False) -> None:
         if self._place < 0:
@@ -258,13 +258,11 @@ class GradSync:
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
         flat = self._flat(place, bucket)
-        counts = torch.zeros(2 * len(bucket.slots))
-        for number, slot in enumerate(bucket.slots):
-            grad = None if empty else self._contribution(slot.param)
-            if grad is not None:
-                counts[2 * number + grad.is_sparse] = 1
-            self._fill(slot, slot.view(flat), grad)
-        flat[bucket.numel :].copy_(counts)
+        grads = [None if empty else self._contribution(slot.param) for slot in bucket.slots]
+        self._fill(bucket, self._views[place], grads)
+        kinds = [(False, False) if grad is None else (not grad.is_sparse, grad.is_sparse) for grad in grads]
+        counts = [float(kind) for pair in kinds for kind in pair]
+        flat[bucket.numel :].copy_(torch.tensor(counts))
         wire = self._to_wire(flat, group)
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
         lane = f"{self._place}.{place}"
@@ -273,24 +271,32 @@ class GradSync:
         flight = current().timeline.flight(work, f"gradients.{lane}", names, flat.device.type)
         self._works.append((wire, flight))
 
-    def _fill(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Write `grad` into the bucket, zeros for none; what stands there and is still in use moves out."""
-        if grad is not None and not grad.is_sparse:
-            if grad.data_ptr() != view.data_ptr():
-                view.copy_(as_real(grad))
-            return
-        tensor = self._params[slot.param].tensor
-        if (
-            tensor.grad is not None
-            and not tensor.grad.is_sparse
-            and tensor.grad.data_ptr() == view.data_ptr()
-        ):
-            tensor.grad = tensor.grad.clone()
-        view.zero_()
+    def _fill(
+        self, bucket: Bucket, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Write `grads` into the bucket, zeros for none; what stands there and is still in use moves out."""
+        targets, sources = [], []
+        for slot, view, grad in zip(bucket.slots, views, grads, strict=True):
+            if grad is not None and not grad.is_sparse:
+                if grad.data_ptr() != view.data_ptr():
+                    targets.append(view)
+                    sources.append(as_real(grad))
+                continue
+            tensor = self._params[slot.param].tensor
+            if (
+                tensor.grad is not None
+                and not tensor.grad.is_sparse
+                and tensor.grad.data_ptr() == view.data_ptr()
+            ):
+                tensor.grad = tensor.grad.clone()
+            view.zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _flat(self, place: int, bucket: Bucket) -> torch.Tensor:
         if place not in self._flats:
-            self._flats[place] = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+            flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+            self._flats[place], self._views[place] = flat, [slot.view(flat) for slot in bucket.slots]
         return self._flats[place]
 
     def _contribution(self, index: int) -> torch.Tensor | None:
@@ -321,9 +327,9 @@ class GradSync:
             counts = wire[bucket.numel :].tolist()
             sparse.update(slot.param for slot, count in zip(bucket.slots, counts[1::2], strict=True) if count)
             if keep:
-                for slot, count in zip(bucket.slots, counts[::2], strict=True):
+                for slot, view, count in zip(bucket.slots, self._views[place], counts[::2], strict=True):
                     if count:
-                        self._store(slot.param, slot.view(flat))
+                        self._store(slot.param, view)
         for index in sorted(sparse):
             self._combine_sparse(group, index, keep)
         if sparse - self._sparse:
@@ -332,6 +338,8 @@ class GradSync:
 
     def _store(self, index: int, combined: torch.Tensor) -> None:
         tensor = self._params[index].tensor
+        if tensor.grad is combined:
+            return
         if tensor.is_complex():
             combined = torch.view_as_complex(combined)
         if tensor.grad is not None and tensor.grad.is_sparse:  # sparse_as_dense

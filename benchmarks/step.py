@@ -1,0 +1,128 @@
+"""What one training step costs: dualdist in both styles beside torch's DDP and real Horovod, in turns in one run.
+
+    horovodrun --gloo -np 2 python benchmarks/step.py
+    horovodrun --gloo -np 2 python benchmarks/step.py --backend horovod
+
+Times are medians over the steps of rank 0; the ratios compare steps of the same run. Needs real Horovod.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from latency import start_gloo
+from torch import nn
+
+import dualdist as hvd
+
+Step = Callable[[], None]
+
+
+def cnn() -> tuple[nn.Module, torch.Tensor]:
+    """Return a small convolutional network and a batch: most of the time is computing."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 10)), torch.randn(16, 3, 32, 32)
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """Return a network of 200 MB and a batch: most of the time is sending."""
+    width = 3600
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), torch.randn(4, width)
+
+
+def many() -> tuple[nn.Module, torch.Tensor]:
+    """Return a network of 240 small tensors and a batch: most of the time is bookkeeping."""
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(120)]), torch.randn(4, 32)
+
+
+MODELS = {"small CNN": (cnn, 10), "MLP of 200 MB": (mlp, 2), "240 small tensors": (many, 10)}
+"""name -> (how to make it, how many steps make a turn)"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what one training step costs.")
+    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each (%(default)s)")
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init(backend=settings.backend)
+    horovod.init()
+    gloo = start_gloo()
+    if hvd.rank() == 0:
+        print(
+            f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step"
+        )
+    for name, (make, turn) in MODELS.items():
+        torch.manual_seed(0)
+        steps: dict[str, Step] = {}
+        for style, wrap in styles(gloo).items():
+            model, batch = make()
+            steps[style] = step_of(*wrap(model), batch)
+        compare(name, steps, settings.rounds, turn)
+    hvd.shutdown()
+
+
+def styles(gloo: Any) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]:
+    """Return how each contestant makes a model and an optimizer ready."""
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = nn.parallel.DistributedDataParallel(model, process_group=gloo, gradient_as_bucket_view=True)
+        return wrapped, sgd(wrapped)
+
+    def ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = hvd.DistributedDataParallel(model)
+        return wrapped, sgd(wrapped)
+
+    return {
+        "DDP": ddp,
+        "Horovod": lambda model: (
+            model, horovod.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+        ),
+        "optimizer": lambda model: (
+            model, hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+        ),
+        "module": ours,
+    }  # fmt: skip
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def compare(name: str, steps: dict[str, Step], rounds: int, turn: int) -> None:
+    """Print a row: the median step of each contestant, and ours over the others'."""
+    seconds: dict[str, list[float]] = {style: [] for style in steps}
+    for _ in range(rounds + 1):
+        for style, step in steps.items():
+            hvd.barrier()
+            for _ in range(turn):
+                began = time.perf_counter()
+                step()
+                seconds[style].append(time.perf_counter() - began)
+    ms = {style: 1e3 * statistics.median(taken[turn:]) for style, taken in seconds.items()}
+    if hvd.rank() != 0:
+        return
+    print(f"{name}: " + ", ".join(f"{style} {taken:.2f}" for style, taken in ms.items()))
+    for style in ("optimizer", "module"):
+        ratios = ", ".join(f"{ms[style] / ms[peer]:.2f} x {peer}" for peer in ("DDP", "Horovod"))
+        print(f"    dualdist's {style} style: {ratios}")
+
+
+if __name__ == "__main__":
+    main()
