@@ -178,6 +178,11 @@ class Channel:
             raise StallError(self._broken) from error
         except HorovodInternalError as error:
             self._broken = f"{call} at {call.where} failed: {error}."
+            self._mesh.close()  # so that no member waits for this one
             raise HorovodInternalError(
                 f"{self._broken} Another rank has left or the network has failed; look for the first error."
             ) from error.__cause__
+        except BaseException as error:  # an interrupt, or no memory: nobody knows how far the members are
+            self._broken = f"{call} at {call.where} was interrupted: {error!r}."
+            self._mesh.close()
+            raise

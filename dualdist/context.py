@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import socket
 from collections import defaultdict
@@ -63,8 +65,8 @@ class Context:
         number = self._next_set
         self._next_set += 1
         backend, name = self.backend, f"set {number}"
-        mesh = Mesh(backend.store, name, ranks, backend.rank, self.settings.stall_timeout_seconds)
         data, gradients = (backend.new_group(ranks) for _ in range(2))
+        mesh = Mesh(backend.store, name, ranks, backend.rank, self.settings.stall_timeout_seconds)
         self.channels[number] = Channel(
             name, mesh, data, gradients, self.watch, self.timeline, self._stand_in
         )
@@ -72,14 +74,15 @@ class Context:
 
     def close(self) -> None:
         """Leave the world."""
-        self.watch.close()
-        for sync in [reference() for known in self.grad_syncs.values() for reference in known]:
-            if sync is not None:
-                sync.forget_world()
-        for channel in self.channels.values():
-            channel.close()
-        self.timeline.close()
-        self.backend.shutdown()
+        with contextlib.ExitStack() as stack:  # from the last to the first, whatever one of them raises
+            stack.callback(self.backend.shutdown)
+            stack.callback(self.timeline.close)
+            for channel in self.channels.values():
+                stack.callback(channel.close)
+            for sync in [reference() for known in self.grad_syncs.values() for reference in known]:
+                if sync is not None:
+                    stack.callback(sync.forget_world)
+            stack.callback(self.watch.close)
 
     def _confirm_world(self) -> World:
         """Ask every rank where it runs. Raises WorldMismatchError when the engine joined another world."""
@@ -120,9 +123,9 @@ def read_settings(env: Mapping[str, str]) -> Settings:
             seconds[field] = float(env[name])
         except ValueError:
             seconds[field] = 0.0
-        if not seconds[field] > 0:  # nor NaN
+        if not 0 < seconds[field] < math.inf:  # nor NaN
             raise ConfigurationError(
-                f"`{name}` must be a positive number of seconds, but is {env[name]!r} instead."
+                f"`{name}` must be a positive, finite number of seconds, but is {env[name]!r} instead."
             )
     timeline = env.get("HOROVOD_TIMELINE", "")  # DYNAMIC is Horovod's word for "start_timeline() will follow"
     return Settings(

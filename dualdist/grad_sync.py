@@ -14,6 +14,7 @@ ranks, and a rank that has joined knows that it must take part.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,10 @@ from .process_sets import ProcessSet, channel_of
 from .types import REDUCE_OP_NAMES, Average, Call, Sum
 
 __all__ = ("GradSync", "SyncOptions")
+
+
+_REFERENCES_TO_A_VIEW = 3
+"""The list of views, the name in the loop, and the argument of getrefcount."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ class GradSync:
         context = current()
         options = self.options
         layout = tuple(
-            (p.name, tuple(p.tensor.shape), str(p.tensor.dtype), p.tensor.device.type) for p in self._params
+            (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.tensor.device.type)
+            for p in self._params
         )
         call = Call(
             options.owner,
@@ -123,6 +129,8 @@ class GradSync:
                 ("postscale_factor", options.reduction.postscale_factor),
                 ("compression", options.compression.__name__),
                 ("groups", self._groups and tuple(map(tuple, self._groups))),
+                ("bucket_cap_mb", options.bucket_cap_mb),
+                ("sparse_as_dense", options.sparse_as_dense),
             ),
             site=call_site(),
         )
@@ -257,11 +265,14 @@ class GradSync:
             self._enter_world()
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
+        self._leave_what_is_held(place, bucket)
         flat = self._flat(place, bucket)
         grads = [None if empty else self._contribution(slot.param) for slot in bucket.slots]
         self._fill(bucket, self._views[place], grads)
-        kinds = [(False, False) if grad is None else (not grad.is_sparse, grad.is_sparse) for grad in grads]
-        counts = [float(kind) for pair in kinds for kind in pair]
+        counts: list[float] = []
+        for slot, grad in zip(bucket.slots, grads, strict=True):
+            new = grad is not None and not self._is_combined(slot.param)
+            counts += [new and not grad.is_sparse, new and grad.is_sparse]  # type: ignore[union-attr]
         flat[bucket.numel :].copy_(torch.tensor(counts))
         wire = self._to_wire(flat, group)
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
@@ -293,17 +304,29 @@ class GradSync:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def _leave_what_is_held(self, place: int, bucket: Bucket) -> None:
+        """Take a new flat when somebody keeps an old gradient in the one that is there."""
+        for slot, view in zip(bucket.slots, self._views.get(place, ()), strict=False):
+            kept = sys.getrefcount(view) > _REFERENCES_TO_A_VIEW
+            if kept and self._params[slot.param].tensor.grad is not view:
+                del self._flats[place], self._views[place]
+                return
+
     def _flat(self, place: int, bucket: Bucket) -> torch.Tensor:
         if place not in self._flats:
             flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
-            self._flats[place], self._views[place] = flat, [slot.view(flat) for slot in bucket.slots]
+            # .data: a version counter for each; see Accumulated.
+            self._flats[place], self._views[place] = flat, [slot.view(flat).data for slot in bucket.slots]
         return self._flats[place]
 
+    def _is_combined(self, index: int) -> bool:
+        """Return whether the gradient was combined already, and nothing was added to it here since."""
+        return self._sent and self._params[index].passes == 0
+
     def _contribution(self, index: int) -> torch.Tensor | None:
+        """Return what this rank sends. A combined gradient goes again into an average, where others add to theirs."""
         grad = self._params[index].tensor.grad
-        if grad is None or (
-            self._sent and self._params[index].passes == 0
-        ):  # combined already, not added to since
+        if grad is None or (self._is_combined(index) and self.options.reduction.op != Average):
             return None
         if grad.is_sparse and self.options.sparse_as_dense:
             return grad.to_dense()

@@ -16,6 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 from .errors import HorovodInternalError, StallError
@@ -25,6 +26,8 @@ __all__ = ("Mesh",)
 
 _CONNECT_SECONDS = 5.0
 _TOKEN_BYTES = 16
+_LONGEST_POLL = 2**31 - 1
+"""Milliseconds, as a C int."""
 
 
 class Mesh:
@@ -65,20 +68,24 @@ class Mesh:
     def close(self) -> None:
         """Give the connections back. Local."""
         for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)  # whoever waits in it wakes, also a copy in a forked process
             peer.close()
         self._peers = {}
 
     def _connect(self, store: Any, key: str) -> None:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + self._timeout
         with socket.create_server(("", 0), backlog=len(peers)) as server:
             addresses = [_own_addresses(store), server.getsockname()[1], token.hex()]
             store.set(f"{key}/{self.rank}", json.dumps(addresses))
             try:
                 for peer in sorted(place for place in peers if place > self.rank):
-                    self._peers[peer] = self._call(*json.loads(store.get(f"{key}/{peer}")))
-                self._accept(server, token, sum(place < self.rank for place in peers))
+                    store.wait([f"{key}/{peer}"], timedelta(seconds=_left(deadline)))
+                    hosts, port, peers_token = json.loads(store.get(f"{key}/{peer}"))
+                    self._peers[peer] = self._call(hosts, port, peers_token, deadline)
+                self._accept(server, token, sum(place < self.rank for place in peers), deadline)
             except (OSError, RuntimeError) as error:
                 self.close()
                 raise HorovodInternalError(
@@ -88,26 +95,26 @@ class Mesh:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
 
-    def _call(self, hosts: list[str], port: int, token: str) -> socket.socket:
+    def _call(self, hosts: list[str], port: int, token: str, deadline: float) -> socket.socket:
         """Connect to the peer that listens at one of `hosts`: who knows its token and answers, it is."""
         failures = []
         for host in hosts:
-            try:
-                connection = socket.create_connection((host, port), _CONNECT_SECONDS)
-            except OSError as error:
-                failures.append(f"{host}:{port}: {error}")
-                continue
-            connection.settimeout(self._timeout)
-            connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
-            if connection.recv(1):
-                return connection
-            connection.close()
-            failures.append(f"{host}:{port}: somebody else listens there")
+            with contextlib.ExitStack() as stack:
+                try:
+                    connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
+                    connection.settimeout(_left(deadline))
+                    connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
+                    if connection.recv(1):
+                        stack.pop_all()
+                        return connection
+                    failures.append(f"{host}:{port}: somebody else listens there")
+                except OSError as error:
+                    failures.append(f"{host}:{port}: {error}")
         raise OSError("; ".join(failures))
 
-    def _accept(self, server: socket.socket, token: bytes, expected: int) -> None:
-        server.settimeout(self._timeout)
+    def _accept(self, server: socket.socket, token: bytes, expected: int, deadline: float) -> None:
         while expected:
+            server.settimeout(_left(deadline))
             connection, _ = server.accept()
             connection.settimeout(_CONNECT_SECONDS)
             hello = b""
@@ -119,6 +126,11 @@ class Mesh:
             connection.sendall(b"\1")
             self._peers[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = connection
             expected -= 1
+
+
+def _left(deadline: float) -> float:
+    """Return how many seconds are left; at least a moment, since 0 stands for no waiting at all."""
+    return max(1e-3, deadline - time.monotonic())
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:
@@ -162,7 +174,7 @@ def _swap(
                     missing -= len(part)
                     continue
             _wait(target if unsent else None, source if missing else None, deadline)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: closed by this process meanwhile
         raise HorovodInternalError(f"The connection to a rank was lost: {error}") from error
 
 
@@ -172,5 +184,5 @@ def _wait(writable: socket.socket | None, readable: socket.socket | None, deadli
         poll.register(readable, select.POLLIN)
     if writable is not None:
         poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
-    if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+    if not poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
         raise StallError("A rank did not come in time.")

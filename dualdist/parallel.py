@@ -81,7 +81,7 @@ class DistributedDataParallel(torch.nn.Module):
                 1,
                 self._process_set,
                 bucket_cap_mb=bucket_cap_mb,
-                owner=type(self).__name__,
+                owner="DistributedDataParallel",
             )
             self._sync = GradSync(list(module.named_parameters()), options)
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
@@ -96,6 +96,13 @@ class DistributedDataParallel(torch.nn.Module):
             if self.broadcast_buffers and self.training and not self._joining:
                 self._broadcast(dict(self.module.named_buffers()))
         return self.module(*inputs, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied and pickled: the copy would train alone."""
+        raise TypeError(
+            "DistributedDataParallel must not be copied or pickled, since it belongs to this world. "
+            "Copy its `module`, or save its state_dict()."
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -115,6 +122,7 @@ class DistributedDataParallel(torch.nn.Module):
         world.
 
         divide_by_initial_world_size: must be True, as it is by default in torch. enable: False makes it do nothing.
+        Raises ValueError for anything else, and when `process_group` is not the whole world.
         """
         if not divide_by_initial_world_size:
             raise ValueError(

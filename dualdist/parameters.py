@@ -89,7 +89,8 @@ def _overwrite_chunk(group: Group, tensors: Sequence[torch.Tensor], root: int) -
     parts = data.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     with torch.no_grad():
         for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(from_bytes(part, tensor.shape, tensor))
+            # .data: a buffer that autograd has saved, as batch norm's are, may be overwritten before backward.
+            tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
 
 
 @dataclass(frozen=True)

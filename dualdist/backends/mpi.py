@@ -34,6 +34,8 @@ _OPS = {
     dist.ReduceOp.MAX: "MAX",
     dist.ReduceOp.PRODUCT: "PROD",
 }
+_unfinished: list[dist.Work] = []
+"""What was given up: MPI may still write there when the late rank comes."""
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 """What MPI has no type for, and what is sent in its place."""
 
@@ -84,6 +86,7 @@ class _Work(dist.Work):
         while not self.is_completed():
             waited = time.monotonic() - start
             if waited > limit:
+                _unfinished.append(self)
                 raise RuntimeError(f"MPI: timed out after {limit:.0f} s.")
             time.sleep(0 if waited < _SPIN_SECONDS else _SLEEP_SECONDS)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -153,3 +154,28 @@ def test_a_process_set_averages_among_its_members() -> None:
 def test_modules_that_differ_are_an_error_at_construction() -> None:
     with pytest.raises(hvd.CollectiveMismatchError, match="parameters"):
         hvd.DistributedDataParallel(nn.Linear(1, 1 + (hvd.rank() == 1)))
+
+
+@everywhere
+def test_two_forwards_with_batch_norm_before_one_backward() -> None:
+    wrapped = hvd.DistributedDataParallel(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
+    inputs = torch.arange(4.0).view(4, 1)
+    (wrapped(inputs).square().sum() + wrapped(inputs + hvd.rank()).square().sum()).backward()
+    assert all(param.grad is not None for param in wrapped.parameters())
+
+
+@everywhere
+def test_a_copy_is_refused_with_the_remedy() -> None:
+    wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="Copy its `module`"):
+        copy.deepcopy(wrapped)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_memory_layouts_that_differ_are_an_error_at_construction() -> None:
+    model = nn.Conv2d(2, 2, 3)
+    if hvd.rank() == 1:
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(hvd.CollectiveMismatchError, match="parameters"):
+        hvd.DistributedDataParallel(model)

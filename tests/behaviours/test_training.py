@@ -556,3 +556,41 @@ def test_an_exception_in_backward_leaves_the_next_step_right() -> None:
     ((first + second) * (hvd.rank() + 1)).sum().backward()
     optimizer.step()
     assert (first.item(), second.item()) == pytest.approx([-(hvd.size() + 1) / 2] * 2)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_second_backward_that_only_rank_0_adds_to_is_averaged_once() -> None:
+    weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, other], lr=1.0))
+    optimizer.zero_grad()
+    weight.sum().backward()
+    (10 * weight if hvd.rank() == 0 else other).sum().backward()
+    assert weight.grad is not None and other.grad is not None
+    assert weight.grad.item() == pytest.approx(1 + 10 / hvd.size())
+    assert other.grad.item() == pytest.approx((hvd.size() - 1) / hvd.size())
+
+
+@everywhere
+def test_gradients_that_somebody_keeps_are_left_alone() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
+    kept = []
+    for factor in (1.0, 2.0, 3.0):
+        optimizer.zero_grad()
+        sum(factor * weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+        kept.append([weight.grad for weight in weights])
+    assert [[float(grad) for grad in grads] for grads in kept] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]  # type: ignore[arg-type]
+
+
+@everywhere
+def test_two_passes_are_combined_in_backward_when_gradients_are_zeroed_in_place() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), backward_passes_per_step=2)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(2):
+            sum((hvd.rank() + 1.0) * weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+        for weight in weights:
+            assert float(weight.grad) == pytest.approx(hvd.size() + 1)  # type: ignore[arg-type]
+        optimizer.step()
