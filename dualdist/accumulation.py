@@ -38,6 +38,14 @@ class Accumulated:
         if self.tensor.grad is not None:
             setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
 
+    def forget(self) -> None:
+        """Leave the parameter to itself and keep its shape, without memory."""
+        if self.hook is not None:
+            self.hook.remove()
+        old = self.tensor
+        self.tensor = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
+        self.tensor.untyped_storage().resize_(0)
+
     def is_uncombined(self) -> bool:
         """Return whether the gradient holds something that the other ranks have not seen."""
         return self.passes > 0 or (self.hook is None and self.tensor.grad is not None)

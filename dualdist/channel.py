@@ -54,6 +54,8 @@ class Channel:
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._number = 0
+        self._joined: frozenset[int] = frozenset()
+        """Who had joined at the last agreement, as every member knows it."""
         self._broken: str | None = None
         watch.add_line(name, data.ranks)
 
@@ -135,12 +137,12 @@ class Channel:
                     return execute(self.group, verdict)
 
     def _answer(self, call: Call) -> int:
-        before: frozenset[int] = frozenset()
         while True:
+            before = self._joined
             verdict = self._agree(Entry(JOINED, call))
             if len(verdict.joined) == self.group.size:
-                return self.group.ranks[max(verdict.joined - before or verdict.joined)]
-            before = verdict.joined
+                self._joined = frozenset()
+                return self.group.ranks[max(verdict.joined - before)]
             if verdict.call is not None:
                 with self._guarded(verdict.call), self._timeline.operation(self._name, verdict.call):
                     self._stand_in(verdict.call, self.group, verdict)
@@ -155,6 +157,7 @@ class Channel:
         with self._guarded(entry.call):
             with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
                 verdict = agree(self._mesh, entry)
+                self._joined = verdict.joined
                 tell(verdict.arrivals)
             for call in verdict.drained:
                 if call.identity != entry.call.identity:
@@ -166,21 +169,21 @@ class Channel:
         """Watch the body for a stall, and remember that nothing works after an engine's failure."""
         if self._broken is not None:
             raise HorovodInternalError(
-                f"{call} cannot run: {self._broken} Call shutdown() and init() to start anew."
+                f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to start anew."
             )
         self._number += 1
         try:
             with self._watch.waiting(self._name, self._number, call):
                 yield
-        except StallError as error:
+        except StallError:
             missing = self._watch.missing(self._name, self._number)
             self._broken = f"{call} at {call.where} stalled; missing ranks: {missing}."
-            raise StallError(self._broken) from error
+            raise StallError(self._broken) from None
         except HorovodInternalError as error:
-            self._broken = f"{call} at {call.where} failed: {error}."
+            self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
             self._mesh.close()  # so that no member waits for this one
             raise HorovodInternalError(
-                f"{self._broken} Another rank has left or the network has failed; look for the first error."
+                f"{self._broken} Look for the first error of another rank, or for a failure of the network."
             ) from error.__cause__
         except BaseException as error:  # an interrupt, or no memory: nobody knows how far the members are
             self._broken = f"{call} at {call.where} was interrupted: {error!r}."

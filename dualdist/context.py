@@ -46,7 +46,7 @@ class Context:
         self.handles = HandleTable()
         self.channels: dict[int, Channel] = {}
         self.grad_syncs: dict[int | None, list[Any]] = defaultdict(list)
-        """Every gradient synchronisation of a process set, weakly; its place is its name to the other members."""
+        """Every gradient synchronisation of a process set; its place is its name to the other members."""
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0
@@ -79,9 +79,8 @@ class Context:
             stack.callback(self.timeline.close)
             for channel in self.channels.values():
                 stack.callback(channel.close)
-            for sync in [reference() for known in self.grad_syncs.values() for reference in known]:
-                if sync is not None:
-                    stack.callback(sync.forget_world)
+            for sync in [sync for known in self.grad_syncs.values() for sync in known]:
+                stack.callback(sync.forget_world)
             stack.callback(self.watch.close)
 
     def _confirm_world(self) -> World:

@@ -65,7 +65,9 @@ class GradSync:
         named: Sequence[tuple[str, torch.Tensor]],
         options: SyncOptions,
         groups: Sequence[Sequence[int]] | None = None,
+        owner: Any = None,
     ) -> None:
+        """Hook onto the parameters. owner: the optimizer or module for which this works, until that is gone."""
         self.options = options
         self._groups = groups
         self._params: list[Accumulated] = []
@@ -77,6 +79,8 @@ class GradSync:
         self._sent = False
         """Whether gradients were combined since the last step."""
         self.add(named)
+        if owner is not None:
+            weakref.finalize(owner, self.release).atexit = False
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take in more parameters. Collective over the process set: the layout is compared between the ranks.
@@ -138,7 +142,13 @@ class GradSync:
         if self._place < 0:
             known = context.grad_syncs[options.process_set.process_set_id]
             self._place = len(known)
-            known.append(weakref.ref(self))
+            known.append(self)
+
+    def release(self) -> None:
+        """Give the parameters back, their owner is gone; stay able to answer for a rank that has joined."""
+        for param in self._params:
+            param.forget()
+        self._flats, self._views = {}, {}
 
     def forget_world(self) -> None:
         """Be as new to the next world, where others may know nothing of this one."""

@@ -169,13 +169,13 @@ def _swap(
                 with contextlib.suppress(BlockingIOError):
                     part = source.recv(missing)
                     if not part:
-                        raise HorovodInternalError("A rank has left.")
+                        raise HorovodInternalError("a rank has left")
                     parts.append(part)
                     missing -= len(part)
                     continue
             _wait(target if unsent else None, source if missing else None, deadline)
     except (OSError, ValueError) as error:  # ValueError: closed by this process meanwhile
-        raise HorovodInternalError(f"The connection to a rank was lost: {error}") from error
+        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
 
 
 def _wait(writable: socket.socket | None, readable: socket.socket | None, deadline: float) -> None:

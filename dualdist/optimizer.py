@@ -85,7 +85,8 @@ def DistributedOptimizer(
 ) -> torch.optim.Optimizer:
     """Make `optimizer` combine gradients over the ranks, and return it.
 
-    Gradients are complete when `backward()` returns: clip them, unscale them, look at them as in one process.
+    Gradients are complete when `backward()` returns: clip them, unscale them, look at them as in one process. A closure
+    for LBFGS must return the mean of the ranks' losses (`hvd.allreduce(loss.detach())`), by which it decides to go on.
     Collective: every member of `process_set` must call it with the same parameters; other ranks step by themselves.
 
     Args:
@@ -114,6 +115,10 @@ def DistributedOptimizer(
         )
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"`op` must be Average, Sum or Adasum for an optimizer, but is {op!r} instead.")
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ValueError(
+            f"`compression` must be Compression.none, fp16 or bf16, but is {compression!r} instead."
+        )
     passes = _at_least_one(backward_passes_per_step)
     named = _named_parameters(optimizer, named_parameters)
     members = _groups(groups if groups is not None else num_groups or None, [param for _, param in named])
@@ -128,7 +133,7 @@ def DistributedOptimizer(
         distributed._sync = AdasumStep(optimizer, compression, passes, process_set)
     else:
         options = SyncOptions(reduction, compression, passes, process_set, sparse_as_dense)
-        distributed._sync = GradSync(named, options, members)
+        distributed._sync = GradSync(named, options, members, optimizer)
         distributed._sync.fill()  # as Horovod does: scripts may read gradients before the first backward
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)

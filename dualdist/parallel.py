@@ -83,7 +83,7 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket_cap_mb=bucket_cap_mb,
                 owner="DistributedDataParallel",
             )
-            self._sync = GradSync(list(module.named_parameters()), options)
+            self._sync = GradSync(list(module.named_parameters()), options, owner=self)
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 

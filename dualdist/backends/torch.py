@@ -146,7 +146,9 @@ class TorchBackend(Backend):
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
         if asked == "nccl" and not nccl:
             raise BackendUnavailableError(
-                "`transport` is 'nccl', but no CUDA device is usable. Choose gloo, or install a CUDA build of torch."
+                "`transport` is 'nccl', but no CUDA device is usable"
+                + (", since torch is built without CUDA." if torch.version.cuda is None else ".")
+                + " Choose gloo."
             )
         if nccl and asked in (None, "nccl"):
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())

@@ -9,7 +9,6 @@ import torch
 from ..agreement import Verdict
 from ..backends.base import Group
 from ..context import current
-from ..errors import HorovodInternalError
 from ..process_sets import ProcessSet, channel_of, global_process_set
 from ..types import Call
 from .plan import Plan, make_call
@@ -25,12 +24,7 @@ def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
         device = torch.device(given["device"])
         contribute_nothing(group, call, device if device.type == "cpu" else torch.device("cuda"))
     elif "grad_sync" in given:
-        sync = current().grad_syncs[given["process_set"]][given["grad_sync"]]()
-        if sync is None:
-            raise HorovodInternalError(
-                f"{call} cannot be answered: this rank has dropped its distributed optimizer."
-            )
-        sync.contribute_nothing()
+        current().grad_syncs[given["process_set"]][given["grad_sync"]].contribute_nothing()
 
 
 def join(device: int = -1) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -151,3 +153,27 @@ def test_uneven_batches_with_two_optimizers_and_sparse_gradients() -> None:
     assert table.weight[:size, 0].tolist() == pytest.approx(rows)
     taken = sum(sum(other >= step for other in range(size)) / size for step in range(rank + 1))
     assert scale.item() == pytest.approx(1 - taken)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_rank_may_drop_its_optimizer_before_it_joins() -> None:
+    def train(batches: int) -> float:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        for _ in range(batches):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            optimizer.step()
+        return weight[0].item()
+
+    extra = hvd.rank() == 0
+    reached = train(2 + extra)
+    gc.collect()
+    assert hvd.join() == 0
+    assert reached == pytest.approx(-2.0 - extra / hvd.size())
+    with pytest.raises(hvd.CollectiveMismatchError, match="collectives"):
+        train(1 + extra)
+        gc.collect()
+        train(1)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
