@@ -38,8 +38,14 @@ from .types import REDUCE_OP_NAMES, Average, Call, Sum
 __all__ = ("GradSync", "SyncOptions")
 
 
-_REFERENCES_TO_A_VIEW = 3
-"""The list of views, the name in the loop, and the argument of getrefcount."""
+def _references_in_a_loop() -> int:
+    """Return how many references there are to what only a list holds, seen from a loop over it."""
+    for _, only in enumerate([object()]):
+        return sys.getrefcount(only)
+    raise AssertionError
+
+
+_references_to_a_view = _references_in_a_loop()
 
 
 @dataclass(frozen=True)
@@ -316,9 +322,9 @@ class GradSync:
 
     def _leave_what_is_held(self, place: int, bucket: Bucket) -> None:
         """Take a new flat when somebody keeps an old gradient in the one that is there."""
-        for slot, view in zip(bucket.slots, self._views.get(place, ()), strict=False):
-            kept = sys.getrefcount(view) > _REFERENCES_TO_A_VIEW
-            if kept and self._params[slot.param].tensor.grad is not view:
+        for number, view in enumerate(self._views.get(place, ())):
+            kept = sys.getrefcount(view) > _references_to_a_view
+            if kept and self._params[bucket.slots[number].param].tensor.grad is not view:
                 del self._flats[place], self._views[place]
                 return
 
