@@ -147,6 +147,11 @@ def join_world(
         return _context
     settings = read_settings(env)
     launch = _launch(override, env)
+    if launch.ignored:
+        logger.warning(
+            "%s is ignored: this process was not started by a launcher and trains alone. Start it with srun, "
+            "torchrun or `dualdist run`, or unset it.", ", ".join(launch.ignored),
+        )  # fmt: skip
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     check_transport(transport)
     engine, reason = choose(backend, transport, launch, env)
