@@ -105,6 +105,8 @@ class Backend(ABC):
     transport: str
     rank: int
     size: int
+    address: str
+    """The IPv4 address at which the other processes reach this one."""
 
     @classmethod
     @abstractmethod

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..errors import ConfigurationError
+from ..launch import LOOPBACK
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
 from .built import built_into_torch
@@ -58,6 +59,7 @@ class LocalBackend(Backend):
     transport = "local"
     rank = 0
     size = 1
+    address = LOOPBACK
 
     @classmethod
     def start(

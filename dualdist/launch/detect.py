@@ -75,7 +75,8 @@ LAUNCHERS = (
         ("SLURM_STEP_ID",), _OUTERMOST, ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI2_FD"),
     ),
     Launcher(
-        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_SIZE",), _SCHEDULERS, ("PMI_SIZE",),
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_SIZE",), _SCHEDULERS,
+        ("PMI_SIZE",),
     ),
     Launcher("dualdist run", *_OWN, ("DUALDIST_LAUNCHER=dualdist run",), ("spawn",)),
     Launcher("spawn", *_OWN, ("DUALDIST_LAUNCHER=spawn",)),
