@@ -38,6 +38,8 @@ class Launcher:
     """The launchers that may have started this one: their numbers are of other processes, the launcher's own."""
     starts_mpi: tuple[str, ...] = ()
     """The variables of which any one says that MPI joins the processes."""
+    node: str | None = None
+    """The number of this node; `local_size` then tells all nodes' sizes, as Slurm does: 4(x2),3 for 4, 4, 3."""
     init_method: str | None = None
 
 
@@ -73,6 +75,7 @@ LAUNCHERS = (
     Launcher(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
         ("SLURM_STEP_ID",), _OUTERMOST, ("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI2_FD"),
+        node="SLURM_NODEID",
     ),
     Launcher(
         "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_SIZE",), _SCHEDULERS,
@@ -141,7 +144,7 @@ def _are_copies(launcher: Launcher, env: Mapping[str, str]) -> bool:
 
 def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
     names = {field: getattr(launcher, field) for field in ("rank", "size", "local_rank", "local_size")}
-    values = {field: _number(env, name, launcher.name) for field, name in names.items()}
+    values = {field: _number(env, name, launcher) for field, name in names.items()}
     rank, size = values["rank"], values["size"]
     if rank is None or size is None:
         missing, present = names["rank"], [name for name in launcher.markers if env.get(name)]
@@ -195,14 +198,28 @@ def _plain_python(env: Mapping[str, str]) -> Launch:
     return Launch("python", sources=sources, ignored=ignored)
 
 
-def _number(env: Mapping[str, str], name: str, launcher: str) -> int | None:
+def _number(env: Mapping[str, str], name: str, launcher: Launcher) -> int | None:
     text = env.get(name, "")
-    uniform = re.fullmatch(r"(\d+)(\(x\d+\))?", text)  # Slurm writes 2(x3) for three nodes of two tasks
-    if uniform:
-        return int(uniform[1])
-    if not text or (launcher == "srun" and "," in text):  # uneven nodes: the engine counts them after init
+    if launcher.node is not None and name == launcher.local_size:
+        text = _of_node(text, env.get(launcher.node, ""))
+    if not text:
         return None
+    if text.isdecimal():
+        return int(text)
     raise ConfigurationError(
         f"`{name}` must be a whole number, but is {text!r} instead. "
-        f"It is set by {launcher}; look at what overwrites it."
+        f"It is set by {launcher.name}; look at what overwrites it."
     )
+
+
+def _of_node(text: str, node: str) -> str:
+    """Return the entry of `node` in Slurm's list of sizes, '' when it tells none: the engine counts after init."""
+    sizes: list[str] = []
+    for entry in text.split(","):
+        told = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if told is None:
+            return text
+        sizes += [told[1]] * int(told[2] or 1)
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    return sizes[int(node)] if node.isdecimal() and int(node) < len(sizes) else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from dualdist.errors import ConfigurationError
@@ -134,6 +137,17 @@ def test_a_world_size_without_a_rank_is_an_error() -> None:
     assert detect({"WORLD_SIZE": "1"}).size == 1
 
 
+RECORDED = sorted((Path(__file__).parent / "environments").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_recorded_environments_are_known_for_what_they_are(path: Path) -> None:
+    record = json.loads(path.read_text())
+    launch = detect(record["environment"])
+    found = {field: getattr(launch, field) for field in record["expected"]}
+    assert found == record["expected"]
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_mpi_joins_what_its_own_launchers_start(name: str) -> None:
     assert detect(ROWS[name]).starts_mpi == (name in ("jsrun", "mpirun", "mpirun_rsh", "mpiexec"))
@@ -157,6 +171,11 @@ def test_names_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
 def test_uneven_nodes_under_srun_leave_the_local_size_open() -> None:
     launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,2"})
     assert (launch.local_rank, launch.local_size) == (1, None)
+
+
+@pytest.mark.parametrize(("node", "size"), [("0", 4), ("1", 4), ("2", 3), ("3", None)])
+def test_uneven_nodes_are_counted_by_the_number_of_the_node(node: str, size: int | None) -> None:
+    assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}).local_size == size
 
 
 def test_absent_local_numbers_are_left_open() -> None:
