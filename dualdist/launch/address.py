@@ -21,6 +21,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from ..types import Launch
 from . import mpi
+from .keyvalue import KeyValueStore
 
 __all__ = ("exchange_address", "own_address")
 
@@ -37,6 +38,11 @@ def exchange_address(
     Raises ConfigurationError when this launcher offers no way to exchange an address here.
     """
     single_node = launch.local_size == launch.size or launch.size == 1
+    if env.get("DUALDIST_RENDEZVOUS"):
+        launcher, port = _split(env["DUALDIST_RENDEZVOUS"])
+        host = "127.0.0.1" if single_node else own_address(launcher)
+        with KeyValueStore(launcher, port, bytes.fromhex(env.get("DUALDIST_SECRET", ""))) as store:
+            return _through_key_value(launch, store, key, host, serve, timeout)
     if env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         server = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         host = "127.0.0.1" if single_node else own_address(env["HOROVOD_GLOO_RENDEZVOUS_ADDR"])
@@ -56,6 +62,22 @@ def own_address(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
+
+
+def _through_key_value(
+    launch: Launch, store: KeyValueStore, key: str, host: str, serve: Callable[[str], int], timeout: float
+) -> tuple[str, int]:
+    if launch.rank == 0:
+        port = serve(host)
+        store.set(key, f"{host}:{port}".encode())
+        return host, port
+    try:
+        return _split(store.get(key, timeout).decode())
+    except OSError as error:  # TimeoutError is one, and so is a launcher that has gone
+        raise ConfigurationError(
+            f"Rank {launch.rank} did not get rank 0's address from the launcher: {error}. "
+            "Look at rank 0's output; every process must call dualdist.init()."
+        ) from error
 
 
 def _through_http(

@@ -30,11 +30,15 @@ class Launcher:
     local_rank: str
     local_size: str
     markers: tuple[str, ...]
-    """The variables of which any one says that this launcher started the process."""
+    """The variables of which any one says that this launcher started the process; NAME=VALUE: by that value."""
     init_method: str | None = None
 
 
+_DUALDIST = ("DUALDIST_RANK", "DUALDIST_SIZE", "DUALDIST_LOCAL_RANK", "DUALDIST_LOCAL_SIZE")
+
 LAUNCHERS = (
+    Launcher("dualdist run", *_DUALDIST, ("DUALDIST_LAUNCHER=dualdist run",)),
+    Launcher("spawn", *_DUALDIST, ("DUALDIST_LAUNCHER=spawn",)),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",), "env://"),
     Launcher(
         "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
@@ -59,11 +63,16 @@ def detect(env: Mapping[str, str]) -> Launch:
     Raises ConfigurationError when the launcher's own variables contradict each other or are not numbers.
     """
     for launcher in LAUNCHERS:
-        if any(env.get(marker) for marker in launcher.markers) and not _are_copies(launcher, env):
+        if any(_is_set(marker, env) for marker in launcher.markers) and not _are_copies(launcher, env):
             return _read(launcher, env)
     return Launch(
         "python", 0, 1, None, None, MappingProxyType({"rank": "plain python", "size": "plain python"})
     )
+
+
+def _is_set(marker: str, env: Mapping[str, str]) -> bool:
+    name, _, value = marker.partition("=")
+    return env.get(name) == value if value else bool(env.get(name))
 
 
 def _are_copies(launcher: Launcher, env: Mapping[str, str]) -> bool:
@@ -80,7 +89,7 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
     values = {field: _number(env, name, launcher.name) for field, name in names.items()}
     rank, size = values["rank"], values["size"]
     if rank is None or size is None:
-        missing, present = names["rank"], [name for name in launcher.markers if env.get(name)]
+        missing, present = names["rank"], [marker for marker in launcher.markers if _is_set(marker, env)]
         if rank is not None:
             missing = names["size"]
         raise ConfigurationError(
