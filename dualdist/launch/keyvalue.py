@@ -55,9 +55,11 @@ class KeyValueServer:
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.host = host
         self.port = int(self._listener.getsockname()[1])
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="dualdist-key-value", daemon=True)
-        self._thread.start()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._up = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self._run()), name="dualdist-key-value", daemon=True).start()
+        self._up.wait()
 
     def __enter__(self) -> KeyValueServer:
         return self
@@ -67,22 +69,16 @@ class KeyValueServer:
 
     def close(self) -> None:
         """Stop serving and end every connection."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._loop = None
 
-    def _run(self) -> None:
-        loop = self._loop
-        server = loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listener))
-        try:
-            loop.run_forever()
-        finally:
-            server.close()
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            loop.close()
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._serve, sock=self._listener)
+        self._up.set()
+        await self._stop.wait()
+        server.close()  # and asyncio.run ends the connections
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection. Whatever is wrong with it ends it, without a word."""

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -43,7 +44,10 @@ def main() -> None:
     shim = Shim(json.loads(sys.stdin.buffer.read(length)))
     try:
         shim.run()
-    except BrokenPipeError:
+    except BrokenPipeError:  # the launcher is gone
+        shim.leave()
+    except BaseException:
+        traceback.print_exc()
         shim.leave()
     os._exit(0)  # a thread still reads the standard input, which the interpreter's end would wait for
 
@@ -120,13 +124,15 @@ class Shim:
         self._tell(STARTED, index, {"pid": child.pid, "threads": threads if default else None})
 
     def _pass_on(self) -> None:
-        for key, _ in self._selector.select():
+        ready = [key for key, _ in self._selector.select()]
+        for key in ready:
             if key.data is not None:
                 self._copy(key.fd, *key.data)
-                continue
-            with contextlib.suppress(BlockingIOError):
-                os.read(key.fd, _CHUNK)
-            self._reap()
+        for key in ready:
+            if key.data is None:  # comes last, since it closes pipes
+                with contextlib.suppress(BlockingIOError):
+                    os.read(key.fd, _CHUNK)
+                self._reap()
 
     def _copy(self, descriptor: int, index: int, kind: int) -> bool:
         """Pass on what is there; return whether more may be."""
