@@ -60,6 +60,7 @@ from .errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     NotInitializedError,
+    ProcessEndedError,
     StallError,
     WorldMismatchError,
 )
@@ -80,6 +81,7 @@ from .queries import (
     nccl_built,
     rocm_built,
 )
+from .spawning import spawn
 from .sync_batch_norm import SyncBatchNorm
 from .timeline import start_timeline, stop_timeline
 from .types import Adasum, Average, Max, Min, Product, Sum
@@ -98,6 +100,7 @@ __all__ = (
     "Max",
     "Min",
     "NotInitializedError",
+    "ProcessEndedError",
     "ProcessSet",
     "Product",
     "StallError",
@@ -167,6 +170,7 @@ __all__ = (
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "spawn",
     "start_timeline",
     "stop_timeline",
     "synchronize",

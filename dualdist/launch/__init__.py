@@ -6,6 +6,7 @@ from .detect import LAUNCHERS, Launcher, detect
 from .exchange import exchange_address, gather_through
 from .interfaces import INTERFACE, LOOPBACK, interface_of, own_node
 from .reach import Addresses, Gather, find_addresses
+from .spawn import spawn_processes
 from .topology import Place, nodes, topology
 
 __all__ = (
@@ -23,5 +24,6 @@ __all__ = (
     "interface_of",
     "nodes",
     "own_node",
+    "spawn_processes",
     "topology",
 )

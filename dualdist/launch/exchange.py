@@ -1,8 +1,8 @@
 """Finding the first address: before any engine runs, the processes of a job tell each other a few words.
 
 torchrun and `init_method` give an address; the other launchers do not, so the words travel by what each has:
-horovodrun's key-value server (plain HTTP, horovod/runner/http/http_server.py), MPI, or files when all processes share
-a node.
+the key-value server of `dualdist run` and `spawn`, that of horovodrun (plain HTTP, horovod/runner/http/http_server.py),
+files when all processes share a node, MPI, or a key-value server at a place that Slurm tells.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..types import Launch
-from . import mpi
+from . import mpi, slurm
+from .environment import RENDEZVOUS, secret_in
 from .interfaces import LOOPBACK
+from .keyvalue import KeyValueStore
 from .reach import Gather, find_addresses
 
 __all__ = ("exchange_address", "gather_through")
@@ -70,6 +72,11 @@ def gather_through(
 
 def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contextlib.ExitStack) -> Gather:
     """Return the way in which the processes of `launch` can gather words; `told` removes them."""
+    if env.get(RENDEZVOUS):
+        host, _, port = env[RENDEZVOUS].rpartition(":")
+        return _gather_through_store(
+            launch, told.enter_context(KeyValueStore(host, int(port), secret_in(env))), timeout
+        )
     if env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         server = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return _gather_patiently(launch, *_http(f"http://{server}/dualdist/", timeout), server, timeout, told)
@@ -78,11 +85,34 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contex
         return _gather_patiently(launch, *_files(folder), str(folder), timeout, told)
     if launch.starts_mpi and mpi.world_size() == launch.size:
         return mpi.gather
+    if slurm.tells_first_host(env):
+        return _gather_through_store(
+            launch, told.enter_context(slurm.meet(launch.rank, env, timeout)), timeout
+        )
     raise ConfigurationError(
         f"World size is {launch.describe('size')} on several nodes, but no address of rank 0 is known. "
         "Install mpi4py (pip install 'dualdist[mpi]') and start MPI with the launcher (srun --mpi=pmix), or set "
         "MASTER_ADDR and MASTER_PORT for every process."
     )
+
+
+def _gather_through_store(
+    launch: Launch, store: KeyValueStore, timeout: float, told: contextlib.ExitStack
+) -> Gather:
+    def tell(key: str, text: str) -> None:
+        store.set(key, text.encode())
+        told.callback(store.set, key, b"")
+
+    def get(key: str) -> str:
+        try:
+            return store.get(key, timeout).decode()
+        except OSError as error:  # TimeoutError is one
+            raise ConfigurationError(
+                f"Rank {launch.rank} waited for rank {key.rpartition('.')[2]}, which did not come: {error} "
+                "Look at that rank's output; every process must call dualdist.init()."
+            ) from error
+
+    return gather_through(launch.rank, launch.size, tell, get)
 
 
 def _http(url: str, timeout: float) -> tuple[Set, Get]:
