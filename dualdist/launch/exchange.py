@@ -74,9 +74,8 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contex
     """Return the way in which the processes of `launch` can gather words; `told` removes them."""
     if env.get(RENDEZVOUS):
         host, _, port = env[RENDEZVOUS].rpartition(":")
-        return _gather_through_store(
-            launch, told.enter_context(KeyValueStore(host, int(port), secret_in(env))), timeout
-        )
+        store = told.enter_context(KeyValueStore(host, int(port), secret_in(env)))
+        return _gather_through_store(launch, store, timeout, told)
     if env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         server = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return _gather_patiently(launch, *_http(f"http://{server}/dualdist/", timeout), server, timeout, told)
@@ -86,9 +85,8 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contex
     if launch.starts_mpi and mpi.world_size() == launch.size:
         return mpi.gather
     if slurm.tells_first_host(env):
-        return _gather_through_store(
-            launch, told.enter_context(slurm.meet(launch.rank, env, timeout)), timeout
-        )
+        store = told.enter_context(slurm.meet(launch.rank, env, timeout))
+        return _gather_through_store(launch, store, timeout, told)
     raise ConfigurationError(
         f"World size is {launch.describe('size')} on several nodes, but no address of rank 0 is known. "
         "Install mpi4py (pip install 'dualdist[mpi]') and start MPI with the launcher (srun --mpi=pmix), or set "

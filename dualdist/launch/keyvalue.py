@@ -175,7 +175,10 @@ class KeyValueStore:
         self._socket.close()
 
     def set(self, key: str, value: bytes) -> None:
-        """Set `key`, or remove it when `value` is empty. Raises ValueError when either is too long, OSError when the server is gone."""
+        """Set `key`, or remove it when `value` is empty.
+
+        Raises ValueError when either is too long, OSError when the server is gone.
+        """
         self._ask(_SET, key, value, 0.0, _PATIENCE_SECONDS)
 
     def get(self, key: str, timeout: float) -> bytes:
