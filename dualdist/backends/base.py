@@ -120,6 +120,14 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        """Raise BackendUnavailableError, with the remedy, unless the processes of `launch` can use `transport`. Local.
+
+        It starts nothing, so that it may overlook what shows at the start alone.
+        """
+
+    @classmethod
+    @abstractmethod
     def is_running(cls) -> bool:
         """Return whether the engine has joined a world in this process already."""
 

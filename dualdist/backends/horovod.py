@@ -171,16 +171,13 @@ class HorovodBackend(Backend):
     def start(
         cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
     ) -> HorovodBackend:
-        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
-            raise BackendUnavailableError(
-                "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
-                "Build it with ci/install-horovod."
-            )
+        cls._check_build()
         if cls.is_running():
             if settings.timeline is not None:  # Horovod writes to that very file
                 hvd.stop_timeline()
             return cls(launch, settings, env, None, adopted=True)
-        cls._check_transport(transport, launch)
+        if transport is not None:
+            cls.check(transport, launch)
         if cls._kept:
             cls._kept = False
             return cls(launch, settings, env, None, adopted=False)
@@ -210,7 +207,16 @@ class HorovodBackend(Backend):
         return launch.size > 1 and (used or not cls.can_start(launch, env))
 
     @classmethod
-    def _check_transport(cls, transport: str | None, launch: Launch) -> None:
+    def _check_build(cls) -> None:
+        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
+            raise BackendUnavailableError(
+                "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
+                "Build it with ci/install-horovod."
+            )
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        cls._check_build()
         if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
             lacking = f"{launch.launcher} does not start it" if hvd.mpi_built() else "was built without it"
             raise BackendUnavailableError(

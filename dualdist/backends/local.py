@@ -71,11 +71,16 @@ class LocalBackend(Backend):
                 f"{launch.describe('size')}. The local backend is for a single process."
             )
         if transport is not None:
+            cls.check(transport, launch)
+        return cls()
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        if transport != cls.transport:
             raise ConfigurationError(
                 f"`transport` must be absent for the local backend, but is {transport!r} instead. "
                 "Choose the backend torch to use it in a single process."
             )
-        return cls()
 
     @classmethod
     def is_running(cls) -> bool:

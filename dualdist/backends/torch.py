@@ -145,7 +145,7 @@ class TorchBackend(Backend):
             store = dist.distributed_c10d._get_default_store()
             meeting = meet_in(store, dist.get_rank(), dist.get_world_size(), env)
             return cls(running, meeting, timeout, adopted=True)
-        transport = cls._transport(transport, launch, env)
+        transport = cls._transport(transport, launch)
         meeting = meet(launch, env, settings.stall_timeout_seconds)
         device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
         with contextlib.ExitStack() as held, _wrapped():
@@ -159,29 +159,36 @@ class TorchBackend(Backend):
         return started
 
     @classmethod
-    def _transport(cls, asked: str | None, launch: Launch, env: Mapping[str, str]) -> str:
-        nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        if asked == "nccl" and not nccl:
-            raise BackendUnavailableError(
-                "`transport` is 'nccl', but no CUDA device is usable"
-                + (", since torch is built without CUDA." if torch.version.cuda is None else ".")
-                + " Choose gloo."
-            )
-        if nccl and asked in (None, "nccl"):
+    def _transport(cls, asked: str | None, launch: Launch) -> str:
+        """Return the transport to use: as asked, else the fastest that the machine and the launcher have."""
+        from . import mpi
+
+        if asked is not None:
+            cls.check(asked, launch)
+        if asked in (None, "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
             return "nccl"
-        if asked == "mpi" and not launch.starts_mpi and launch.size > 1:
+        if asked == "mpi":
+            mpi.require(launch)
+        return asked or ("mpi" if launch.starts_mpi and mpi.is_usable(launch) else "gloo")
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        if transport == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+            built = ", since torch is built without CUDA" if torch.version.cuda is None else ""
+            raise BackendUnavailableError(
+                f"`transport` is 'nccl', but no CUDA device is usable{built}. Choose gloo."
+            )
+        if transport == "mpi" and not launch.starts_mpi and launch.size > 1:
             raise BackendUnavailableError(
                 f"`transport` must be gloo or nccl under {launch.launcher}, but is 'mpi' instead. "
                 "Start with a launcher that starts MPI (mpirun, srun --mpi=pmix), or choose gloo."
             )
-        if asked == "mpi" or (asked is None and launch.starts_mpi):
-            from . import mpi
-
-            if asked is None:
-                return "mpi" if mpi.is_usable(launch) else "gloo"
-            mpi.require(launch)
-        return asked or "gloo"
+        if transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            raise BackendUnavailableError(
+                "`transport` is 'mpi', but mpi4py is not installed. "
+                "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+            )
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         with _wrapped():

@@ -72,11 +72,12 @@ def gather_through(
 
 def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contextlib.ExitStack) -> Gather:
     """Return the way in which the processes of `launch` can gather words; `told` removes them."""
-    if env.get(RENDEZVOUS):
+    who = launch.sources.get("rank")
+    if who == "DUALDIST_RANK" and env.get(RENDEZVOUS):
         host, _, port = env[RENDEZVOUS].rpartition(":")
         store = told.enter_context(KeyValueStore(host, int(port), secret_in(env)))
         return _gather_through_store(launch, store, timeout, told)
-    if env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+    if who == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         server = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return _gather_patiently(launch, *_http(f"http://{server}/dualdist/", timeout), server, timeout, told)
     if launch.size in (1, launch.local_size):
