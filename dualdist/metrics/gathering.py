@@ -9,6 +9,7 @@ import torch
 
 from ..basics import device
 from ..collectives import allgather, grouped_allgather
+from ..collectives.plan import check_tensor
 from ..objects import allgather_object
 from ..process_sets import ProcessSet, channel_of, global_process_set
 
@@ -34,7 +35,12 @@ def gather_all_tensors(tensor: torch.Tensor, group: ProcessSet | None = None) ->
         TypeError: not a tensor; ValueError: dtypes differ. On every rank, ValueError where another rank is wrong.
     """
     process_set = group or global_process_set
-    told = _exchange(lambda: (tensor.shape, tensor.dtype), process_set)
+
+    def describe() -> tuple[torch.Size, torch.dtype]:
+        check_tensor(tensor)
+        return tensor.shape, tensor.dtype
+
+    told = _exchange(describe, process_set)
     sizes = [shape.numel() for shape, _ in told]
     dtype = _common([dtype for (_, dtype), size in zip(told, sizes, strict=True) if size] or [told[0][1]])
     flat = tensor.detach().reshape(-1).to(dtype)
@@ -77,8 +83,10 @@ def gather_in_order(
 
     def describe() -> tuple[torch.Size, torch.dtype, str] | None:
         nonlocal places
-        given = isinstance(indices, torch.Tensor)
-        places = indices if given else torch.tensor(list(indices), dtype=torch.int64)
+        if isinstance(indices, torch.Tensor):
+            places = indices
+        else:
+            places = torch.tensor(list(indices), dtype=torch.int64)
         count = sum(len(batch) for batch in batches)
         if places.shape != (count,) or places.is_floating_point():
             raise ValueError(
