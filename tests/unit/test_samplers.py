@@ -52,7 +52,7 @@ def test_indices_are_those_of_torch(
     for rank in range(world):
         ours = DistributedSampler(range(length), world, rank, shuffle, 7, drop_last)
         data: Any = range(length)
-        torchs = TorchSampler(data, world, rank, shuffle, 7, drop_last)
+        torchs: Any = TorchSampler(data, world, rank, shuffle, 7, drop_last)
         ours.set_epoch(epoch)
         torchs.set_epoch(epoch)
         assert list(ours) == list(torchs) == list(ours)
