@@ -97,7 +97,7 @@ def test_shuffles_depend_on_seed_and_epoch() -> None:
 def test_global_generators_are_neither_used_nor_seeded() -> None:
     class Restless(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
-            yield from (random.randrange(9), int(np.random.randint(9)), int(torch.randint(9, ())))
+            yield from (random.randrange(10**6), int(np.random.randint(10**6)), int(torch.randint(10**6, ())))
 
         def __len__(self) -> int:
             return 3
