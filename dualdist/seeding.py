@@ -57,9 +57,8 @@ def worker_init_fn(offset: int | None = None) -> Callable[[int], None]:
 
 
 def _seed_worker(offset: int, worker_id: int) -> None:
-    sequence = np.random.SeedSequence(
-        [torch.initial_seed(), offset]
-    )  # initial_seed: other in each worker and epoch
+    # torch has seeded this worker already, otherwise in each worker and epoch, but alike on all ranks.
+    sequence = np.random.SeedSequence([torch.initial_seed(), offset])
     of_torch, of_numpy, of_random = sequence.spawn(3)
     torch.manual_seed(int(of_torch.generate_state(1, np.uint64)[0]))
     np.random.seed(of_numpy.generate_state(4))
