@@ -58,7 +58,9 @@ class KeyValueServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._up = threading.Event()
-        threading.Thread(target=lambda: asyncio.run(self._run()), name="dualdist-key-value", daemon=True).start()
+        threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="dualdist-key-value", daemon=True
+        ).start()
         self._up.wait()
 
     def __enter__(self) -> KeyValueServer:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import ConfigurationError
 from .address import own_address
 
-__all__ = ("address_towards", "interface_address", "is_local", "ssh_command")
+__all__ = ("address_towards", "is_local", "ssh_command")
 
 _SIOCGIFADDR = 0x8915
 _SSH_SECONDS = 10.0
@@ -53,7 +53,7 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
     A name that only ssh's configuration knows is looked up there. Raises ConfigurationError when there is none.
     """
     if interface is not None:
-        return interface_address(interface)
+        return _interface_address(interface)
     name = _bare(host).rpartition("@")[2]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = [*_ssh(env), "-G", "--", _bare(host)]
@@ -70,18 +70,18 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
         ) from error
 
 
-def interface_address(name: str) -> str:
-    """Return the IPv4 address of the network interface `name`. Raises ConfigurationError when it has none."""
-    request = struct.pack("256s", os.fsencode(name)[:15])
+def _interface_address(names: str) -> str:
+    """Return the IPv4 address of the first of `names`, with commas between them, that is an interface here."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-        except OSError as error:
-            known = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ConfigurationError(
-                f"`--network-interface` must be an interface with an IPv4 address, but is {name!r} instead. "
-                f"This machine has {known}."
-            ) from error
+        for name in names.split(","):
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", os.fsencode(name.strip())[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+    known = ", ".join(interface for _, interface in socket.if_nameindex())
+    raise ConfigurationError(
+        f"`--network-interface` must be an interface with an IPv4 address, but is {names!r} instead. "
+        f"This machine has {known}."
+    )
 
 
 def _ssh(env: Mapping[str, str]) -> list[str]:
