@@ -9,8 +9,8 @@ import threading
 from typing import Any
 
 __all__ = (
-    "Unsendable", "block", "describe", "end_with", "environment", "fail", "kill_itself", "raise_unsendable",
-    "return_unsendable", "train",
+    "Unsendable", "block", "describe", "end_with", "environment", "fail", "interrupt", "kill_itself",
+    "raise_unsendable", "return_unsendable", "train",
 )  # fmt: skip
 
 RANK = int(os.environ.get("DUALDIST_RANK", "0"))
@@ -44,6 +44,12 @@ def fail(rank: int) -> None:
 def kill_itself(rank: int) -> None:
     if rank == RANK:
         os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def interrupt(parent: int) -> None:
+    if RANK == 1:
+        os.kill(parent, signal.SIGINT)
     signal.pause()
 
 

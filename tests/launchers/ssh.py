@@ -29,7 +29,7 @@ Host hostA hostB
   HostName 127.0.0.1
   ProxyCommand {sshd} -i -f {folder}/sshd_config
 Host closed
-  ProxyCommand echo the gate is shut >&2; exit 1
+  ProxyCommand sh -c 'echo the gate is shut >&2'
 Host silent
   ProxyCommand exec sleep 1000
 Host *

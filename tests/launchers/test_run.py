@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.cli import main
-from dualdist.launch import detect
+from dualdist.launch import detect, processes
 
 from ..world import ROOT
 from .leftovers import Watched
@@ -34,12 +34,13 @@ STALE = {
 FAMILY = """\
 import os, signal, subprocess, sys
 grandchild = subprocess.Popen([sys.executable, '-c',
-    "import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"],
-    stdout=subprocess.PIPE)
+    "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
 grandchild.stdout.readline()
 os.write(1, b'%d %d\\n' % (os.getpid(), grandchild.pid))
 """
-"""A process and a grandchild of the launcher that left the session and ignores SIGTERM; it tells of both."""
+"""A process and a grandchild of the launcher that left the session; it tells of both."""
+
+STUBBORN = FAMILY.replace("os.setsid();", "os.setsid(); signal.signal(15, signal.SIG_IGN);")
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def test_what_a_good_job_leaves_behind_is_ended(run: Run) -> None:
 
 @pytest.mark.usefixtures("hosts")
 def test_the_first_failure_ends_every_process_on_every_host(run: Run) -> None:
-    source = FAMILY + "if os.environ['DUALDIST_RANK'] == '2': sys.exit(3)\nsignal.pause()"
+    source = STUBBORN + "if os.environ['DUALDIST_RANK'] == '2': sys.exit(3)\nsignal.pause()"
     ended = run("-H", "localhost:1,hostA:1,hostB:1", *python(source))
     assert ended.code == 3
     assert ended.errors == "dualdist run: rank 2 on hostB ended with exit code 3; ending the others.\n"
@@ -247,34 +248,43 @@ def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run) -> None
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_launcher_that_is_told_to_end_or_killed_leaves_nothing_running() -> None:
-    ends = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    ends[signal.SIGKILL] = -signal.SIGKILL
-    source = FAMILY + "signal.pause()"
-    launchers = {
-        number: subprocess.Popen(
-            [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,hostA:1", *python(source)],
-            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for number in ends
-    }  # fmt: skip
-    families = {}
+def test_a_host_that_hears_nothing_of_the_launcher_ends_its_processes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_BEAT_SECONDS", 1000.0)
+    ended = run("-H", "hostA:1", *python(FAMILY + "signal.pause()"))
+    assert ended.code != 0
+    assert Watched(pids_of(ended)).left() == []
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_every_process_on_every_host(number: signal.Signals, run: Run) -> None:
+    source = FAMILY + (
+        "if os.environ['DUALDIST_RANK'] == '1': os.kill(int(sys.argv[1]), int(sys.argv[2]))\nsignal.pause()\n"
+    )
+    ended = run("-H", "localhost:1,hostA:1", *python(source, str(os.getpid()), str(int(number))))
+    assert ended.code == 128 + number
+    assert f"dualdist run: received {number.name}; ending all processes.\n" in ended.errors
+    assert Watched(pids_of(ended)).left(0) == []
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_launcher_that_is_killed_leaves_nothing_running() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,hostA:1", *python(FAMILY + "signal.pause()")],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        for number, launcher in launchers.items():
-            assert launcher.stdout is not None
-            lines = [launcher.stdout.readline() for _ in range(2)]
-            families[number] = Watched(int(pid) for line in lines for pid in line.partition(b">:")[2].split())
-            launcher.send_signal(number)
-        for number, launcher in launchers.items():
-            _, errors = launcher.communicate(timeout=30)
-            assert launcher.returncode == ends[number], errors
-            assert families[number].left() == []
-            if number != signal.SIGKILL:
-                assert f"dualdist run: received {number.name}; ending all processes.\n" in errors.decode()
+        assert launcher.stdout is not None
+        lines = [launcher.stdout.readline() for _ in range(2)]
+        family = Watched(int(pid) for line in lines for pid in line.partition(b">:")[2].split())
+        launcher.kill()
+        assert family.left() == []
     finally:
-        for launcher in launchers.values():
-            launcher.kill()
-            launcher.communicate()
+        launcher.kill()
+        launcher.communicate()
 
 
 @pytest.mark.usefixtures("hosts")
