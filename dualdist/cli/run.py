@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..backends import BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
@@ -28,18 +29,35 @@ __all__ = ("add_arguments", "execute")
 _PIPE_CODE = 141  # as a shell tells of SIGPIPE
 
 
+_OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("-v", "--version"), {"action": "version", "version": version()}),
+    (("-np", "--num-proc"), {"dest": "size", "type": int, "metavar": "N",
+        "help": "number of processes; by default all slots of the hosts"}),
+    (("--backend",), {"choices": [name for name in BACKENDS if name != "local"],
+        "help": "the engine (DUALDIST_BACKEND)"}),
+    (("--transport",), {"choices": TRANSPORTS, "help": "what the engine talks through (DUALDIST_TRANSPORT)"}),
+    (("--gloo",), {"action": "store_true", "help": "the same as --transport gloo"}),
+    (("--output", "--output-filename"), {"type": Path, "metavar": "DIR",
+        "help": "write DIR/rank.N/stdout and stderr too"}),
+    (("-prefix-timestamp", "--prefix-output-with-timestamp"), {"dest": "timestamps", "action": "store_true",
+        "help": "put the time before each line"}),
+    (("--env",), {"action": "append", "default": [], "metavar": "NAME[=VALUE]",
+        "help": "send this variable also where it would stay here, or set it; may be repeated"}),
+    (("--network-interface", "--network-interfaces"), {"dest": "interfaces", "action": "append", "metavar": "IF",
+        "help": "the network interface to use (DUALDIST_INTERFACE); may be repeated"}),
+    (("-p", "--ssh-port"), {"type": int, "metavar": "PORT", "help": "ssh's port on the other hosts"}),
+    (("-i", "--ssh-identity-file"), {"metavar": "FILE", "help": "ssh's private key"}),
+    (("--start-timeout",), {"metavar": "SECONDS", "help": "for every host to answer (30, or HOROVOD_START_TIMEOUT)"}),
+    (("--disable-cache",), {"action": "store_true", "help": "nothing is cached in any case"}),
+    (("--verbose",), {"action": "store_true", "help": "tell what is started, and what is chosen"}),
+)  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist run`."""
     parser.usage = "dualdist run -np N [-H HOST:SLOTS,... | --hostfile FILE] [OPTIONS] COMMAND ..."
-    parser.add_argument("-v", "--version", action="version", version=version())
-    parser.add_argument(
-        "-np",
-        "--num-proc",
-        dest="size",
-        type=int,
-        metavar="N",
-        help="number of processes; by default all slots of the hosts",
-    )
+    for flags, how in _OPTIONS:
+        parser.add_argument(*flags, **how)
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "-H",
@@ -48,54 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the hosts, the first filled first; by default this one",
     )
     where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the hosts, one `host slots=N` a line")
-    parser.add_argument(
-        "--backend",
-        choices=[name for name in BACKENDS if name != "local"],
-        help="the engine (DUALDIST_BACKEND)",
-    )
-    parser.add_argument(
-        "--transport", choices=TRANSPORTS, help="what the engine talks through (DUALDIST_TRANSPORT)"
-    )
-    parser.add_argument("--gloo", action="store_true", help="the same as --transport gloo")
-    parser.add_argument(
-        "--output",
-        "--output-filename",
-        type=Path,
-        metavar="DIR",
-        help="write DIR/rank.N/stdout and stderr too",
-    )
-    parser.add_argument(
-        "-prefix-timestamp",
-        "--prefix-output-with-timestamp",
-        dest="timestamps",
-        action="store_true",
-        help="put the time before each line",
-    )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="send this variable, or set it; may be repeated",
-    )
-    parser.add_argument(
-        "--network-interface",
-        "--network-interfaces",
-        dest="interface",
-        action="append",
-        metavar="IF",
-        help="the network interface to use (DUALDIST_INTERFACE)",
-    )
-    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh's port on the other hosts")
-    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="ssh's private key")
-    parser.add_argument(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="for every host to answer (30, or HOROVOD_START_TIMEOUT)",
-    )
-    parser.add_argument("--disable-cache", action="store_true", help="nothing is cached in any case")
-    parser.add_argument("--verbose", action="store_true", help="tell what is started, and what is chosen")
     add_horovodrun_options(parser)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every process runs"
@@ -121,7 +91,7 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
         )
     return RunOptions(
         command, _hosts(args), args.size, _variables(args, env), args.output, args.timestamps,
-        ",".join(args.interface) if args.interface else None, args.ssh_port, args.ssh_identity_file,
+        ",".join(args.interfaces) if args.interfaces else None, args.ssh_port, args.ssh_identity_file,
         _start_timeout(args, env), args.verbose,
     )  # fmt: skip
 
@@ -162,7 +132,7 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
             f"dualdist run: {option} has no effect: it is for --backend horovod, but this is {backend}.\n"
         )
     chosen = {"DUALDIST_BACKEND": args.backend, "DUALDIST_TRANSPORT": transport}
-    chosen["DUALDIST_INTERFACE"] = ",".join(args.interface) if args.interface else None
+    chosen["DUALDIST_INTERFACE"] = ",".join(args.interfaces) if args.interfaces else None
     found |= {name: value for name, value in chosen.items() if value is not None}
     for item in args.env:
         name, given, value = item.partition("=")

@@ -6,7 +6,6 @@ in horovodrun, so that progress bars move.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import IO
 
 __all__ = ("Output",)
 
-_ENDS = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
@@ -45,11 +43,10 @@ class _Lines:
         self._target.flush()
 
     def _split(self, text: bytes) -> None:
-        end = 0
-        for line in _ENDS.finditer(text):
-            self._target.write(self._context() + line[0])
-            end = line.end()
-        self._rest = [text[end:]]
+        lines = text.splitlines(keepends=True)  # of bytes: at \n, \r and \r\n alone
+        self._rest = [] if lines[-1].endswith((b"\n", b"\r")) else [lines.pop()]
+        for line in lines:
+            self._target.write(self._context() + line)
 
     def close(self) -> None:
         text = b"".join(self._rest)

@@ -238,7 +238,7 @@ class Shim:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_LAST_WORDS_SECONDS)
         self.hear()
-        said = self.words.decode(errors="replace").strip()
+        said = "; ".join(self.words.decode(errors="replace").split("\n")).strip("; \r")
         happened = "the connection was lost" if self.greeted else "it could not be reached"
         return f"{happened}: {said}" if said else happened
 

@@ -89,6 +89,7 @@ class Shim:
         while self._running:
             self._pass_on()
         self._end_rest(_GRACE_SECONDS)
+        self._reap()
         for index in list(self._pipes):
             self._drain(index)
 

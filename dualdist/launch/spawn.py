@@ -173,8 +173,8 @@ class _Job:
         if left <= 0:
             missing = [result.rank for result in self._results if result.exit is None]
             raise TimeoutError(
-                f"`spawn` must end within `timeout`={self._timeout:g} s, but ranks {missing} still ran and were ended. "
-                "Give it more time, or look at what they wait for."
+                f"`spawn` must end within `timeout`={self._timeout:g} s, but ranks {missing} still ran. "
+                "They were ended. Give it more time, or look at what they wait for."
             )
         self._note(crew.wait(left))
 
