@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .network import Network, running_network
 from .slurm import Slurm, running_slurm
 
 
@@ -14,3 +15,10 @@ def slurm() -> Iterator[Slurm]:
     """Slurm with two nodes; see slurm.py."""
     with running_slurm() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def network() -> Iterator[Network]:
+    """Two hosts; see network.py."""
+    with running_network() as hosts:
+        yield hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
@@ -9,8 +10,9 @@ from types import MappingProxyType
 import pytest
 
 from ..world import BIN, MPIRUN
+from .cells import Task
 from .slurm import Slurm
-from .trial import PROGRAM, WORKER, Engine, Start, Told, Trial, try_engines
+from .trial import PROGRAM, WORKER, Start, Told, Trial, try_tasks
 
 pytestmark = pytest.mark.timeout(300)  # the launches run two at a time, before the first test
 
@@ -19,6 +21,7 @@ COMING: frozenset[str] = frozenset({"spawn", "dualdist run"})
 
 _TCP = MappingProxyType({"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"})
 """As tests.world.MPIRUN says on its command line."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
 _MPI_ARGUMENTS = "--mpi-args=--allow-run-as-root --oversubscribe --bind-to none"
 
 
@@ -30,31 +33,35 @@ def _torchrun(size: int) -> tuple[str, ...]:
     return (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", f"{size}", *WORKER)
 
 
+def _start(command: tuple[str, ...], size: int = 2, environment: Mapping[str, str] = NOTHING) -> Start:
+    return Start((command,), size, environment)
+
+
 STARTS = {
-    "python": Start(PROGRAM, 1),
-    "spawn": Start((PROGRAM[0], *WORKER[:2], "spawn", "2", *WORKER[2:])),
-    "torchrun": Start(_torchrun(2)),
-    "horovodrun --gloo": Start((f"{BIN}/horovodrun", "--gloo", "-np", "2", *PROGRAM)),
-    "horovodrun --mpi": Start(
+    "python": _start(PROGRAM, 1),
+    "spawn": _start((PROGRAM[0], *WORKER[:2], "spawn", "2", *WORKER[2:])),
+    "torchrun": _start(_torchrun(2)),
+    "horovodrun --gloo": _start((f"{BIN}/horovodrun", "--gloo", "-np", "2", *PROGRAM)),
+    "horovodrun --mpi": _start(
         (f"{BIN}/horovodrun", "--mpi", "-np", "2", _MPI_ARGUMENTS, *PROGRAM),
-        environment=MappingProxyType({"OMPI_MCA_btl": "tcp,self"}),
+        environment={"OMPI_MCA_btl": "tcp,self"},
     ),
-    "mpirun": Start(_mpirun(2)),
-    "srun": Start(("srun", "-N", "1", "-n", "2", *PROGRAM)),
-    "srun --mpi=pmix": Start(("srun", "--mpi=pmix", "-N", "1", "-n", "2", *PROGRAM), environment=_TCP),
-    "dualdist run": Start((PROGRAM[0], "-m", "dualdist", "run", "-np", "2", *PROGRAM)),
-    "torchrun, 1 process": Start(_torchrun(1), 1),
-    "mpirun, 1 process": Start(_mpirun(1), 1),
-    "srun, 1 process": Start(("srun", "-n", "1", *PROGRAM), 1),
-    "srun, 2+1 processes": Start(("srun", "-N", "2", "-n", "3", *PROGRAM), 3),
+    "mpirun": _start(_mpirun(2)),
+    "srun": _start(("srun", "-N", "1", "-n", "2", *PROGRAM)),
+    "srun --mpi=pmix": _start(("srun", "--mpi=pmix", "-N", "1", "-n", "2", *PROGRAM), environment=_TCP),
+    "dualdist run": _start((PROGRAM[0], "-m", "dualdist", "run", "-np", "2", *PROGRAM)),
+    "torchrun, 1 process": _start(_torchrun(1), 1),
+    "mpirun, 1 process": _start(_mpirun(1), 1),
+    "srun, 1 process": _start(("srun", "-n", "1", *PROGRAM), 1),
+    "srun, 2+1 processes": _start(("srun", "-N", "2", "-n", "3", *PROGRAM), 3),
 }
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, Task] = MappingProxyType(
     {
-        "torch+gloo": ("torch", "gloo"),
-        "torch+mpi": ("torch", "mpi"),
-        "horovod+gloo": ("horovod", "gloo"),
-        "horovod+mpi": ("horovod", "mpi"),
+        "torch+gloo": Task("torch", "gloo"),
+        "torch+mpi": Task("torch", "mpi"),
+        "horovod+gloo": Task("horovod", "gloo"),
+        "horovod+mpi": Task("horovod", "mpi"),
     }
 )
 
@@ -90,6 +97,9 @@ OTHER_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 CELLS = [(start, engine) for start in EXPECTED for engine in ENGINES if start not in COMING]
 OTHER_CELLS = [(start, engine) for start, engines in OTHER_SIZES.items() for engine in engines]
 
+Trials = Mapping[tuple[str, str], tuple[Future[Trial], int]]
+"""For every cell its launch, and its place there."""
+
 NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 WORLDS = {
     1: [(0, 1, 0, 1, 0, 1)],
@@ -113,7 +123,7 @@ def _launches(wanted: set[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def trials(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str], Future[Trial]]]:
+def trials(request: pytest.FixtureRequest) -> Iterator[Trials]:
     """Every launch that the chosen tests are about, two at a time."""
     callspecs = [
         getattr(item, "callspec", None) for item in request.session.items if item.path == request.path
@@ -122,47 +132,50 @@ def trials(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str], 
     slurm: Slurm | None = None
     if any(start.startswith("srun") for start, _ in wanted):
         slurm = request.getfixturevalue("slurm")
-    trials: dict[tuple[str, str], Future[Trial]] = {}
+    trials: dict[tuple[str, str], tuple[Future[Trial], int]] = {}
     with ThreadPoolExecutor(2) as pool:
         for name, engines in _launches(wanted):
             start = STARTS[name]
             if slurm is not None:
-                start = Start(start.command, start.size, {**start.environment, **slurm.environment})
-            future = pool.submit(try_engines, start, [ENGINES[engine] for engine in engines])
-            trials.update({(name, engine): future for engine in engines})
+                start = dataclasses.replace(start, environment={**start.environment, **slurm.environment})
+            future = pool.submit(try_tasks, start, [ENGINES[engine] for engine in engines])
+            trials.update({(name, engine): (future, place) for place, engine in enumerate(engines)})
         yield trials
 
 
-def _judge(start: str, told: list[Told], trial: Trial, runs: str) -> None:
-    """Raise AssertionError unless every rank has joined the right world, on the right engine."""
+@pytest.fixture
+def trial(trials: Trials, cell: tuple[str, str]) -> tuple[list[Told], str]:
+    """What every process says of a cell, and the output of the launch, which must end well."""
+    future, place = trials[cell]
+    trial = future.result()
+    assert trial.codes == [0], trial.output
+    return trial.told[place], trial.output
+
+
+def _judge(cell: tuple[str, str], told: list[Told], output: str) -> None:
+    """Raise AssertionError unless every rank has joined the right world, on the right engine, and left it."""
+    start, engine = cell
     size = STARTS[start].size
-    assert [tuple(one.get(name) for name in NUMBERS) for one in told] == WORLDS[size], trial.output
+    assert [tuple(one.get(name) for name in NUMBERS) for one in told] == WORLDS[size], output
     for one in told:
-        assert (one["runs"], one["sum"]) == (runs, int("1" * size))
-        assert "ended" not in one, f"ended with {one['ended']}:\n{trial.output}"
+        assert (one["runs"], one["sum"], one["ended"]) == (engine, int("1" * size), 0), output
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" with ".join)
-def test_every_launcher_with_every_engine(
-    trials: Mapping[tuple[str, str], Future[Trial]], cell: tuple[str, str]
-) -> None:
+def test_every_launcher_with_every_engine(trial: tuple[list[Told], str], cell: tuple[str, str]) -> None:
+    told, output = trial
     start, engine = cell
-    trial = trials[cell].result()
-    told = trial.told[ENGINES[engine]]
     words = EXPECTED[start][list(ENGINES).index(engine)]
     if words == WORKS:
-        _judge(start, told, trial, engine)
+        _judge(cell, told, output)
     for one in told if words else []:
-        assert all(word in one.get("error", "") for word in words), f"{one}\n{trial.output}"
-    assert trial.code == 0, trial.output
+        assert all(word in one.get("error", "") for word in words), f"{one}\n{output}"
+        assert one["ended"] == 0, output
 
 
 @pytest.mark.parametrize("cell", OTHER_CELLS, ids=" with ".join)
-def test_one_process_and_uneven_nodes(
-    trials: Mapping[tuple[str, str], Future[Trial]], cell: tuple[str, str]
-) -> None:
-    trial = trials[cell].result()
-    _judge(cell[0], trial.told[ENGINES[cell[1]]], trial, cell[1])
+def test_one_process_and_uneven_nodes(trial: tuple[list[Told], str], cell: tuple[str, str]) -> None:
+    _judge(cell, *trial)
 
 
 def test_every_launcher_and_engine_has_its_cell() -> None:
