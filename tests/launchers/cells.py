@@ -1,0 +1,143 @@
+"""One process of a launch that tries several engines in turn: pytest says which, and hears what became of it.
+
+    LAUNCHER python -m tests.launchers.cells SOCKET KEY
+
+Importing torch takes most of a launch. So every engine is tried in a fork of a process which has imported dualdist and
+done nothing more: it has the environment that the launcher gave, and no engine has run in it. MPI alone can be
+started only once in a launch, wherever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client
+from typing import Any
+
+__all__ = ("CELL_SECONDS", "Task", "serve")
+
+CELL_SECONDS = 20.0
+"""Within this time an engine works, or refuses, or notices that the others cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process is to do."""
+
+    backend: str | None
+    transport: str | None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    trains: bool = False
+    """Whether to train without end, once the world has been joined."""
+
+
+def serve(address: str, key: str) -> None:
+    """Do each Task that pytest sends, until it closes the connection; send back dictionaries, the last with 'ended'."""
+    import dualdist
+
+    assert not dualdist.is_initialized()
+    with Client(address, authkey=key.encode()) as connection:
+        while True:
+            try:
+                task = connection.recv()
+            except EOFError:
+                return
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(reader)
+                _do(task, writer)
+                sys.exit(0)
+            os.close(writer)
+            _follow(child, reader, connection.send)
+
+
+def _do(task: Task, writer: int) -> None:
+    """In the fork: use an engine, and write a line of JSON once the world is joined, and one when something fails."""
+    os.environ.update(task.environment)
+    with open(writer, "w", buffering=1) as pipe:
+        try:
+            told = _join(task)
+            print(json.dumps(told), file=pipe)
+            if task.trains:
+                _train()
+            import dualdist
+
+            dualdist.shutdown()
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=pipe)
+
+
+def _join(task: Task) -> dict[str, Any]:
+    """Join the world; return who this process is there, a sum over all ranks, and where its peers are."""
+    import psutil
+    import torch
+
+    import dualdist
+
+    dualdist.init(backend=task.backend, transport=task.transport)
+    total = dualdist.allreduce(torch.tensor([10.0 ** dualdist.rank()]), op=dualdist.Sum).item()
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    told = {name: getattr(dualdist, name)() for name in names}
+    connections = psutil.Process().net_connections("tcp4")
+    peers = sorted({entry.raddr.ip for entry in connections if entry.raddr})
+    return told | {
+        "runs": f"{dualdist.backend_name()}+{dualdist.transport_name()}",
+        "sum": int(total),
+        "peers": peers,
+    }
+
+
+def _train() -> None:
+    """Train until something fails."""
+    import torch
+
+    import dualdist
+
+    model = torch.nn.Linear(100, 100)
+    optimizer = dualdist.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(8, 100)).square().mean().backward()
+        optimizer.step()
+
+
+def _follow(child: int, reader: int, send: Any) -> None:
+    """Send on what the fork writes, and how it ended; end it when it says nothing in time or does not end then."""
+    with open(reader) as pipe:
+        told: dict[str, Any] = {}
+        deadline = time.monotonic() + CELL_SECONDS
+        while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = pipe.readline()
+            if not line:
+                break
+            told = json.loads(line)
+            send(told)
+    handle = os.pidfd_open(child)
+    if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        os.kill(child, signal.SIGKILL)
+        send({"error": f"still ran after {CELL_SECONDS:.0f} s"})
+    os.close(handle)
+    send({"ended": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words[0] == "spawn":
+        import dualdist
+
+        dualdist.spawn(serve, args=tuple(words[2:]), nprocs=int(words[1]))  # type: ignore[attr-defined] # coming
+    else:
+        serve(words[0], words[1])
+
+
+if __name__ == "__main__":
+    main()

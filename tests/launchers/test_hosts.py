@@ -1,0 +1,145 @@
+"""Three processes on two hosts with several interfaces each, under every launcher that can, on both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from ..world import BIN
+from .cells import Task
+from .network import SUBNETS, Network
+from .trial import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+
+pytestmark = pytest.mark.timeout(300)  # the launches run two at a time, before the first test
+
+COMING: frozenset[str] = frozenset({"dualdist run"})
+"""Launchers that the package does not have yet."""
+
+HOSTS = "alpha:2,beta:1"
+_OPEN_MPI = {
+    "OMPI_MCA_btl": "tcp,self",
+    "OMPI_MCA_btl_tcp_if_include": "net0",
+    "OMPI_MCA_oob_tcp_if_include": "net0",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+"""Of several interfaces, Open MPI must be told which one leads to the others; mpirun hands these on."""
+_MPIRUN = (
+    "mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS",
+    "-H", HOSTS, "-np", "3", *PROGRAM,
+)  # fmt: skip
+
+
+def _torchrun(node: int, processes: int) -> tuple[str, ...]:
+    nodes = ("--nnodes", "2", "--node-rank", f"{node}", "--nproc-per-node", f"{processes}")
+    first = (
+        "--master-addr",
+        f"{SUBNETS['net0']}.1",
+        "--master-port",
+        "29500",
+    )  # all ports of these hosts are free
+    return (f"{BIN}/torchrun", *nodes, *first, *WORKER)
+
+
+COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (_torchrun(0, 2), _torchrun(1, 1)),
+    "mpirun": (_MPIRUN,),
+    "mpirun again": (_MPIRUN,),
+    "horovodrun": (
+        (f"{BIN}/horovodrun", "--gloo", "-H", HOSTS, "-np", "3", "--network-interfaces", "net0", *PROGRAM),
+    ),
+    "dualdist run": ((PROGRAM[0], "-m", "dualdist", "run", "-H", HOSTS, "-np", "3", *PROGRAM),),
+}
+"""What to run on each host, beginning with the first."""
+
+_NET1 = {"DUALDIST_INTERFACE": "net1"}
+_SHORT = {"DUALDIST_STALL_TIMEOUT_SECONDS": "5", "DUALDIST_STALL_WARN_SECONDS": "2"}
+TASKS: Mapping[str, Mapping[str, Task]] = {
+    "torchrun": {
+        "torch+gloo": Task("torch", "gloo"),
+        "horovod+gloo": Task("horovod", "gloo"),
+        "torch+gloo over net1": Task("torch", "gloo", _NET1),
+        "horovod+gloo over net1": Task("horovod", "gloo", _NET1),
+        "torch+gloo cut off": Task("torch", "gloo", _SHORT, trains=True),
+        "horovod+gloo cut off": Task("horovod", "gloo", _SHORT, trains=True),
+    },
+    "mpirun": {
+        "torch+gloo": Task("torch", "gloo"),
+        "horovod+gloo": Task("horovod", "gloo"),
+        "torch+mpi": Task("torch", "mpi"),
+    },
+    "mpirun again": {"horovod+mpi": Task("horovod", "mpi")},
+    "horovodrun": {"torch+gloo": Task("torch", "gloo"), "horovod+gloo": Task("horovod", "gloo")},
+    "dualdist run": {"torch+gloo": Task("torch", "gloo"), "horovod+gloo": Task("horovod", "gloo")},
+}
+"""What each launch tries in turn; MPI once, and last."""
+
+CELLS = [(launcher, name) for launcher, tasks in TASKS.items() for name in tasks if launcher not in COMING]
+JOINED = [cell for cell in CELLS if not TASKS[cell[0]][cell[1]].trains]
+CUT = [cell for cell in CELLS if cell not in JOINED]
+
+NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+WORLD = [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
+
+Trials = Mapping[tuple[str, str], tuple[Future[Trial], int]]
+
+
+@pytest.fixture(scope="module")
+def trials(request: pytest.FixtureRequest, network: Network) -> Iterator[Trials]:
+    """Every launch that the chosen tests are about. That which cuts the links runs when the others have ended."""
+    callspecs = [
+        getattr(item, "callspec", None) for item in request.session.items if item.path == request.path
+    ]
+    wanted = {callspec.params["cell"] for callspec in callspecs if callspec is not None}
+    trials: dict[tuple[str, str], tuple[Future[Trial], int]] = {}
+    with ThreadPoolExecutor(1) as pool:
+        for launcher, commands in COMMANDS.items():
+            names = [name for name in TASKS[launcher] if (launcher, name) in wanted]
+            if not names:
+                continue
+            hosts = network.hosts[: len(commands)]
+            start = Start(
+                tuple(host.command(*command) for host, command in zip(hosts, commands, strict=True)),
+                3,
+                _OPEN_MPI,
+            )
+            future = pool.submit(try_tasks, start, [TASKS[launcher][name] for name in names], network)
+            trials.update({(launcher, name): (future, place) for place, name in enumerate(names)})
+        yield trials
+
+
+@pytest.fixture
+def trial(trials: Trials, cell: tuple[str, str]) -> tuple[list[Told], str]:
+    """What every process says of a cell, and the output of the launch, which must end well."""
+    future, place = trials[cell]
+    trial = future.result()
+    assert not any(trial.codes), trial.output
+    return trial.told[place], trial.output
+
+
+@pytest.mark.parametrize("cell", JOINED, ids=" with ".join)
+def test_launchers_join_two_uneven_hosts(trial: tuple[list[Told], str], cell: tuple[str, str]) -> None:
+    told, output = trial
+    assert [tuple(one.get(name) for name in NUMBERS) for one in told] == WORLD, output
+    engine, _, interface = cell[1].partition(" over ")
+    for one in told:
+        assert (one["runs"], one["sum"], one["ended"]) == (engine, 111, 0), output
+    others = {peer for one in told for peer in one["peers"] if not peer.startswith("127.")}
+    networks = {name for name, subnet in SUBNETS.items() if any(peer.startswith(subnet) for peer in others)}
+    assert networks == {"net0", *filter(None, [interface])}  # the launcher itself is always reached over net0
+
+
+@pytest.mark.parametrize("cell", CUT, ids=" with ".join)
+def test_a_cut_link_ends_every_process_with_an_error(
+    trial: tuple[list[Told], str], cell: tuple[str, str]
+) -> None:
+    told, output = trial
+    assert [one.get("rank") for one in told] == [0, 1, 2], output
+    for one in told:
+        assert "error" in one and "still ran" not in one["error"], f"{one}\n{output}"
+        assert one["ended"] == 0, f"{one}\n{output}"
+
+
+def test_every_launcher_has_its_tasks() -> None:
+    assert TASKS.keys() == COMMANDS.keys() and COMING <= TASKS.keys()

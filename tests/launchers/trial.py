@@ -1,0 +1,140 @@
+"""A launch of tests.launchers.cells, as pytest sees it: start it, have it do tasks in turn, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from types import MappingProxyType
+from typing import Any
+
+from ..world import ROOT
+from .cells import CELL_SECONDS, Task
+from .network import Network
+
+__all__ = ("PROGRAM", "WORKER", "Start", "Told", "Trial", "try_tasks")
+
+START_SECONDS, END_SECONDS = 60.0, 20.0
+
+Told = dict[str, Any]
+"""What one process says of a task: its numbers, and perhaps an error; 'ended' is its exit code."""
+
+WORKER = ("-m", "tests.launchers.cells", "{address}", "{key}")
+"""The arguments of Python that a launcher starts."""
+PROGRAM = (sys.executable, *WORKER)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start `size` processes of WORKER: by one command, or by several at once."""
+
+    commands: tuple[tuple[str, ...], ...]
+    size: int = 2
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a launch."""
+
+    told: Sequence[list[Told]]
+    """For each task, what every process said, ordered by rank."""
+    codes: Sequence[int]
+    """How the commands ended."""
+    output: str
+
+
+def try_tasks(start: Start, tasks: Sequence[Task], network: Network | None = None) -> Trial:
+    """Start the processes, have them do `tasks` in turn, and end them.
+
+    Once all processes train, the links of `network` are cut until they have ended. Raises AssertionError, with the
+    output, when not all processes come, or a command does not end.
+    """
+    key = secrets.token_hex(16)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trial-"))
+        output = stack.enter_context(open(f"{folder}/output", "w+b"))
+        listener = stack.enter_context(Listener(f"{folder}/socket", backlog=start.size, authkey=key.encode()))
+        launchers = [
+            subprocess.Popen(
+                [part.format(address=listener.address, key=key) for part in command], cwd=ROOT,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **start.environment},
+            ) for command in start.commands
+        ]  # fmt: skip
+        stack.callback(_kill, launchers)
+        told, problem = [], ""
+        try:
+            with _met(listener, launchers, start.size) as processes:
+                for task in tasks:
+                    told.append(_do(processes, task, network))
+            deadline = time.monotonic() + END_SECONDS
+            codes = [launcher.wait(max(0.0, deadline - time.monotonic())) for launcher in launchers]
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+            _kill(launchers)
+        output.seek(0)
+        text = output.read().decode(errors="replace")[-4000:]
+        assert not problem, f"{problem}\n{text}"
+        return Trial(told, codes, text)
+
+
+@contextlib.contextmanager
+def _met(
+    listener: Listener, launchers: Sequence[subprocess.Popen[bytes]], size: int
+) -> Iterator[list[Connection[Any, Any]]]:
+    """The connections of all processes; they end when these are closed."""
+    server: Any = listener._listener._socket  # type: ignore[attr-defined]
+    deadline = time.monotonic() + START_SECONDS
+    with contextlib.ExitStack() as stack:
+        ended = [os.pidfd_open(launcher.pid) for launcher in launchers]
+        for handle in ended:
+            stack.callback(os.close, handle)
+        connections: list[Connection[Any, Any]] = []
+        while len(connections) < size:
+            ready = wait([server, *ended], max(0.0, deadline - time.monotonic()))
+            how = "a launcher has ended" if ready else f"nobody else came within {START_SECONDS:.0f} s"
+            assert server in ready, f"{size} processes must come, but {len(connections)} came: {how}."
+            connections.append(stack.enter_context(listener.accept()))
+        yield connections
+
+
+def _do(processes: Sequence[Connection[Any, Any]], task: Task, network: Network | None) -> list[Told]:
+    for process in processes:
+        with contextlib.suppress(OSError):
+            process.send(task)
+    with contextlib.ExitStack() as stack:
+        told: list[Told] = [_hear(process) for process in processes]
+        if task.trains and all("rank" in one for one in told):
+            assert network is not None
+            stack.enter_context(network.cut())
+        for process, one in zip(processes, told, strict=True):
+            while "ended" not in one:
+                one |= _hear(process)
+    return sorted(told, key=lambda one: one.get("rank", -1))
+
+
+def _hear(process: Connection[Any, Any]) -> Told:
+    """Return what a process says next; it ends by itself what takes too long."""
+    try:
+        told: Told = (
+            process.recv() if process.poll(2 * CELL_SECONDS) else {"error": "no answer", "ended": None}
+        )
+    except (EOFError, OSError):
+        told = {"error": "the process is gone", "ended": None}
+    return told
+
+
+def _kill(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+    for launcher in launchers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
