@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import elastic
+from . import elastic, lr, metrics, samplers, seeding
 from .basics import (
     backend_name,
     cross_rank,
@@ -60,6 +60,7 @@ from .errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     NotInitializedError,
+    ProcessEndedError,
     StallError,
     WorldMismatchError,
 )
@@ -80,6 +81,9 @@ from .queries import (
     nccl_built,
     rocm_built,
 )
+from .samplers import DistributedSampler, split_by_rank
+from .seeding import seed_everything
+from .spawning import spawn
 from .sync_batch_norm import SyncBatchNorm
 from .timeline import start_timeline, stop_timeline
 from .types import Adasum, Average, Max, Min, Product, Sum
@@ -93,11 +97,13 @@ __all__ = (
     "ConfigurationError",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "DistributedSampler",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "NotInitializedError",
+    "ProcessEndedError",
     "ProcessSet",
     "Product",
     "StallError",
@@ -151,6 +157,8 @@ __all__ = (
     "launcher_name",
     "local_rank",
     "local_size",
+    "lr",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -162,11 +170,16 @@ __all__ = (
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "samplers",
     "scatter",
     "scatter_object",
+    "seed_everything",
+    "seeding",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "spawn",
+    "split_by_rank",
     "start_timeline",
     "stop_timeline",
     "synchronize",

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from .backends import Backend, check_transport, choose
 from .channel import Channel, StandIn
 from .errors import ConfigurationError, NotInitializedError, WorldMismatchError
 from .handles import HandleTable
-from .launch import detect, topology
+from .launch import detect, own_node, topology
 from .mesh import Mesh
 from .stall import StallWatch
 from .trace import Timeline
@@ -66,7 +65,9 @@ class Context:
         self._next_set += 1
         backend, name = self.backend, f"set {number}"
         data, gradients = (backend.new_group(ranks) for _ in range(2))
-        mesh = Mesh(backend.store, name, ranks, backend.rank, self.settings.stall_timeout_seconds)
+        mesh = Mesh(
+            backend.store, name, ranks, backend.rank, backend.address, self.settings.stall_timeout_seconds
+        )
         self.channels[number] = Channel(
             name, mesh, data, gradients, self.watch, self.timeline, self._stand_in
         )
@@ -94,7 +95,7 @@ class Context:
                 f"{launched.describe('rank')}. "
                 "Do not start the engine before dualdist.init(), or start it with all ranks."
             )
-        mine = json.dumps([socket.gethostname()[:200], launched.local_rank]).encode().ljust(256)
+        mine = json.dumps([own_node(), launched.local_rank]).encode().ljust(256)
         places = [json.loads(text) for text in self.channels[0].group.exchange(mine)]
         return topology([(host, local_rank) for host, local_rank in places])[joined.rank]
 
@@ -147,6 +148,11 @@ def join_world(
         return _context
     settings = read_settings(env)
     launch = _launch(override, env)
+    if launch.ignored:
+        logger.warning(
+            "%s is ignored: this process was not started by a launcher and trains alone. Start it with srun, "
+            "torchrun or `dualdist run`, or unset it.", ", ".join(launch.ignored),
+        )  # fmt: skip
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     check_transport(transport)
     engine, reason = choose(backend, transport, launch, env)
@@ -154,8 +160,9 @@ def join_world(
     _register_exit()
     if _context.backend.rank == 0:
         logger.info(
-            "dualdist runs on %s (%s), %s; %d processes, rank from %s.", _context.backend.name,
+            "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.", _context.backend.name,
             _context.backend.transport, reason, _context.backend.size, launch.sources.get("rank", launch.launcher),
+            _context.backend.address,
         )  # fmt: skip
     return _context
 

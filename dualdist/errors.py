@@ -6,6 +6,7 @@
     │     ├─ BackendUnavailableError   the backend is known but cannot run here
     │     └─ WorldMismatchError        the launcher and the engine disagree on the world
     └─ RuntimeError
+       ├─ ProcessEndedError            a process of dualdist.spawn died, or raised what cannot be sent
        ├─ HostsUpdatedInterrupt        not an error: the hosts of an elastic job have changed
        └─ HorovodInternalError         a collective failed; elastic training recovers from it
           ├─ NotInitializedError       also a ValueError, as Horovod's rank() and size() raise one
@@ -25,6 +26,7 @@ __all__ = (
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "NotInitializedError",
+    "ProcessEndedError",
     "StallError",
     "WorldMismatchError",
 )
@@ -67,3 +69,18 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool) -> None:
         super().__init__("The hosts of this job have changed.")
         self.skip_sync = skip_sync
+
+
+class ProcessEndedError(RuntimeError):
+    """A process of `spawn` ended before its function returned, or raised an exception that cannot be sent.
+
+    rank: which one. exit_code: its exit code, or minus the signal that ended it; None for an exception.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.rank, self.exit_code)

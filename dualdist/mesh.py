@@ -10,6 +10,7 @@ and the same on every engine. A peer that dies is noticed at once, by the end of
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import secrets
 import select
@@ -20,7 +21,6 @@ from datetime import timedelta
 from typing import Any
 
 from .errors import HorovodInternalError, StallError
-from .launch import own_address
 
 __all__ = ("Mesh",)
 
@@ -33,10 +33,13 @@ _LONGEST_POLL = 2**31 - 1
 class Mesh:
     """The connections of one member to its peers."""
 
-    def __init__(self, store: Any, name: str, ranks: Sequence[int], rank: int, timeout: float) -> None:
+    def __init__(
+        self, store: Any, name: str, ranks: Sequence[int], rank: int, address: str, timeout: float
+    ) -> None:
         """Connect to the peers. Collective over `ranks`, which are global; a rank that is not among them holds none.
 
-        store: c10d's Store, where the members find each other under `name`. timeout: seconds to wait in an exchange.
+        store: c10d's Store, where the members find each other under `name`. address: where the others reach this
+        process. timeout: seconds to wait in an exchange.
         Raises HorovodInternalError when a peer cannot be reached.
         """
         self.ranks = tuple(ranks)
@@ -46,7 +49,7 @@ class Mesh:
         self._timeout = timeout
         self._peers: dict[int, socket.socket] = {}
         if self.rank >= 0 and self.size > 1:
-            self._connect(store, f"mesh/{name}")
+            self._connect(store, f"mesh/{name}", address)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, all of the same length, in rank order. Collective over the members.
@@ -73,18 +76,17 @@ class Mesh:
             peer.close()
         self._peers = {}
 
-    def _connect(self, store: Any, key: str) -> None:
+    def _connect(self, store: Any, key: str, address: str) -> None:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}
         token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + self._timeout
-        with socket.create_server(("", 0), backlog=len(peers)) as server:
-            addresses = [_own_addresses(store), server.getsockname()[1], token.hex()]
-            store.set(f"{key}/{self.rank}", json.dumps(addresses))
+        with socket.create_server((address, 0), backlog=len(peers)) as server:
+            store.set(f"{key}/{self.rank}", json.dumps([*server.getsockname(), token.hex()]))
             try:
                 for peer in sorted(place for place in peers if place > self.rank):
                     store.wait([f"{key}/{peer}"], timedelta(seconds=_left(deadline)))
-                    hosts, port, peers_token = json.loads(store.get(f"{key}/{peer}"))
-                    self._peers[peer] = self._call(hosts, port, peers_token, deadline)
+                    host, port, peers_token = json.loads(store.get(f"{key}/{peer}"))
+                    self._peers[peer] = self._call(host, port, peers_token, deadline)
                 self._accept(server, token, sum(place < self.rank for place in peers), deadline)
             except (OSError, RuntimeError) as error:
                 self.close()
@@ -95,22 +97,19 @@ class Mesh:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
 
-    def _call(self, hosts: list[str], port: int, token: str, deadline: float) -> socket.socket:
-        """Connect to the peer that listens at one of `hosts`: who knows its token and answers, it is."""
-        failures = []
-        for host in hosts:
-            with contextlib.ExitStack() as stack:
-                try:
-                    connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
-                    connection.settimeout(_left(deadline))
-                    connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
-                    if connection.recv(1):
-                        stack.pop_all()
-                        return connection
-                    failures.append(f"{host}:{port}: somebody else listens there")
-                except OSError as error:
-                    failures.append(f"{host}:{port}: {error}")
-        raise OSError("; ".join(failures))
+    def _call(self, host: str, port: int, token: str, deadline: float) -> socket.socket:
+        """Connect to the peer that listens at `host`: who knows its token and answers, it is."""
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
+                connection.settimeout(_left(deadline))
+                connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
+                if not connection.recv(1):
+                    raise OSError("somebody else listens there")
+            except OSError as error:
+                raise OSError(f"{host}:{port}: {error}") from error
+            stack.pop_all()
+        return connection
 
     def _accept(self, server: socket.socket, token: bytes, expected: int, deadline: float) -> None:
         while expected:
@@ -120,7 +119,7 @@ class Mesh:
             hello = b""
             with contextlib.suppress(OSError):
                 hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if hello[:_TOKEN_BYTES] != token:  # not one of us
+            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):  # not one of us
                 connection.close()
                 continue
             connection.sendall(b"\1")
@@ -138,18 +137,6 @@ def _powers_of_two(limit: int) -> Iterator[int]:
     while distance < limit:
         yield distance
         distance *= 2
-
-
-def _own_addresses(store: Any) -> list[str]:
-    """Return where others may reach this host: as seen from the store, and by the host's name."""
-    while hasattr(store, "underlying_store"):  # a PrefixStore
-        store = store.underlying_store
-    found = []
-    with contextlib.suppress(OSError):
-        found.append(own_address(getattr(store, "host", "127.0.0.1")))
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys(found))
 
 
 def _swap(

@@ -41,6 +41,10 @@ class Launch:
     """Where the processes meet, as in torch.distributed, if it was given."""
     elastic: bool = False
     """Whether the launcher changes the world while it runs: then the numbers are those of its start."""
+    starts_mpi: bool = False
+    """Whether MPI joins these processes; starting it elsewhere makes a world of one, or fails."""
+    ignored: tuple[str, ...] = ()
+    """'NAME=value' of variables that tell of a larger world but did not start this process."""
 
     def describe(self, name: str) -> str:
         """Return '`value` (from `source`)' for the field `name`."""

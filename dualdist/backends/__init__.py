@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -74,7 +75,7 @@ def choose(
     for name in BACKENDS:
         if imported.get(name) and load(name).is_running():
             return load(name), f"{name} already runs in this process"
-    if launch == detect({}) and transport is None:
+    if transport is None and dataclasses.replace(launch, ignored=()) == detect({}):
         return load("local"), "a single process"
     if _stands_for_horovod(launch, env):
         return load("horovod"), f"started by {launch.launcher} with Horovod installed"

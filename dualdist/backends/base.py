@@ -105,6 +105,8 @@ class Backend(ABC):
     transport: str
     rank: int
     size: int
+    address: str
+    """The IPv4 address at which the other processes reach this one."""
 
     @classmethod
     @abstractmethod
@@ -114,6 +116,14 @@ class Backend(ABC):
         """Join the world that `launch` describes, or adopt the one that this process has joined. Collective.
 
         Raises BackendUnavailableError when the engine or the transport cannot run here.
+        """
+
+    @classmethod
+    @abstractmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        """Raise BackendUnavailableError, with the remedy, unless the processes of `launch` can use `transport`. Local.
+
+        It starts nothing, so that it may overlook what shows at the start alone.
         """
 
     @classmethod

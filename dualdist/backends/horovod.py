@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -21,12 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
-from ..launch import Place, nodes, own_address, topology
+from ..errors import BackendUnavailableError, HorovodInternalError, StallError
+from ..launch import LOOPBACK, find_addresses
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
+from .environment import environment
+from .horovod_help import Help, bring_help
 from .real_horovod import real_horovod
-from .rendezvous import open_store, serve_store
+from .rendezvous import Meeting, serve_store
 
 with real_horovod():
     import horovod.torch as hvd
@@ -137,16 +136,22 @@ class HorovodBackend(Backend):
     _notifications = WorkerNotificationManager()
     """Hears from horovodrun when hosts come and go; it serves one port for the life of the process."""
 
-    def __init__(self, launch: Launch, settings: Settings, server: Any, adopted: bool) -> None:
+    def __init__(
+        self, launch: Launch, settings: Settings, env: Mapping[str, str], help: Help | None, adopted: bool
+    ) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
         self._timeout = settings.stall_timeout_seconds
-        self._server = server
+        self._help = help
         self._adopted = adopted
         self._elastic = launch.elastic
         self._numbers = itertools.count()
         self._sets = _process_sets()
-        self._store = self._open_store()
+        self._store: dist.Store | None = None
+        self.address = LOOPBACK
+        if self.size > 1:
+            meeting = self._meet(env) if help is None else help.meeting
+            self._store, self.address = meeting.store, meeting.addresses.own
 
     @staticmethod
     def _controller() -> str:
@@ -166,31 +171,34 @@ class HorovodBackend(Backend):
     def start(
         cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
     ) -> HorovodBackend:
-        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
-            raise BackendUnavailableError(
-                "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
-                "Build it with ci/install-horovod."
-            )
+        cls._check_build()
         if cls.is_running():
             if settings.timeline is not None:  # Horovod writes to that very file
                 hvd.stop_timeline()
-            return cls(launch, settings, None, adopted=True)
-        cls._check_transport(transport, launch, env)
+            return cls(launch, settings, env, None, adopted=True)
+        if transport is not None:
+            cls.check(transport, launch)
         if cls._kept:
             cls._kept = False
-            return cls(launch, settings, None, adopted=False)
-        server: Any = None
-        variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
-        if cls._needs_server(launch, env, transport):
-            server, bootstrap = _bootstrap(launch, env, settings.stall_timeout_seconds)
-            variables |= bootstrap
-        with _environment(variables), _wrapped():
-            hvd.init()
-        return cls(launch, settings, server, adopted=False)
+            return cls(launch, settings, env, None, adopted=False)
+        with contextlib.ExitStack() as undone:
+            variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
+            help = None
+            if transport == "mpi":
+                variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+            elif cls._needs_help(launch, env, transport):
+                help = bring_help(launch, env, settings.stall_timeout_seconds)
+                undone.callback(help.end)
+                variables |= help.variables
+            with environment(variables), _wrapped():
+                hvd.init()
+            started = cls(launch, settings, env, help, adopted=False)
+            undone.pop_all()
+        return started
 
     @classmethod
-    def _needs_server(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
-        """Return whether a rendezvous server must be brought, in place of the launcher's."""
+    def _needs_help(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
+        """Return whether we must do what the launcher does not: bring a rendezvous server."""
         if launch.launcher == "mpirun":
             return transport == "gloo" or not cls.can_start(launch, env)
         used, cls._launchers_server_used = cls._launchers_server_used, True
@@ -199,11 +207,21 @@ class HorovodBackend(Backend):
         return launch.size > 1 and (used or not cls.can_start(launch, env))
 
     @classmethod
-    def _check_transport(cls, transport: str | None, launch: Launch, env: Mapping[str, str]) -> None:
-        if transport == "mpi" and (not hvd.mpi_built() or (launch.launcher != "mpirun" and launch.size > 1)):
+    def _check_build(cls) -> None:
+        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
             raise BackendUnavailableError(
-                f"`transport` is 'mpi', but Horovod's MPI controller needs MPI built in and mpirun as launcher, while "
-                f"this is {launch.launcher}. Start with mpirun, or choose gloo."
+                "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
+                "Build it with ci/install-horovod."
+            )
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        cls._check_build()
+        if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
+            lacking = f"{launch.launcher} does not start it" if hvd.mpi_built() else "was built without it"
+            raise BackendUnavailableError(
+                f"`transport` must be gloo for Horovod here, but is 'mpi' instead: it needs MPI, and {lacking}. Start "
+                "with a launcher that starts MPI (mpirun, srun --mpi=pmix) and a Horovod built for it, or choose gloo."
             )
         if transport == "gloo" and not hvd.gloo_built():
             raise BackendUnavailableError(
@@ -214,19 +232,19 @@ class HorovodBackend(Backend):
                 "`transport` is 'nccl', but Horovod was built without NCCL. Build it anew."
             )
 
-    def _open_store(self) -> dist.Store | None:
-        """Serve a store from rank 0, its address broadcast by Horovod itself."""
-        if self.size == 1:
-            return None
+    def _meet(self, env: Mapping[str, str]) -> Meeting:
+        """Meet at a store that rank 0 serves, its address told through Horovod itself. Collective."""
+        rounds = itertools.count()
+
+        def gather(text: str) -> list[str]:
+            return list(hvd.allgather_object(text, name=f"dualdist.meeting.{next(rounds)}"))
+
         timeout = timedelta(seconds=self._timeout)
-        store = None
-        if self.rank == 0:
-            host = "127.0.0.1" if hvd.local_size() == self.size else socket.gethostbyname(socket.getfqdn())
-            store = serve_store(host, timeout)
-            hvd.broadcast_object((host, store.port), name="dualdist.store")
-            return store
-        host, port = hvd.broadcast_object(None, name="dualdist.store")
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        addresses = find_addresses(self.rank, gather, env)
+        served = serve_store(addresses.first, timeout) if self.rank == 0 else None
+        port = int(gather(str(served.port if served else None))[0])
+        store = served or dist.TCPStore(addresses.first, port, is_master=False, timeout=timeout)
+        return Meeting(store, addresses)
 
     def add_host_listener(self, listener: Any) -> None:
         if self._elastic:
@@ -253,9 +271,8 @@ class HorovodBackend(Backend):
             HorovodBackend._kept = True
             return
         hvd.shutdown()
-        if self._server is not None:
-            self._server.stop()
-            self._server._httpd.server_close()  # stop() leaves the socket open
+        if self._help is not None:
+            self._help.end()
 
     @property
     def store(self) -> dist.Store | None:
@@ -289,84 +306,3 @@ def _process_sets() -> dict[tuple[int, ...], Any]:
         known[tuple(ranks)] = hvd.ProcessSet(ranks)
         known[tuple(ranks)].process_set_id = number
     return known
-
-
-def _bootstrap(launch: Launch, env: Mapping[str, str], timeout: float) -> tuple[Any, dict[str, str]]:
-    """Do what horovodrun would have done: return rank 0's rendezvous server and what hvd.init() reads.
-
-    The variables are those of horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build
-    with MPI from starting MPI as well.
-    """
-    with real_horovod():
-        from horovod.runner.common.util.hosts import SlotInfo
-        from horovod.runner.http.http_server import RendezvousServer
-
-    store = open_store(launch, env, timeout)
-    store.set(f"place/{launch.rank}", json.dumps([socket.gethostname(), launch.local_rank]))
-    places: list[Place] = [tuple(json.loads(store.get(f"place/{rank}"))) for rank in range(launch.size)]
-    worlds, names = topology(places), nodes(places)
-    server = None
-    if launch.rank == 0:
-        server = RendezvousServer()
-        address = (
-            "127.0.0.1"
-            if len({host for host, _ in places}) == 1
-            else socket.gethostbyname(socket.gethostname())
-        )
-        port = server.start()
-        server.init(
-            [
-                SlotInfo(
-                    names[w.rank], w.rank, w.local_rank, w.cross_rank, w.size, w.local_size, w.cross_size
-                )
-                for w in worlds
-            ]
-        )
-        store.set("rendezvous", f"{address}:{port}")
-    host, _, found = store.get("rendezvous").decode().rpartition(":")
-    mine = worlds[launch.rank]
-    return server, {
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_IFACE": env.get("HOROVOD_GLOO_IFACE") or _interface(own_address(host)),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": found,
-        "HOROVOD_HOSTNAME": names[launch.rank],
-        "HOROVOD_RANK": str(mine.rank),
-        "HOROVOD_SIZE": str(mine.size),
-        "HOROVOD_LOCAL_RANK": str(mine.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(mine.local_size),
-        "HOROVOD_CROSS_RANK": str(mine.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(mine.cross_size),
-    }
-
-
-def _interface(address: str) -> str:
-    """Return the network interface that has `address`."""
-    import psutil  # comes with Horovod
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return str(name)
-    raise ConfigurationError(
-        f"No network interface has the address {address}. Set HOROVOD_GLOO_IFACE to the right one."
-    )
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set `variables` while Horovod reads them (through getenv), and leave no trace for a later launch detection."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set_environment(variables)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..errors import ConfigurationError
+from ..launch import LOOPBACK
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
 from .built import built_into_torch
@@ -58,6 +59,7 @@ class LocalBackend(Backend):
     transport = "local"
     rank = 0
     size = 1
+    address = LOOPBACK
 
     @classmethod
     def start(
@@ -69,11 +71,16 @@ class LocalBackend(Backend):
                 f"{launch.describe('size')}. The local backend is for a single process."
             )
         if transport is not None:
+            cls.check(transport, launch)
+        return cls()
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        if transport != cls.transport:
             raise ConfigurationError(
                 f"`transport` must be absent for the local backend, but is {transport!r} instead. "
                 "Choose the backend torch to use it in a single process."
             )
-        return cls()
 
     @classmethod
     def is_running(cls) -> bool:

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
+from ..launch import INTERFACE, interface_of
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
 from .built import built_into_torch
-from .rendezvous import open_store, own_part
+from .environment import environment
+from .rendezvous import Meeting, meet, meet_in
 
 __all__ = ("TorchBackend",)
 
@@ -32,9 +34,6 @@ _OPS = {
 }
 _TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "dualdist_mpi"}
 """transport -> torch's name for it; tensors on the CPU always have a way."""
-
-_MPI_MARKS = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}
-"""What an MPI launcher leaves in the environment; without one, starting MPI makes a world of one or fails."""
 
 
 @contextlib.contextmanager
@@ -102,16 +101,29 @@ class _TorchGroup(Group):
         self._pg = None
 
 
+def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that make Gloo use the interface of `address`, where the user has not set them.
+
+    Left alone, Gloo takes the address of the host's name, which others may not reach (127.0.1.1 on Debian). NCCL knows
+    better than we what joins GPUs, and is told only what the user tells.
+    """
+    names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * bool(env.get(INTERFACE))
+    return {name: interface_of(address) for name in names if not env.get(name)}
+
+
 class TorchBackend(Backend):
     name = "torch"
 
-    def __init__(self, transport: str, store: dist.Store | None, timeout: timedelta, adopted: bool) -> None:
+    def __init__(self, transport: str, meeting: Meeting, timeout: timedelta, adopted: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.transport = transport
-        self._store = store
+        self.address = meeting.addresses.own
+        self._store = meeting.store
         self._timeout = timeout
         self._adopted = adopted
         self._groups: list[_TorchGroup] = []
+        self._held = contextlib.ExitStack()
+        """What is undone when the world is left."""
 
     @classmethod
     def is_running(cls) -> bool:
@@ -130,36 +142,53 @@ class TorchBackend(Backend):
                 raise ConfigurationError(
                     f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
                 )
-            return cls(running, own_part(dist.distributed_c10d._get_default_store()), timeout, adopted=True)
-        transport = cls._transport(transport, launch, env)
-        store = open_store(launch, env, settings.stall_timeout_seconds)
+            store = dist.distributed_c10d._get_default_store()
+            meeting = meet_in(store, dist.get_rank(), dist.get_world_size(), env)
+            return cls(running, meeting, timeout, adopted=True)
+        transport = cls._transport(transport, launch)
+        meeting = meet(launch, env, settings.stall_timeout_seconds)
         device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
-        with _wrapped():
+        with contextlib.ExitStack() as held, _wrapped():
+            held.enter_context(environment(_interfaces(meeting.addresses.own, env)))
             dist.init_process_group(
-                _TRANSPORTS[transport], store=store, rank=launch.rank, world_size=launch.size, timeout=timeout,
+                _TRANSPORTS[transport], store=meeting.store, rank=launch.rank, world_size=launch.size, timeout=timeout,
                 device_id=device,
             )  # fmt: skip
-        return cls(transport, store, timeout, adopted=False)
+            started = cls(transport, meeting, timeout, adopted=False)
+            started._held.push(held.pop_all())
+        return started
 
     @classmethod
-    def _transport(cls, asked: str | None, launch: Launch, env: Mapping[str, str]) -> str:
-        nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        if asked == "nccl" and not nccl:
-            raise BackendUnavailableError(
-                "`transport` is 'nccl', but no CUDA device is usable"
-                + (", since torch is built without CUDA." if torch.version.cuda is None else ".")
-                + " Choose gloo."
-            )
-        if nccl and asked in (None, "nccl"):
+    def _transport(cls, asked: str | None, launch: Launch) -> str:
+        """Return the transport to use: as asked, else the fastest that the machine and the launcher have."""
+        from . import mpi
+
+        if asked is not None:
+            cls.check(asked, launch)
+        if asked in (None, "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
             return "nccl"
-        if asked == "mpi" or (asked is None and not _MPI_MARKS.isdisjoint(env)):
-            from . import mpi
-
-            if asked is None:
-                return "mpi" if mpi.is_usable(launch) else "gloo"
+        if asked == "mpi":
             mpi.require(launch)
-        return asked or "gloo"
+        return asked or ("mpi" if launch.starts_mpi and mpi.is_usable(launch) else "gloo")
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        if transport == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+            built = ", since torch is built without CUDA" if torch.version.cuda is None else ""
+            raise BackendUnavailableError(
+                f"`transport` is 'nccl', but no CUDA device is usable{built}. Choose gloo."
+            )
+        if transport == "mpi" and not launch.starts_mpi and launch.size > 1:
+            raise BackendUnavailableError(
+                f"`transport` must be gloo or nccl under {launch.launcher}, but is 'mpi' instead. "
+                "Start with a launcher that starts MPI (mpirun, srun --mpi=pmix), or choose gloo."
+            )
+        if transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            raise BackendUnavailableError(
+                "`transport` is 'mpi', but mpi4py is not installed. "
+                "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+            )
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         with _wrapped():
@@ -173,13 +202,14 @@ class TorchBackend(Backend):
         return group
 
     def shutdown(self) -> None:
-        if not dist.is_initialized():
-            return
-        if not self._adopted:
-            dist.destroy_process_group()
-            return
-        for group in self._groups:
-            group.close()
+        with self._held:
+            if not dist.is_initialized():
+                return
+            if not self._adopted:
+                dist.destroy_process_group()
+                return
+            for group in self._groups:
+                group.close()
 
     @property
     def store(self) -> dist.Store | None:

@@ -19,6 +19,7 @@ from ..basics import rank
 from ..errors import HostsUpdatedInterrupt
 from ..objects import broadcast_object
 from ..parameters import broadcast_optimizer_state, broadcast_parameters
+from ..samplers import DealingSampler
 from .sampler import ElasticSampler
 
 __all__ = (
@@ -146,7 +147,7 @@ class TorchState(ObjectState):
     """Models, optimizers, samplers and plain values, each an attribute under its keyword.
 
     model, optimizer: any number of them; more can be given as kwargs. kwargs: what has a handler (modules, optimizers,
-    ElasticSampler, see `set_handler_registry`) is saved and shared by that, all else as in ObjectState.
+    samplers, see `set_handler_registry`) is saved and shared by that, all else as in ObjectState.
     Setting an attribute that has a handler to another object saves that.
     """
 
@@ -245,7 +246,7 @@ class OptimizerStateHandler(_StateDictHandler):
 
 
 class SamplerStateHandler(_StateDictHandler):
-    """Epoch and progress of an ElasticSampler."""
+    """Epoch and progress of an ElasticSampler or one of dualdist.samplers."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
@@ -260,6 +261,7 @@ _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (DealingSampler, SamplerStateHandler),
 ]
 
 

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-from .address import exchange_address, own_address
 from .detect import LAUNCHERS, Launcher, detect
+from .exchange import exchange_address, gather_through
+from .interfaces import INTERFACE, LOOPBACK, interface_of, own_node
+from .reach import Addresses, Gather, find_addresses
+from .spawn import spawn_processes
 from .topology import Place, nodes, topology
 
-__all__ = ("LAUNCHERS", "Launcher", "Place", "detect", "exchange_address", "nodes", "own_address", "topology")
+__all__ = (
+    "INTERFACE",
+    "LAUNCHERS",
+    "LOOPBACK",
+    "Addresses",
+    "Gather",
+    "Launcher",
+    "Place",
+    "detect",
+    "exchange_address",
+    "find_addresses",
+    "gather_through",
+    "interface_of",
+    "nodes",
+    "own_node",
+    "spawn_processes",
+    "topology",
+)

@@ -11,10 +11,9 @@ import atexit
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ("broadcast_address", "is_failing", "library", "world_size")
+__all__ = ("gather", "is_failing", "library", "world_size")
 
 
 @functools.cache
@@ -67,8 +66,6 @@ def world_size() -> int:
     return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
 
 
-def broadcast_address(host: str, serve: Callable[[str], int]) -> tuple[str, int]:
-    """Return rank 0's `host` and the port that its `serve(host)` gives. Collective over MPI's world."""
-    comm = library().COMM_WORLD  # type: ignore[union-attr]
-    host, port = comm.bcast((host, serve(host)) if comm.Get_rank() == 0 else None)
-    return host, port
+def gather(text: str) -> list[str]:
+    """Return every process's `text`, in rank order. Collective over MPI's world."""
+    return list(library().COMM_WORLD.allgather(text))  # type: ignore[union-attr]

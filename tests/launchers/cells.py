@@ -137,7 +137,7 @@ def main() -> None:
     if words[0] == "spawn":
         import dualdist
 
-        dualdist.spawn(serve, args=tuple(words[2:]), nprocs=int(words[1]))  # type: ignore[attr-defined] # coming
+        dualdist.spawn(serve, args=tuple(words[2:]), nprocs=int(words[1]))
     else:
         serve(words[0], words[1])
 

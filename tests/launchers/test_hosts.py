@@ -14,9 +14,6 @@ from .trial import PROGRAM, WORKER, Start, Told, Trial, try_tasks
 
 pytestmark = pytest.mark.timeout(300)  # the launches run two at a time, before the first test
 
-COMING: frozenset[str] = frozenset({"dualdist run"})
-"""Launchers that the package does not have yet."""
-
 HOSTS = "alpha:2,beta:1"
 _OPEN_MPI = {
     "OMPI_MCA_btl": "tcp,self",
@@ -75,7 +72,7 @@ TASKS: Mapping[str, Mapping[str, Task]] = {
 }
 """What each launch tries in turn; MPI once, and last."""
 
-CELLS = [(launcher, name) for launcher, tasks in TASKS.items() for name in tasks if launcher not in COMING]
+CELLS = [(launcher, name) for launcher, tasks in TASKS.items() for name in tasks]
 JOINED = [cell for cell in CELLS if not TASKS[cell[0]][cell[1]].trains]
 CUT = [cell for cell in CELLS if cell not in JOINED]
 
@@ -142,4 +139,4 @@ def test_a_cut_link_ends_every_process_with_an_error(
 
 
 def test_every_launcher_has_its_tasks() -> None:
-    assert TASKS.keys() == COMMANDS.keys() and COMING <= TASKS.keys()
+    assert TASKS.keys() == COMMANDS.keys()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from dualdist.errors import ConfigurationError
@@ -23,11 +26,27 @@ SRUN = {
     "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
 }  # fmt: skip
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "3",
+}  # fmt: skip
+MPIRUN_RSH = {
+    "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "6", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+OWN = {
+    "DUALDIST_RANK": "3", "DUALDIST_SIZE": "6", "DUALDIST_LOCAL_RANK": "1", "DUALDIST_LOCAL_SIZE": "2",
+    "DUALDIST_RENDEZVOUS": "127.0.0.1:1234", "DUALDIST_SECRET": "00",
+}  # fmt: skip
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 ENV = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
 ROWS = {
-    "torchrun": TORCHRUN, "horovodrun": HOROVODRUN, "mpirun": MPIRUN, "srun": SRUN, "mpiexec": MPIEXEC, "env": ENV,
+    "torchrun": TORCHRUN, "horovodrun": HOROVODRUN, "jsrun": JSRUN, "mpirun": MPIRUN, "mpirun_rsh": MPIRUN_RSH,
+    "srun": SRUN, "mpiexec": MPIEXEC, "dualdist run": OWN | {"DUALDIST_LAUNCHER": "dualdist run"},
+    "spawn": OWN | {"DUALDIST_LAUNCHER": "spawn"}, "env": ENV,
 }  # fmt: skip
+OTHER = {"1": "0", "3": "1", "6": "2", "2": "1", "2(x3)": "1(x2)"}
+"""Numbers of another world, with which the variables of an outer launcher differ from the inner one's."""
 
 
 def test_every_row_of_the_table_is_tried_here() -> None:
@@ -50,18 +69,90 @@ def test_plain_python_is_a_world_of_one() -> None:
     assert (launch.local_rank, launch.local_size, launch.init_method) == (None, None, None)
 
 
+def of_another_world(name: str) -> dict[str, str]:
+    return {key: OTHER.get(value, value) for key, value in ROWS[name].items()}
+
+
+NESTED = [
+    (inner, outer)
+    for inner in ROWS
+    for outer in ROWS
+    if (inner in ("torchrun", "horovodrun") and outer in ("mpirun", "mpirun_rsh", "mpiexec", "jsrun", "srun"))
+    or (inner in ("mpirun", "mpirun_rsh", "mpiexec") and outer in ("jsrun", "srun"))
+    or (outer == "dualdist run" and inner not in (outer, "spawn", "env"))
+    or (outer == "spawn" and inner not in (outer, "env", "dualdist run"))
+]
+
+
+@pytest.mark.parametrize(("inner", "outer"), NESTED)
+def test_the_launcher_nearest_to_the_process_wins(inner: str, outer: str) -> None:
+    launch = detect(of_another_world(outer) | ROWS[inner])
+    assert (launch.launcher, launch.rank, launch.size) == (inner, 3, 6)
+
+
 @pytest.mark.parametrize(
-    ("inner", "outer"),
+    ("one", "other"),
     [
-        ("torchrun", "srun"),
-        ("horovodrun", "srun"),
-        ("mpirun", "srun"),
-        ("torchrun", "mpirun"),
+        ("mpirun", "env"),
         ("srun", "env"),
+        ("horovodrun", "env"),
+        ("torchrun", "horovodrun"),
+        ("mpirun", "mpiexec"),
     ],
 )
-def test_the_launcher_nearest_to_the_process_wins(inner: str, outer: str) -> None:
-    assert detect(ROWS[outer] | ROWS[inner]).launcher == inner
+def test_launchers_that_disagree_at_the_same_level_are_both_named(one: str, other: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        detect(of_another_world(other) | ROWS[one])
+    message = str(caught.value)
+    for name in (one, other):
+        assert f"of {name}" in message
+    for word in ("3 (from ", "6 (from ", "1 (from ", "2 (from ", "Unset"):
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("mpirun", "env"), ("srun", "env"), ("jsrun", "mpirun"), ("srun", "mpiexec")]
+)
+def test_launchers_that_agree_are_one(one: str, other: str) -> None:
+    launch = detect(ROWS[one] | ROWS[other])
+    assert (launch.launcher, launch.rank, launch.size) == (one, 3, 6)
+
+
+def test_an_outer_size_that_a_batch_script_exports_is_no_second_opinion() -> None:
+    assert detect(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}).launcher == "srun"
+
+
+@pytest.mark.parametrize(
+    "stale", [{"RANK": "3"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}]
+)
+def test_what_starts_no_process_is_ignored_by_name(stale: dict[str, str]) -> None:
+    launch = detect(stale)
+    assert (launch.launcher, launch.rank, launch.size) == ("python", 0, 1)
+    assert launch.ignored == (("RANK=3",) if "RANK" in stale else ("SLURM_NTASKS=4",))
+
+
+def test_a_world_size_without_a_rank_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="`RANK` must be set beside WORLD_SIZE=4"):
+        detect({"WORLD_SIZE": "4"})
+    assert detect({"WORLD_SIZE": "1"}).size == 1
+
+
+RECORDED = sorted((Path(__file__).parent / "environments").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_recorded_environments_are_known_for_what_they_are(path: Path) -> None:
+    record = json.loads(path.read_text())
+    launch = detect(record["environment"])
+    found = {field: getattr(launch, field) for field in record["expected"]}
+    assert found == record["expected"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_mpi_joins_what_its_own_launchers_start(name: str) -> None:
+    assert detect(ROWS[name]).starts_mpi == (name in ("jsrun", "mpirun", "mpirun_rsh", "mpiexec"))
+    assert detect(SRUN | {"PMIX_RANK": "3"}).starts_mpi
+    assert not detect(of_another_world("mpirun") | TORCHRUN).starts_mpi
 
 
 def test_the_address_of_the_first_rank_makes_any_launcher_meet_there() -> None:
@@ -80,6 +171,11 @@ def test_names_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
 def test_uneven_nodes_under_srun_leave_the_local_size_open() -> None:
     launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,2"})
     assert (launch.local_rank, launch.local_size) == (1, None)
+
+
+@pytest.mark.parametrize(("node", "size"), [("0", 4), ("1", 4), ("2", 3), ("3", None)])
+def test_uneven_nodes_are_counted_by_the_number_of_the_node(node: str, size: int | None) -> None:
+    assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}).local_size == size
 
 
 def test_absent_local_numbers_are_left_open() -> None:

@@ -1,0 +1,65 @@
+"""The environment of the processes that `dualdist run` and `spawn` start, and what of ours goes to other hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..errors import ConfigurationError
+from .detect import LAUNCHERS
+
+__all__ = ("RENDEZVOUS", "exportable", "process_variables", "secret_in", "without_launchers")
+
+RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
+
+_NUMBERS = ("rank", "size", "local_rank", "local_size")
+_ROWS = {getattr(row, field) for row in LAUNCHERS for field in _NUMBERS} | {
+    marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers
+}
+_STALE = re.compile(
+    r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET|COMPAT|INTERFACE_.*)"
+    r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
+    r"|HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|RANK|SIZE|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
+)
+"""What an outer launcher, or dualdist.compat, says to its own processes."""
+
+_STAYS = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
+    r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
+)
+"""What is true of this machine or this login alone."""
+
+
+def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without what any launcher has set for the process that we are."""
+    return {name: value for name, value in env.items() if name not in _ROWS and not _STALE.fullmatch(name)}
+
+
+def exportable(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what of `env` goes to other hosts: everything, as with horovodrun, but what belongs to this one."""
+    return {name: value for name, value in env.items() if not _STAYS.fullmatch(name)}
+
+
+def process_variables(
+    launcher: str, rank: int, size: int, local_rank: int, local_size: int, rendezvous: str, secret: bytes
+) -> dict[str, str]:
+    """Return what says to one process who it is; read by detect.py and exchange.py."""
+    return {
+        "DUALDIST_LAUNCHER": launcher,
+        "DUALDIST_RANK": str(rank),
+        "DUALDIST_SIZE": str(size),
+        "DUALDIST_LOCAL_RANK": str(local_rank),
+        "DUALDIST_LOCAL_SIZE": str(local_size),
+        RENDEZVOUS: rendezvous,
+        _SECRET: secret.hex(),
+    }
+
+
+def secret_in(env: Mapping[str, str]) -> bytes:
+    """Return the job's secret. Raises ConfigurationError when DUALDIST_SECRET is not hexadecimal."""
+    try:
+        return bytes.fromhex(env.get(_SECRET, ""))
+    except ValueError:
+        raise ConfigurationError(
+            f"`{_SECRET}` must be hexadecimal digits, but is not. Make one with `openssl rand -hex 32`."
+        ) from None

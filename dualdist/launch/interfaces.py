@@ -1,0 +1,78 @@
+"""The addresses of this host, and which of them to use: DUALDIST_INTERFACE, else what the others can reach.
+
+IPv4 alone, as in Horovod and in Gloo's own choice. Linux: the requests are those of netdevice(7).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+__all__ = ("INTERFACE", "LOOPBACK", "addresses", "candidates", "interface_of", "own_address", "own_node")
+
+LOOPBACK = "127.0.0.1"
+INTERFACE = "DUALDIST_INTERFACE"
+_SIOCGIFADDR = 0x8915
+
+
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of every network interface that has one, by the interface's name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def candidates(env: Mapping[str, str]) -> list[str]:
+    """Return the addresses at which other hosts may reach this one, the likeliest first.
+
+    Raises ConfigurationError when DUALDIST_INTERFACE (a name, or several with commas: the first that is here) names
+    no interface of this host.
+    """
+    found = addresses()
+    asked = [name.strip() for name in env.get(INTERFACE, "").split(",") if name.strip()]
+    if asked:
+        chosen = [found[name] for name in asked if name in found]
+        if not chosen:
+            raise ConfigurationError(
+                f"`{INTERFACE}` must name a network interface of {socket.gethostname()} that has an IPv4 address "
+                f"({', '.join(found)}), but is {env[INTERFACE]!r} instead. Choose one of these, or unset it."
+            )
+        return chosen
+    return [address for address in found.values() if not address.startswith("127.")]
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has `address`. Raises ConfigurationError when none has."""
+    for name, own in addresses().items():
+        if own == address or (own.startswith("127.") and address.startswith("127.")):
+            return name
+    raise ConfigurationError(
+        f"No network interface has the address {address}. Set {INTERFACE} to the right one of {', '.join(addresses())}."
+    )
+
+
+def own_address(host: str) -> str:
+    """Return the IPv4 address by which this machine reaches `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def own_node() -> str:
+    """Return a name for this host that no other host has, though it may have the same host name."""
+    network = os.stat("/proc/self/ns/net").st_ino  # containers of one machine
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{socket.gethostname()[:100]}-{hashlib.sha256(f'{boot}{network}'.encode()).hexdigest()[:8]}"

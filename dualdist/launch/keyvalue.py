@@ -1,0 +1,226 @@
+"""A small key-value server, where the processes of a job meet before any engine runs.
+
+Every connection starts with a proof, in both directions, that the other end holds the job's secret: HMAC-SHA256 of
+two random challenges, as in multiprocessing.connection but with sizes fixed and nothing unpickled. Nothing that came
+before is interpreted. The server is one thread; whoever is silent or slow holds up nobody else, and not for long.
+What follows the proof is neither encrypted nor signed: addresses are no secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import math
+import secrets
+import socket
+import struct
+import threading
+import time
+
+from ..errors import ConfigurationError
+
+__all__ = ("LONGEST_KEY", "LONGEST_VALUE", "KeyValueServer", "KeyValueStore")
+
+LONGEST_KEY, LONGEST_VALUE = 1024, 1 << 20
+"""Bytes."""
+_GREETING = b"dualdist-kv-1\n"
+_CHALLENGE = _DIGEST = 32
+_SET, _GET = b"S", b"G"
+_REQUEST = struct.Struct("!cHId")
+"""(what to do, length of the key, length of the value, seconds to wait)"""
+_ANSWER = struct.Struct("!cI")
+_FOUND, _ABSENT = b"+", b"-"
+_PATIENCE_SECONDS = 10.0
+"""How long the other end may take for its proof, or for the rest of a request."""
+_LONGEST_WAIT = 86400.0
+
+
+def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.digest(secret, role + server + client, "sha256")
+
+
+class KeyValueServer:
+    """Serves set and get at `host` to those who hold `secret`, until it is closed.
+
+    host: the one address to listen on. port: 0 for a free one; OSError when it is not free. patience: seconds that a
+    proof, or the rest of a request, may take.
+    A context manager.
+    """
+
+    def __init__(
+        self, host: str, secret: bytes, *, port: int = 0, patience: float = _PATIENCE_SECONDS
+    ) -> None:
+        self._secret = secret
+        self._patience = patience
+        self._values: dict[bytes, bytes] = {}
+        self._set = asyncio.Condition()
+        self._listener = socket.create_server((host, port), backlog=1024)
+        self.host = host
+        self.port = int(self._listener.getsockname()[1])
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._up = threading.Event()
+        threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="dualdist-key-value", daemon=True
+        ).start()
+        self._up.wait()
+
+    def __enter__(self) -> KeyValueServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving and end every connection."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._loop = None
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._serve, sock=self._listener)
+        self._up.set()
+        await self._stop.wait()
+        server.close()  # and asyncio.run ends the connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection. Whatever is wrong with it ends it, without a word."""
+        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError, asyncio.CancelledError):
+            await asyncio.wait_for(self._prove(reader, writer), self._patience)
+            while True:
+                first = await reader.readexactly(1)  # a client may hold its connection as long as it likes
+                await self._answer(first, reader, writer)
+        writer.transport.abort()
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        mine = secrets.token_bytes(_CHALLENGE)
+        writer.write(_GREETING + mine)
+        theirs = await reader.readexactly(_CHALLENGE)
+        proof = await reader.readexactly(_DIGEST)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"client", mine, theirs)):
+            raise ValueError
+        writer.write(_proof(self._secret, b"server", mine, theirs))
+        await writer.drain()
+
+    async def _answer(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rest = await asyncio.wait_for(reader.readexactly(_REQUEST.size - 1), self._patience)
+        what, key_length, value_length, seconds = _REQUEST.unpack(first + rest)
+        if key_length > LONGEST_KEY or value_length > LONGEST_VALUE or what not in (_SET, _GET):
+            raise ValueError
+        body = await asyncio.wait_for(reader.readexactly(key_length + value_length), self._patience)
+        key, value = body[:key_length], body[key_length:]
+        if what == _SET:
+            async with self._set:
+                self._values[key] = value
+                if not value:
+                    del self._values[key]
+                self._set.notify_all()
+            found: bytes | None = b""
+        else:
+            found = await self._get(key, seconds)
+        status = _ABSENT if found is None else _FOUND
+        writer.write(_ANSWER.pack(status, len(found or b"")) + (found or b""))
+        await asyncio.wait_for(writer.drain(), self._patience)
+
+    async def _get(self, key: bytes, seconds: float) -> bytes | None:
+        async def appear() -> bytes:
+            async with self._set:
+                await self._set.wait_for(lambda: key in self._values)
+                return self._values[key]
+
+        if key in self._values:  # else waiting 0 seconds would not find it
+            return self._values[key]
+        with contextlib.suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(appear(), seconds)
+        return None
+
+
+class KeyValueStore:
+    """A client of a KeyValueServer, for one thread. A context manager."""
+
+    def __init__(self, host: str, port: int, secret: bytes, *, timeout: float = _PATIENCE_SECONDS) -> None:
+        """Connect within `timeout` seconds.
+
+        Raises ConfigurationError when nobody answers there, or one who does not hold `secret`, or we do not.
+        """
+        self._where = f"{host}:{port}"
+        deadline = time.monotonic() + timeout
+        try:
+            self._socket = socket.create_connection((host, port), timeout)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The job's key-value server must answer at {self._where}, but does not: {error}. "
+                "Look whether the launcher still runs, and whether a firewall is between the hosts."
+            ) from error
+        try:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            self._prove(secret)
+        except (OSError, EOFError) as error:
+            self._socket.close()
+            raise ConfigurationError(
+                f"The key-value server at {self._where} must hold this job's secret, but did not prove it"
+                f"{f' ({error})' if str(error) else ''}. Another program answers there, or DUALDIST_SECRET is wrong."
+            ) from error
+
+    def __enter__(self) -> KeyValueStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._socket.close()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set `key`, or remove it when `value` is empty.
+
+        Raises ValueError when either is too long, OSError when the server is gone.
+        """
+        self._ask(_SET, key, value, 0.0, _PATIENCE_SECONDS)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """Return the value of `key`, waiting `timeout` seconds at most for it to be set.
+
+        Raises TimeoutError when it was not, OSError when the server is gone.
+        """
+        if math.isnan(timeout):
+            raise ValueError("`timeout` must be a number of seconds, but is NaN instead.")
+        seconds = min(max(timeout, 0.0), _LONGEST_WAIT)
+        found = self._ask(_GET, key, b"", seconds, seconds + _PATIENCE_SECONDS)
+        if found is None:
+            raise TimeoutError(f"{key!r} was not set at {self._where} within {timeout:g} s.")
+        return found
+
+    def _ask(self, what: bytes, key: str, value: bytes, seconds: float, patience: float) -> bytes | None:
+        name = key.encode()
+        if len(name) > LONGEST_KEY or len(value) > LONGEST_VALUE:
+            raise ValueError(
+                f"A key must have at most {LONGEST_KEY} bytes and a value {LONGEST_VALUE}, "
+                f"but they have {len(name)} and {len(value)} instead."
+            )
+        self._socket.settimeout(patience)
+        self._socket.sendall(_REQUEST.pack(what, len(name), len(value), seconds) + name + value)
+        status, length = _ANSWER.unpack(self._read(_ANSWER.size))
+        found = self._read(length)
+        return found if status == _FOUND else None
+
+    def _prove(self, secret: bytes) -> None:
+        greeting = self._read(len(_GREETING) + _CHALLENGE)
+        if not greeting.startswith(_GREETING):
+            raise ConnectionError("it speaks another language")
+        theirs, mine = greeting[len(_GREETING) :], secrets.token_bytes(_CHALLENGE)
+        self._socket.sendall(mine + _proof(secret, b"client", theirs, mine))
+        if not hmac.compare_digest(self._read(_DIGEST), _proof(secret, b"server", theirs, mine)):
+            raise ConnectionError("its proof is wrong")
+
+    def _read(self, length: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < length:
+            part = self._socket.recv(min(length - len(parts), 1 << 16))
+            if not part:
+                raise ConnectionError("it closed the connection")
+            parts += part
+        return bytes(parts)

@@ -1,0 +1,80 @@
+"""Functions for `dualdist.spawn`. They import nothing large, so that a test takes no longer than its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+__all__ = (
+    "Unsendable", "block", "describe", "end_with", "environment", "fail", "interrupt", "kill_itself",
+    "raise_unsendable", "return_unsendable", "train",
+)  # fmt: skip
+
+RANK = int(os.environ.get("DUALDIST_RANK", "0"))
+
+
+class Unsendable(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def describe(factor: int, text: bytes) -> tuple[int, int, int, bytes]:
+    return RANK, int(os.environ["DUALDIST_SIZE"]), RANK * factor, text
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def block() -> None:
+    signal.pause()
+
+
+def fail(rank: int) -> None:
+    if rank == RANK:
+        raise KeyError("the reason")
+    signal.pause()
+
+
+def kill_itself(rank: int) -> None:
+    if rank == RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def interrupt(parent: int) -> None:
+    if RANK == 1:
+        os.kill(parent, signal.SIGINT)
+    signal.pause()
+
+
+def end_with(code: int, hard: bool) -> str:
+    if RANK == 1:
+        if hard:
+            os._exit(code)
+        sys.exit(code)
+    return "returned"
+
+
+def raise_unsendable() -> None:
+    raise Unsendable(1, 2)
+
+
+def return_unsendable() -> Any:
+    return threading.Lock()
+
+
+def train(backend: str) -> tuple[Any, ...]:
+    import torch
+
+    import dualdist as hvd
+
+    hvd.init()
+    total = hvd.allreduce(torch.full((2,), hvd.rank() + 1.0), op=hvd.Sum)
+    assert hvd.backend_name() == backend
+    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.launcher_name(), total

@@ -1,0 +1,314 @@
+"""`dualdist run` for real: what the processes see, what they say, and how a job ends, here and over ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dualdist.cli import main
+from dualdist.launch import detect, processes
+
+from ..world import ROOT
+from .leftovers import Watched
+from .ssh import start_hosts
+
+STALE = {
+    "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "x",
+    "OMPI_COMM_WORLD_SIZE": "9", "PMIX_RANK": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "7",
+    "HOROVOD_RANK": "7", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "nowhere", "HOROVOD_CONTROLLER": "mpi",
+    "DUALDIST_COMPAT": "1", "DUALDIST_LAUNCHER": "spawn", "DUALDIST_RANK": "5",
+}  # fmt: skip
+"""What launchers around this one may have left."""
+
+FAMILY = """\
+import os, signal, subprocess, sys
+grandchild = subprocess.Popen([sys.executable, '-c',
+    "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
+grandchild.stdout.readline()
+os.write(1, b'%d %d\\n' % (os.getpid(), grandchild.pid))
+"""
+"""A process and a grandchild of the launcher that left the session; it tells of both."""
+
+STUBBORN = FAMILY.replace("os.setsid();", "os.setsid(); signal.signal(15, signal.SIG_IGN);")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How `dualdist run` ended; `said` is what each rank wrote, without the prefix, by (rank, stream)."""
+
+    code: int
+    output: bytes
+    errors: str
+
+    def said(self, rank: int, stream: str = "stdout") -> bytes:
+        text = self.output if stream == "stdout" else self.errors.encode(errors="surrogateescape")
+        lines = re.findall(rb"\[1,(\d+)\]<(\w+)>:([^\r\n]*(?:\r\n|\r|\n))", text)
+        return b"".join(line for who, which, line in lines if (int(who), which.decode()) == (rank, stream))
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """`dualdist run` in this process: importing torch anew would take most of the time."""
+
+    def started(*arguments: str) -> Ended:
+        code = main(["run", *arguments])
+        output, errors = capfdbinary.readouterr()
+        return Ended(code, output, errors.decode(errors="surrogateescape"))
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def ssh_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return start_hosts(tmp_path_factory.mktemp("ssh"))
+
+
+@pytest.fixture
+def hosts(ssh_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hostA and hostB can be reached."""
+    monkeypatch.setenv("DUALDIST_SSH", ssh_folder)
+
+
+def pids_of(ended: Ended) -> list[int]:
+    """Return the processes of which a FAMILY told."""
+    pids = [int(pid) for pid in re.findall(rb"\d+", re.sub(rb"\[1,\d\]", b"", ended.output))]
+    assert pids
+    return pids
+
+
+def python(source: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(source), *arguments]
+
+
+def test_every_process_is_told_who_it_is_and_nothing_of_outer_launchers(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in STALE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("KEPT", "yes")
+    ended = run("-np", "3", *python("import json, os; print(json.dumps(dict(os.environ)))"))
+    assert ended.code == 0, ended.errors
+    for rank in range(3):
+        env = json.loads(ended.said(rank))
+        launch = detect(env)
+        assert (launch.launcher, launch.rank, launch.size) == ("dualdist run", rank, 3)
+        assert (launch.local_rank, launch.local_size, launch.init_method) == (rank, 3, None)
+        assert env["KEPT"] == "yes" and env["DUALDIST_RENDEZVOUS"].startswith("127.0.0.1:")
+        assert not {name for name in STALE if not name.startswith("DUALDIST_")} & env.keys()
+        assert "DUALDIST_COMPAT" not in env
+
+
+def test_threads_are_shared_unless_the_user_has_said_how_many(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = python("import os; print(os.environ['OMP_NUM_THREADS'])")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert run("-np", "1", "--verbose", *show).said(0) == b"5\n"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    shared = max(1, len(os.sched_getaffinity(0)) // 2)
+    ended = run("-np", "2", "--verbose", *show)
+    assert (ended.said(0), ended.said(1)) == (b"%d\n" % shared,) * 2
+    assert f"OMP_NUM_THREADS={shared}" in ended.errors
+    assert run("-np", "2", *show).errors == ""
+
+
+def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    names = ("DUALDIST_BACKEND", "DUALDIST_TRANSPORT", "DUALDIST_INTERFACE", "A", "NCCL_IB_DISABLE")
+    ended = run(
+        "-np", "1", "--backend", "torch", "--gloo", "--network-interface", "lo", "--env", "A=b=c", "--tcp", "--",
+        *python(f"import os; print([os.environ.get(name) for name in {names}])"),
+    )  # fmt: skip
+    assert ended.said(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
+
+
+def test_output_is_passed_on_in_whole_lines_as_it_was_written(run: Run, tmp_path: Path) -> None:
+    source = """
+    import os, sys
+    rank = os.environ["DUALDIST_RANK"].encode()
+    for stream in (1, 2):
+        for number in range(300):
+            os.write(stream, b"%b:%d:" % (rank, number)); os.write(stream, b"\\xff\\n")
+        with open(stream, "wb", 0, closefd=False) as out:
+            out.write(b"x" * 300000 + b"\\n")
+        for part in (b" 1%\\r", b" 2%\\r", b"dos\\r", b"\\n", b"\\n", b"the end"):
+            os.write(stream, part)
+    """
+    ended = run("-np", "3", "--output", str(tmp_path / "out"), *python(source))
+    assert ended.code == 0
+    for rank in range(3):
+        lines = b"".join(b"%d:%d:\xff\n" % (rank, number) for number in range(300)) + b"x" * 300000 + b"\n"
+        for stream in ("stdout", "stderr"):
+            written = lines + b" 1%\r 2%\rdos\r\n\nthe end"
+            assert (tmp_path / "out" / f"rank.{rank}" / stream).read_bytes() == written
+            assert (
+                ended.said(rank, stream).replace(b"dos\r", b"dos\r\n").replace(b"\n\n\n", b"\n\n")
+                == written + b"\n"
+            )
+
+
+def test_ranks_of_output_folders_are_padded_and_old_output_goes(run: Run, tmp_path: Path) -> None:
+    for _ in range(2):
+        run("-np", "11", "--output-filename", str(tmp_path), "sh", "-c", "echo $DUALDIST_RANK")
+    assert {path.name for path in tmp_path.iterdir()} == {f"rank.{rank:02}" for rank in range(11)}
+    assert (tmp_path / "rank.10" / "stdout").read_text() == "10\n"
+    assert (tmp_path / "rank.10" / "stderr").read_text() == ""
+
+
+def test_a_command_that_does_not_exist_is_told_with_its_name(run: Run) -> None:
+    ended = run("-np", "2", "no-such-command")
+    assert ended.code == 127
+    assert ended.errors.count("\n") == 1 and "no-such-command" in ended.errors
+
+
+def test_a_death_by_signal_is_the_shells_exit_code(run: Run) -> None:
+    ended = run("-np", "2", "sh", "-c", "if [ $DUALDIST_RANK = 1 ]; then kill -SEGV $$; fi; exec sleep 1000")
+    assert ended.code == 128 + signal.SIGSEGV
+    assert ended.errors == "dualdist run: rank 1 on localhost was ended by SIGSEGV; ending the others.\n"
+
+
+def test_what_a_good_job_leaves_behind_is_ended(run: Run) -> None:
+    ended = run("-np", "1", *python(FAMILY))
+    assert ended.code == 0
+    assert Watched(pids_of(ended)).left(0) == []
+
+
+@pytest.mark.usefixtures("hosts")
+def test_the_first_failure_ends_every_process_on_every_host(run: Run) -> None:
+    source = STUBBORN + "if os.environ['DUALDIST_RANK'] == '2': sys.exit(3)\nsignal.pause()"
+    ended = run("-H", "localhost:1,hostA:1,hostB:1", *python(source))
+    assert ended.code == 3
+    assert ended.errors == "dualdist run: rank 2 on hostB ended with exit code 3; ending the others.\n"
+    assert Watched(pids_of(ended)).left(0) == []
+
+
+@pytest.mark.usefixtures("hosts")
+def test_names_and_values_arrive_as_they_are_and_the_secret_is_on_no_command_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = "a b'c\"$HOME`id`\\ \n*;&|<>!#~é\udcff"
+    folder = tmp_path / odd
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ODD", odd)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    source = """
+    import glob, os, sys
+    print(ascii([os.getcwd(), os.environ["ODD"], sys.argv[1], sys.executable, os.environ.get("CUDA_VISIBLE_DEVICES")]))
+    lines = [open(path, "rb").read() for path in glob.glob("/proc/[0-9]*/cmdline") if os.path.exists(path)]
+    assert any(b"ssh" in line for line in lines)
+    print(sum(os.environ["DUALDIST_SECRET"].encode() in line for line in lines))
+    """
+    for flags, devices in (((), None), (("--env", "CUDA_VISIBLE_DEVICES"), "3")):
+        ended = run("-H", "hostA:1", *flags, *python(source, odd))
+        assert ended.code == 0, ended.errors
+        told, secrets = ended.said(0).decode().splitlines()
+        assert told == ascii([str(folder), odd, odd, sys.executable, devices])
+        assert secrets == "0"
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(
+    ("host", "words"), [("closed", "the gate is shut"), ("silent", "silent"), ("nobody", "ssh")]
+)
+def test_a_host_that_cannot_be_reached_is_named(host: str, words: str, run: Run) -> None:
+    ended = run(
+        "-H", f"hostA:1,{host}:1", "--start-timeout", "8" if host != "silent" else "2", "sleep", "1000"
+    )
+    assert ended.code in (1, 255)
+    assert host in ended.errors and words in ended.errors
+    assert ended.errors.count("dualdist run:") == 1
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run) -> None:
+    source = FAMILY + (
+        "def parent(pid): return int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
+        "if os.environ['DUALDIST_RANK'] == '1': os.kill(parent(os.getppid()), 9)\n"
+        "signal.pause()\n"
+    )
+    ended = run("-H", "hostA:1,hostB:1", *python(source))
+    assert ended.code == 255
+    assert "hostB, with rank 1, is lost: the connection was lost" in ended.errors
+    assert Watched(pids_of(ended)).left() == []
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_host_that_hears_nothing_of_the_launcher_ends_its_processes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_BEAT_SECONDS", 1000.0)
+    ended = run("-H", "hostA:1", *python(FAMILY + "signal.pause()"))
+    assert ended.code != 0
+    assert Watched(pids_of(ended)).left() == []
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_every_process_on_every_host(number: signal.Signals, run: Run) -> None:
+    source = FAMILY + (
+        "if os.environ['DUALDIST_RANK'] == '1': os.kill(int(sys.argv[1]), int(sys.argv[2]))\nsignal.pause()\n"
+    )
+    ended = run("-H", "localhost:1,hostA:1", *python(source, str(os.getpid()), str(int(number))))
+    assert ended.code == 128 + number
+    assert f"dualdist run: received {number.name}; ending all processes.\n" in ended.errors
+    assert Watched(pids_of(ended)).left(0) == []
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_launcher_that_is_killed_leaves_nothing_running() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,hostA:1", *python(FAMILY + "signal.pause()")],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert launcher.stdout is not None
+        lines = [launcher.stdout.readline() for _ in range(2)]
+        family = Watched(int(pid) for line in lines for pid in line.partition(b">:")[2].split())
+        launcher.kill()
+        assert family.left() == []
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(
+    ("backend", "where", "six"),
+    [
+        ("torch", "hostA:2,localhost:1", ["0 3 0 2 0 2", "1 3 1 2 0 1", "2 3 0 1 1 2"]),
+        ("horovod", "localhost:1,hostA:1", ["0 2 0 1 0 2", "1 2 0 1 1 2"]),
+    ],
+)
+def test_several_hosts_join_one_world_on_every_engine(
+    backend: str, where: str, six: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    source = """
+    import torch, dualdist as hvd
+    hvd.init()
+    total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
+    six = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    print(*six, hvd.backend_name(), hvd.launcher_name(), total)
+    """
+    ended = run("-H", where, "--backend", backend, *python(source))
+    assert ended.code == 0, ended.errors
+    total = sum(range(1, len(six) + 1))
+    for rank, numbers in enumerate(six):
+        assert ended.said(rank).decode() == f"{numbers} {backend} dualdist run {total:.1f}\n"

@@ -1,0 +1,171 @@
+"""`dualdist.spawn` for real: results in order, the first failure raised here, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import dualdist as hvd
+from dualdist.errors import ConfigurationError, ProcessEndedError
+
+from ..world import ROOT
+from . import spawned
+from .leftovers import Watched
+
+SCRIPT = """\
+import os, signal, subprocess, sys
+
+def work():
+    grandchild = subprocess.Popen([sys.executable, "-c",
+        "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
+    grandchild.stdout.readline()
+    os.write(1, b"%d %d\\n" % (os.getpid(), grandchild.pid))
+    signal.pause()
+
+if __name__ == "__main__":
+    import dualdist  # here, so that the processes do without torch
+    dualdist.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_every_engine_joins_the_processes_to_one_world(backend: str) -> None:
+    results = hvd.spawn(
+        spawned.train, (backend,), 2, backend=backend, env={"OMP_NUM_THREADS": "1"}, timeout=100
+    )
+    for rank, (*numbers, total) in enumerate(results):
+        assert numbers == [rank, 2, rank, 2, "spawn"]
+        assert torch.equal(total, torch.tensor([3.0, 3.0]))
+
+
+def test_results_come_in_rank_order_whatever_their_size() -> None:
+    text = b"\xff" * 3_000_000
+    assert hvd.spawn(spawned.describe, (10, text), 3) == [(rank, 3, rank * 10, text) for rank in range(3)]
+
+
+def test_without_a_number_there_is_one_process_per_gpu_or_one() -> None:
+    assert len(hvd.spawn(spawned.describe, (1, b""))) == max(1, torch.cuda.device_count())
+
+
+def test_variables_are_set_before_the_processes_start_and_stay_out_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    assert hvd.spawn(spawned.environment, ("A",), 2, env={"A": "b c"}) == ["b c", "b c"]
+    assert hvd.spawn(spawned.environment, ("RANK",), 1) == [None]
+    assert hvd.spawn(spawned.environment, ("DUALDIST_BACKEND",), 1, backend="torch") == ["torch"]
+    assert "A" not in os.environ
+
+
+def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
+    with pytest.raises(KeyError, match="the reason") as caught:
+        hvd.spawn(spawned.fail, (1,), 3)
+    cause = str(caught.value.__cause__)
+    assert "Rank 1 of 3" in cause and 'raise KeyError("the reason")' in cause
+    assert "child.py" not in cause
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "code", "words"),
+    [
+        (spawned.kill_itself, (1,), -signal.SIGKILL, "was ended by SIGKILL before its function returned"),
+        (spawned.end_with, (3, False), 3, "ended with exit code 3 before"),
+        (spawned.end_with, (0, True), 0, "ended with exit code 0 before"),
+    ],
+)
+def test_a_death_without_an_exception_tells_rank_and_code(
+    function: object, args: tuple[object, ...], code: int, words: str
+) -> None:
+    with pytest.raises(ProcessEndedError, match=words) as caught:
+        hvd.spawn(function, args, 2)  # type: ignore[arg-type]
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+
+
+def test_leaving_by_sys_exit_without_a_code_returns_none() -> None:
+    assert hvd.spawn(spawned.end_with, (0, False), 2) == ["returned", None]
+
+
+def test_an_exception_that_cannot_be_sent_is_told_in_words() -> None:
+    with pytest.raises(ProcessEndedError, match=r"Rank 0 raised .*Unsendable: 1 and 2") as caught:
+        hvd.spawn(spawned.raise_unsendable, nprocs=1)
+    assert "Traceback" in str(caught.value.__cause__)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+    with pytest.raises(TypeError, match="lock"):
+        hvd.spawn(spawned.return_unsendable, nprocs=1)
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] still ran"):
+        hvd.spawn(spawned.block, nprocs=2, timeout=0.5)
+
+
+def test_what_cannot_be_sent_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    marker = tmp_path / "started"
+    with pytest.raises(ConfigurationError, match="lambda"):
+        hvd.spawn(lambda: marker.touch(), nprocs=1)
+    with pytest.raises(ConfigurationError, match="lock"):
+        hvd.spawn(spawned.describe, (1, threading.Lock()), 1)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nprocs": 0}, "nprocs"),
+        ({"nprocs": True}, "nprocs"),
+        ({"nprocs": 1.5}, "nprocs"),
+        ({"backend": "nothing"}, "backend"),
+        ({"transport": "nothing"}, "transport"),
+        ({"transport": "mpi"}, "mpirun"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_them(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        hvd.spawn(spawned.block, **options)  # type: ignore[arg-type]
+
+
+def test_an_interrupt_of_the_parent_ends_the_processes() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hvd.spawn(spawned.interrupt, (os.getpid(),), 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_parent_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert parent.stdout is not None
+        family = Watched(int(pid) for _ in range(2) for pid in parent.stdout.readline().split())
+        parent.kill()
+        assert family.left() == []
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+def test_a_script_without_a_guard_is_told_so_instead_of_starting_ever_more_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    (tmp_path / "script.py").write_text("import dualdist\ndualdist.spawn(print, nprocs=1)\n")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    with pytest.raises(RuntimeError, match="if __name__ == '__main__':"):
+        hvd.spawn(print, nprocs=1)

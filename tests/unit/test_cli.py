@@ -1,0 +1,139 @@
+"""The command line of `dualdist run`: horovodrun's, of which nothing is ignored."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from dualdist.cli import main, run
+from dualdist.cli.horovodrun import REFUSED, TUNING, Tuning, variables_of
+
+HOROVODRUN = """
+--version -v --num-proc -np --check-build -cb --disable-cache --start-timeout --network-interfaces --network-interface
+--output-filename --verbose --config-file --ssh-port -p --ssh-identity-file -i --fusion-threshold-mb --cycle-time-ms
+--cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
+--no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file
+--autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples
+--autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout
+--reset-limit --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles --no-timeline-mark-cycles
+--no-stall-check --stall-check --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds
+--mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args --num-nccl-streams --thread-affinity
+--gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp -prefix-timestamp
+--prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp --hosts -H --hostfile -hostfile
+--host-discovery-script --gloo --mpi --jsrun
+""".split()
+"""The options of horovodrun 0.28.1."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    run.add_arguments(made)
+    return made
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return parser().parse_args([*arguments, "command"])
+
+
+def test_every_option_of_horovodrun_is_known() -> None:
+    known = {flag for action in parser()._actions for flag in action.option_strings}
+    assert set(HOROVODRUN) <= known
+
+
+def test_the_recorded_options_are_those_of_the_installed_horovodrun() -> None:
+    found = importlib.util.find_spec("horovod")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("Horovod is not installed")
+    source = Path(next(iter(found.submodule_search_locations))) / "runner" / "launch.py"
+    recorded = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "add_argument"
+        ):
+            recorded |= {text.value for text in node.args if isinstance(text, ast.Constant)}
+    assert {name for name in recorded if str(name).startswith("-")} == set(HOROVODRUN)
+
+
+@pytest.mark.parametrize("flag", [flag for row in REFUSED for flag in row.flags])
+def test_an_option_that_cannot_be_kept_is_refused_by_name(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = next(row.arguments for row in REFUSED if flag in row.flags)
+    assert main(["run", "-np", "1", flag, *["1"] * count, "false"]) == 2
+    told = capsys.readouterr().err
+    assert f"`{flag}` cannot be kept" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        (["--fusion-threshold-mb", "32"], {"HOROVOD_FUSION_THRESHOLD": "33554432"}),
+        (["--cycle-time-ms", "2.5"], {"HOROVOD_CYCLE_TIME": "2.5"}),
+        (["--no-hierarchical-allreduce"], {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}),
+        (["--autotune", "--autotune-log-file", "a b"], {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "a b"}),
+        (["--log-level", "DEBUG"], {"HOROVOD_LOG_LEVEL": "DEBUG"}),
+        (["--timeline-filename", "t.json", "--timeline-mark-cycles"],
+         {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}),
+        (["--stall-check-warning-time-seconds", "5"],
+         {"DUALDIST_STALL_WARN_SECONDS": "5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}),
+        (["--stall-check-shutdown-time-seconds", "9"], {"DUALDIST_STALL_TIMEOUT_SECONDS": "9"}),
+        (["--stall-check-shutdown-time-seconds", "0"], {"DUALDIST_STALL_TIMEOUT_SECONDS": "31536000"}),
+        (["--tcp"], {"NCCL_IB_DISABLE": "1"}),
+    ],
+)  # fmt: skip
+def test_settings_become_the_variables_of_the_engine(arguments: list[str], variables: dict[str, str]) -> None:
+    assert variables_of(parsed(*arguments), "horovod") == (variables, [])
+
+
+def test_a_setting_of_horovod_alone_is_told_to_have_no_effect_on_torch() -> None:
+    args = parsed("--cycle-time-ms", "3", "--autotune", "--tcp")
+    assert variables_of(args, "torch") == ({"NCCL_IB_DISABLE": "1"}, ["--cycle-time-ms", "--autotune"])
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in TUNING if row.value not in (None, str)], ids=lambda row: row.dest
+)
+def test_a_value_out_of_range_is_refused_by_name(row: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-np", "1", "--backend", "horovod", f"{row.flags[0]}=-1", "false"]) == 2
+    assert row.flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-np", "1"], "COMMAND"),
+        (["true"], "-np"),
+        (["-np", "0", "true"], "-np"),
+        (["-np", "2", "-H", "localhost:1", "true"], "1 slots of localhost:1"),
+        (["-H", "a b:1", "true"], "'a b:1'"),
+        (["--hostfile", "/nowhere/hosts", "true"], "/nowhere/hosts"),
+        (["-np", "1", "--transport", "mpi", "true"], "mpirun"),
+        (["-np", "1", "--gloo", "--transport", "nccl", "true"], "--gloo"),
+        (["-np", "1", "--env", "NO_SUCH_VARIABLE", "true"], "NO_SUCH_VARIABLE"),
+        (["-np", "1", "--start-timeout", "0", "true"], "--start-timeout"),
+        (
+            ["-np", "1", "--timeline-mark-cycles", "--no-timeline-mark-cycles", "true"],
+            "cannot be given together",
+        ),
+        (["-H", "192.0.2.1:1", "--network-interface", "none0", "true"], "'none0'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_names_it(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+
+
+def test_an_unknown_option_and_an_abbreviation_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--frobnicate", "--verb"):
+        with pytest.raises(SystemExit):
+            main(["run", "-np", "1", option, "true"])
+        assert option in capsys.readouterr().err

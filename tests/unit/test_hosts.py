@@ -1,0 +1,89 @@
+"""Host lists and host files, and which rank runs where."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dualdist.errors import ConfigurationError
+from dualdist.launch.hosts import Host, Slot, assign, parse_hostfile, parse_hosts
+from dualdist.launch.remote import is_local, ssh_command
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1:4", [("node1", 4)]),
+        ("node1:4, node-2.example:2", [("node1", 4), ("node-2.example", 2)]),
+        ("10.0.0.1:1,[fe80::1]:2", [("10.0.0.1", 1), ("[fe80::1]", 2)]),
+        ("node1,me@node2:3", [("node1", 1), ("me@node2", 3)]),
+        ("node1:1,node2:1,node1:2", [("node1", 3), ("node2", 1)]),
+    ],
+)
+def test_a_host_list_is_names_and_slots(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert parse_hosts(text) == [Host(*host) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "node1:", "node1:two", "node1:-1", ":4", "a b:1", "-oProxyCommand=x:1", "a;b:1", "$(x):1", "a\nb"],
+)
+def test_what_is_no_host_name_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="-H") as caught:
+        parse_hosts(f"good:1,{text}")
+    assert repr(text) in str(caught.value)
+
+
+def test_host_files_of_horovodrun_open_mpi_and_mpich_are_read() -> None:
+    text = "# all nodes\nnode1 slots=4\n\nnode2 slots = 2 max_slots=8  # the small one\nnode3:3\r\n  node4\n"
+    assert parse_hostfile(text, "hosts") == [
+        Host("node1", 4), Host("node2", 2), Host("node3", 3), Host("node4", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["node2 slots=x", "node2 4", "node2 slots=4 color=3", "no/de slots=1"])
+def test_a_wrong_line_of_a_host_file_is_told_with_its_number(line: str) -> None:
+    with pytest.raises(ConfigurationError, match="hosts:2"):
+        parse_hostfile(f"node1 slots=1\n{line}\n", "hosts")
+
+
+def test_a_host_file_without_hosts_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="names none"):
+        parse_hostfile("# nothing\n", "hosts")
+
+
+def test_hosts_are_filled_in_order() -> None:
+    hosts = [Host("a", 2), Host("b", 2), Host("c", 4)]
+    assert assign(hosts, 5) == [
+        Slot(0, "a", 0, 2), Slot(1, "a", 1, 2), Slot(2, "b", 0, 2), Slot(3, "b", 1, 2), Slot(4, "c", 0, 1),
+    ]  # fmt: skip
+    assert assign(hosts, 1) == [Slot(0, "a", 0, 1)]
+
+
+def test_without_a_number_of_processes_all_slots_are_used() -> None:
+    assert [slot.host for slot in assign([Host("a", 1), Host("b", 0), Host("c", 2)], None)] == ["a", "c", "c"]
+
+
+@pytest.mark.parametrize("size", [0, -1, 4])
+def test_too_many_and_too_few_processes_are_errors(size: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"the 3 slots of a:2, b:1, but is") as caught:
+        assign([Host("a", 2), Host("b", 1)], size)
+    assert f"but is {size} instead" in str(caught.value)
+
+
+def test_this_machine_is_known_by_its_names_and_addresses() -> None:
+    for name in ("localhost", "127.0.0.1", "127.0.0.7", "[::1]", socket.gethostname()):
+        assert is_local(name)
+    assert not is_local("192.0.2.1")  # an address of no machine: RFC 5737
+
+
+def test_the_ssh_command_is_one_word_for_the_other_shell() -> None:
+    made = ssh_command(
+        "[fe80::1]", ["/a b/python", "-c", "print('$x')"], {"DUALDIST_SSH": "ssh -F 'my file'"},
+        port=22, identity="key", timeout=7,
+    )  # fmt: skip
+    assert made[:3] == ["ssh", "-F", "my file"]
+    assert made[-3:] == ["--", "fe80::1", """exec '/a b/python' -c 'print('"'"'$x'"'"')'"""]
+    assert ("-p", "22", "-i", "key") == tuple(made[-7:-3])
+    assert "BatchMode=yes" in made and "ConnectTimeout=7" in made

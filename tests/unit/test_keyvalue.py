@@ -1,0 +1,157 @@
+"""The key-value server: who holds the secret meets there, and nobody else gets or does anything."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dualdist.errors import ConfigurationError
+from dualdist.launch.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueServer, KeyValueStore
+
+SECRET = b"s" * 32
+PATIENCE = 0.3
+"""Seconds that the server gives a client here: tests wait for its end."""
+
+
+@pytest.fixture
+def server() -> Iterator[KeyValueServer]:
+    with KeyValueServer("127.0.0.1", SECRET, patience=PATIENCE) as server:
+        yield server
+
+
+def connected(server: KeyValueServer) -> KeyValueStore:
+    return KeyValueStore(server.host, server.port, SECRET)
+
+
+def stranger(server: KeyValueServer) -> socket.socket:
+    return socket.create_connection((server.host, server.port), timeout=20)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """Return everything that comes until the other end closes."""
+    received = b""
+    try:
+        while part := connection.recv(1 << 16):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_what_one_sets_another_gets(server: KeyValueServer) -> None:
+    with connected(server) as one, connected(server) as other:
+        one.set("a", b"\0\xff")
+        one.set("empty", b"")
+        assert (other.get("a", 0), other.get("empty", 0)) == (b"\0\xff", b"")
+        other.set("a", b"x" * LONGEST_VALUE)
+        assert one.get("a", 0) == b"x" * LONGEST_VALUE
+
+
+def test_get_waits_until_the_value_is_set(server: KeyValueServer) -> None:
+    got: list[bytes] = []
+    with connected(server) as one, connected(server) as other:
+        waiting = threading.Thread(target=lambda: got.append(other.get("late", 20)))
+        waiting.start()
+        one.set("other", b"no")
+        one.set("late", b"value")
+        waiting.join(20)
+    assert got == [b"value"]
+
+
+def test_get_of_what_nobody_sets_times_out_and_the_connection_stays_good(server: KeyValueServer) -> None:
+    with connected(server) as store:
+        for seconds in (0, 0.01):
+            with pytest.raises(TimeoutError, match="'never'"):
+                store.get("never", seconds)
+        store.set("a", b"1")
+        assert store.get("a", 0) == b"1"
+
+
+def test_a_wrong_secret_gets_nothing(server: KeyValueServer) -> None:
+    with pytest.raises(ConfigurationError, match="DUALDIST_SECRET"):
+        KeyValueStore(server.host, server.port, b"t" * 32)
+
+
+def test_a_server_without_the_secret_is_refused_by_the_client() -> None:
+    with KeyValueServer("127.0.0.1", SECRET) as honest, socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def relay() -> None:  # passes on the greeting, and lets everyone in
+            connection, _ = listener.accept()
+            with connection, stranger(honest) as real:
+                connection.sendall(real.recv(1 << 16))
+                connection.recv(1 << 16)
+                connection.sendall(bytes(32))
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        with pytest.raises(ConfigurationError, match="its proof is wrong"):
+            KeyValueStore("127.0.0.1", listener.getsockname()[1], SECRET)
+        thread.join(20)
+
+
+def test_a_client_that_answers_with_the_servers_own_words_is_not_let_in(server: KeyValueServer) -> None:
+    with stranger(server) as one, stranger(server) as other:
+        challenge = one.recv(1 << 16)[-32:]
+        other.recv(1 << 16)
+        other.sendall(challenge + bytes(32))
+        one.sendall(challenge + bytes(32))
+        assert (rest(one), rest(other)) == (b"", b"")
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 63], ids=["silence", "http", "short"]
+)
+def test_silence_and_garbage_end_and_hold_up_nobody(words: bytes, server: KeyValueServer) -> None:
+    with stranger(server) as other, connected(server) as store:
+        other.sendall(words)
+        store.set("a", b"1")
+        assert store.get("a", 0) == b"1"
+        greeting = rest(other)  # which ends, after the server's patience
+        assert len(greeting) == len(b"dualdist-kv-1\n") + 32
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        struct.pack("!cHId", b"S", LONGEST_KEY + 1, 0, 0),
+        struct.pack("!cHId", b"S", 1, LONGEST_VALUE + 1, 0),
+        struct.pack("!cHId", b"X", 1, 0, 0) + b"k",
+        struct.pack("!cHId", b"S", 1, 9, 0) + b"k",
+    ],
+    ids=["long key", "long value", "unknown", "half"],
+)
+def test_a_request_out_of_bounds_ends_its_connection_alone(request_: bytes, server: KeyValueServer) -> None:
+    with connected(server) as bad, connected(server) as good:
+        bad._socket.settimeout(20)
+        bad._socket.sendall(request_)
+        assert rest(bad._socket) == b""
+        good.set("a", b"1")
+        with pytest.raises(TimeoutError):
+            good.get("k", 0)
+
+
+def test_what_is_too_long_is_refused_before_it_is_sent(server: KeyValueServer) -> None:
+    with connected(server) as store:
+        with pytest.raises(ValueError, match=str(LONGEST_VALUE)):
+            store.set("a", bytes(LONGEST_VALUE + 1))
+        with pytest.raises(ValueError, match=str(LONGEST_KEY)):
+            store.get("a" * (LONGEST_KEY + 1), 0)
+        store.set("a", b"1")
+
+
+def test_the_server_listens_on_its_address_alone(server: KeyValueServer) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port), timeout=20)
+
+
+def test_a_closed_server_is_told_with_its_address(server: KeyValueServer) -> None:
+    with connected(server) as store:
+        server.close()
+        with pytest.raises(OSError):
+            store.get("a", 20)
+    with pytest.raises(ConfigurationError, match=f"127.0.0.1:{server.port}"):
+        KeyValueStore(server.host, server.port, SECRET)
