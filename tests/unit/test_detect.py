@@ -23,9 +23,15 @@ SRUN = {
     "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
 }  # fmt: skip
+OWN = {
+    "DUALDIST_RANK": "3", "DUALDIST_SIZE": "6", "DUALDIST_LOCAL_RANK": "1", "DUALDIST_LOCAL_SIZE": "2",
+}  # fmt: skip
+RUN = OWN | {"DUALDIST_LAUNCHER": "dualdist run"}
+SPAWN = OWN | {"DUALDIST_LAUNCHER": "spawn"}
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 ENV = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
 ROWS = {
+    "dualdist run": RUN, "spawn": SPAWN,
     "torchrun": TORCHRUN, "horovodrun": HOROVODRUN, "mpirun": MPIRUN, "srun": SRUN, "mpiexec": MPIEXEC, "env": ENV,
 }  # fmt: skip
 
