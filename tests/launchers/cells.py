@@ -54,7 +54,9 @@ def serve(address: str, key: str) -> None:
             child = os.fork()
             if child == 0:
                 os.close(reader)
-                if "TORCHELASTIC_RESTART_COUNT" in os.environ:  # its store keeps what an earlier attempt has written
+                if (
+                    "TORCHELASTIC_RESTART_COUNT" in os.environ
+                ):  # its store keeps what an earlier attempt has written
                     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
                 _do(task, writer)
                 sys.exit(0)
