@@ -61,9 +61,8 @@ class KeyValueServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._up = threading.Event()
-        threading.Thread(
-            target=lambda: asyncio.run(self._run()), name="dualdist-key-value", daemon=True
-        ).start()
+        self._thread = threading.Thread(target=self._work, name="dualdist-key-value", daemon=True)
+        self._thread.start()
         self._up.wait()
 
     def __enter__(self) -> KeyValueServer:
@@ -77,6 +76,13 @@ class KeyValueServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._loop = None
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            asyncio.run(self._run())
+        finally:
+            self._up.set()  # also when it could not start
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()

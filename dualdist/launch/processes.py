@@ -145,7 +145,8 @@ class Shim:
         assert self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
         self._outbox.put(self._first_words())
-        threading.Thread(target=self._send, name=f"dualdist-{spec.host}", daemon=True).start()
+        self._sender = threading.Thread(target=self._send, name=f"dualdist-{spec.host}", daemon=True)
+        self._sender.start()
 
     def _first_words(self) -> bytes:
         source = Path(shim.__file__).read_bytes()
@@ -200,6 +201,7 @@ class Shim:
             self.popen.kill()
             self.popen.wait()
         self._outbox.put(None)
+        self._sender.join()
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()

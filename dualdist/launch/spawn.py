@@ -86,8 +86,9 @@ def spawn_processes(
 
 
 def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    main = sys.modules.get("__main__")
-    if getattr(fn, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    typed = file is None or not os.path.exists(file)  # into a prompt, a notebook, or the standard input
+    if typed and getattr(fn, "__module__", None) == "__main__":
         raise ConfigurationError(
             f"`fn` must be a function that a fresh process can import, but {fn!r} was typed in instead. "
             "Write it into a module."
@@ -100,6 +101,8 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "Use a function at the top of a module, and hand over what can be copied."
         ) from error
     preparation = multiprocessing_spawn.get_preparation_data("dualdist")
+    if typed:
+        preparation.pop("init_main_from_path", None)
     preparation["authkey"] = bytes(preparation["authkey"])  # else it refuses to be pickled
     return pickle.dumps((preparation, work))
 
@@ -107,7 +110,9 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _argv(task: int, result: int) -> list[str]:
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing
     path = os.path.abspath(child.__file__)
-    code = "import sys;f=sys.argv[1];exec(compile(open(f,'rb').read(),f,'exec'))"
+    code = (
+        "import sys\nwith open(sys.argv[1], 'rb') as f: s = f.read()\nexec(compile(s, sys.argv[1], 'exec'))"
+    )
     return [sys.executable, *flags, "-c", code, path, str(task), str(result)]
 
 

@@ -36,9 +36,11 @@ import os, signal, subprocess, sys
 grandchild = subprocess.Popen([sys.executable, '-c',
     "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
 grandchild.stdout.readline()
-os.write(1, b'%d %d\\n' % (os.getpid(), grandchild.pid))
+with open(f"{os.environ['FAMILIES']}/{os.getpid()}", "w") as told:
+    told.write(str(grandchild.pid))
+print("up", flush=True)
 """
-"""A process and a grandchild of the launcher that left the session; it tells of both."""
+"""A process and a grandchild of the launcher that left the session; it tells of both in the folder FAMILIES."""
 
 STUBBORN = FAMILY.replace("os.setsid();", "os.setsid(); signal.signal(15, signal.SIG_IGN);")
 
@@ -58,6 +60,7 @@ class Ended:
 
 
 Run = Callable[..., Ended]
+Families = Callable[[], Watched]
 
 
 @pytest.fixture
@@ -83,11 +86,20 @@ def hosts(ssh_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUALDIST_SSH", ssh_folder)
 
 
-def pids_of(ended: Ended) -> list[int]:
-    """Return the processes of which a FAMILY told."""
-    pids = [int(pid) for pid in re.findall(rb"\d+", re.sub(rb"\[1,\d\]", b"", ended.output))]
-    assert pids
-    return pids
+@pytest.fixture
+def families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Families:
+    """Return what watches every process and grandchild of the FAMILY processes that have come up."""
+    folder = tmp_path / "families"
+    folder.mkdir()
+    monkeypatch.setenv("FAMILIES", str(folder))
+
+    def watched() -> Watched:
+        files = list(folder.iterdir())
+        assert files
+        told = [pid for file in files for pid in (file.name, file.read_text())]
+        return Watched(int(pid) for pid in told if pid)  # one may have ended while it wrote
+
+    return watched
 
 
 def python(source: str, *arguments: str) -> list[str]:
@@ -184,19 +196,18 @@ def test_a_death_by_signal_is_the_shells_exit_code(run: Run) -> None:
     assert ended.errors == "dualdist run: rank 1 on localhost was ended by SIGSEGV; ending the others.\n"
 
 
-def test_what_a_good_job_leaves_behind_is_ended(run: Run) -> None:
-    ended = run("-np", "1", *python(FAMILY))
-    assert ended.code == 0
-    assert Watched(pids_of(ended)).left(0) == []
+def test_what_a_good_job_leaves_behind_is_ended(run: Run, families: Families) -> None:
+    assert run("-np", "1", *python(FAMILY)).code == 0
+    assert families().left(0) == []
 
 
 @pytest.mark.usefixtures("hosts")
-def test_the_first_failure_ends_every_process_on_every_host(run: Run) -> None:
+def test_the_first_failure_ends_every_process_on_every_host(run: Run, families: Families) -> None:
     source = STUBBORN + "if os.environ['DUALDIST_RANK'] == '2': sys.exit(3)\nsignal.pause()"
     ended = run("-H", "localhost:1,hostA:1,hostB:1", *python(source))
     assert ended.code == 3
     assert ended.errors == "dualdist run: rank 2 on hostB ended with exit code 3; ending the others.\n"
-    assert Watched(pids_of(ended)).left(0) == []
+    assert families().left(0) == []
 
 
 @pytest.mark.usefixtures("hosts")
@@ -238,7 +249,7 @@ def test_a_host_that_cannot_be_reached_is_named(host: str, words: str, run: Run)
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run) -> None:
+def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run, families: Families) -> None:
     source = FAMILY + (
         "def parent(pid): return int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
         "if os.environ['DUALDIST_RANK'] == '1': os.kill(parent(os.getppid()), 9)\n"
@@ -247,42 +258,43 @@ def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run) -> None
     ended = run("-H", "hostA:1,hostB:1", *python(source))
     assert ended.code == 255
     assert "hostB, with rank 1, is lost: the connection was lost" in ended.errors
-    assert Watched(pids_of(ended)).left() == []
+    assert families().left() == []
 
 
 @pytest.mark.usefixtures("hosts")
 def test_a_host_that_hears_nothing_of_the_launcher_ends_its_processes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_SILENCE_SECONDS", 0.1)
     monkeypatch.setattr(processes, "_BEAT_SECONDS", 1000.0)
-    ended = run("-H", "hostA:1", *python(FAMILY + "signal.pause()"))
-    assert ended.code != 0
-    assert Watched(pids_of(ended)).left() == []
+    assert run("-H", "hostA:1", "sleep", "1000").code != 0
 
 
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_ends_every_process_on_every_host(number: signal.Signals, run: Run) -> None:
+def test_a_signal_to_the_launcher_ends_every_process_on_every_host(
+    number: signal.Signals, run: Run, families: Families
+) -> None:
     source = FAMILY + (
         "if os.environ['DUALDIST_RANK'] == '1': os.kill(int(sys.argv[1]), int(sys.argv[2]))\nsignal.pause()\n"
     )
     ended = run("-H", "localhost:1,hostA:1", *python(source, str(os.getpid()), str(int(number))))
     assert ended.code == 128 + number
     assert f"dualdist run: received {number.name}; ending all processes.\n" in ended.errors
-    assert Watched(pids_of(ended)).left(0) == []
+    assert families().left(0) == []
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_launcher_that_is_killed_leaves_nothing_running() -> None:
+def test_a_launcher_that_is_killed_leaves_nothing_running(families: Families) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,hostA:1", *python(FAMILY + "signal.pause()")],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
         assert launcher.stdout is not None
-        lines = [launcher.stdout.readline() for _ in range(2)]
-        family = Watched(int(pid) for line in lines for pid in line.partition(b">:")[2].split())
+        for _ in range(2):  # both are up
+            launcher.stdout.readline()
+        family = families()
         launcher.kill()
         assert family.left() == []
     finally:

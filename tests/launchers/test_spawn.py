@@ -118,6 +118,21 @@ def test_what_cannot_be_sent_is_an_error_before_anything_starts(tmp_path: Path) 
     assert not marker.exists()
 
 
+def test_a_function_that_was_typed_in_is_told_to_go_into_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(spawned.block, "__module__", "__main__")
+    with pytest.raises(ConfigurationError, match="typed in"):
+        hvd.spawn(spawned.block, nprocs=1)
+    assert hvd.spawn(spawned.describe, (1, b""), 1) == [(0, 1, 0, b"")]
+
+
+def test_no_thread_and_no_open_file_is_left_here() -> None:
+    hvd.spawn(spawned.describe, (1, b""), 1)
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    hvd.spawn(spawned.describe, (1, b""), 2)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
