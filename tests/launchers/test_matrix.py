@@ -177,4 +177,3 @@ def test_one_process_and_uneven_nodes(trial: tuple[list[Told], str], cell: tuple
 def test_every_launcher_and_engine_has_its_cell() -> None:
     assert EXPECTED.keys() | OTHER_SIZES.keys() == STARTS.keys()
     assert all(len(row) == len(ENGINES) for row in EXPECTED.values())
-    assert COMING <= EXPECTED.keys()
