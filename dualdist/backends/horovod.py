@@ -204,7 +204,7 @@ class HorovodBackend(Backend):
         used, cls._launchers_server_used = cls._launchers_server_used, True
         if launch.elastic:  # the launcher prepares its server for the new world
             return False
-        return launch.size > 1 and (used or not cls.can_start(launch, env))
+        return (launch.size > 1 or transport == "gloo") and (used or not cls.can_start(launch, env))
 
     @classmethod
     def _check_build(cls) -> None:

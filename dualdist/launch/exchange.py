@@ -98,9 +98,13 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contex
 def _gather_through_store(
     launch: Launch, store: KeyValueStore, timeout: float, told: contextlib.ExitStack
 ) -> Gather:
+    def remove(key: str) -> None:
+        with contextlib.suppress(OSError):  # rank 0 serves the store itself, and has closed it
+            store.set(key, b"")
+
     def tell(key: str, text: str) -> None:
         store.set(key, text.encode())
-        told.callback(store.set, key, b"")
+        told.callback(remove, key)
 
     def get(key: str) -> str:
         try:

@@ -233,12 +233,16 @@ class Shim:
         self.words = (self.words + data)[-_CHUNK:]
         return bool(data)
 
+    def said(self) -> str:
+        """Return in one line what ssh said."""
+        return "; ".join(self.words.decode(errors="replace").splitlines()).strip("; ")
+
     def _why_lost(self) -> str:
         """Return how the host was lost."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_LAST_WORDS_SECONDS)
         self.hear()
-        said = "; ".join(self.words.decode(errors="replace").split("\n")).strip("; \r")
+        said = self.said()
         happened = "the connection was lost" if self.greeted else "it could not be reached"
         return f"{happened}: {said}" if said else happened
 

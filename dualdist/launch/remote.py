@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,13 @@ def ssh_command(
 
     DUALDIST_SSH in `env` replaces the `ssh` in front, such as "ssh -F file". Passwords are never asked for; whether an
     unknown host key is accepted is left to the user's configuration, since the job's secret goes over the connection.
+    Raises ConfigurationError when there is no ssh.
     """
+    if shutil.which(_ssh(env)[0]) is None:
+        raise ConfigurationError(
+            f"{_ssh(env)[0]!r} must be installed to reach {host!r}, but is not found. Install OpenSSH's client, "
+            "or set DUALDIST_SSH."
+        )
     options = ["-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeout}"]
     options += ["-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]
     options += ["-p", str(port)] if port is not None else []

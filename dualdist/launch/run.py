@@ -7,6 +7,7 @@ of them; a second one kills them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -21,7 +22,7 @@ from .environment import exportable, process_variables, without_launchers
 from .hosts import Host, Slot, assign
 from .keyvalue import KeyValueServer
 from .lines import Output
-from .processes import BOOTSTRAP, LOST, Crew, Event, Process, Spec, ending
+from .processes import BOOTSTRAP, LOST, Crew, Event, Process, Shim, Spec, ending
 from .remote import address_towards, is_local, ssh_command
 from .shim import ENDED, STARTED, STDERR, STDOUT
 
@@ -93,7 +94,7 @@ def _specs(
         if host in remote:
             command = ssh_command(
                 host, BOOTSTRAP, env, port=options.ssh_port, identity=options.ssh_identity,
-                timeout=max(1, int(options.start_timeout)),
+                timeout=max(1, int(options.start_timeout) - 1),
             )  # fmt: skip
         kept = exportable(ours) if host in remote else ours
         specs.append(Spec(host, command, processes, kept | dict(options.variables), host not in remote))
@@ -114,15 +115,20 @@ class _Job:
         self._crew.watch(self._signals.reader, self._take_signals)
         start = time.monotonic() + self._options.start_timeout
         while self._left and self._crew.patience() > 0:
-            silent = [shim.spec.host for shim in self._crew.shims if not shim.greeted]
-            limit = start - time.monotonic() if silent and self._code is None else float("inf")
+            silent = [shim for shim in self._crew.shims if not shim.greeted]
+            limit = start - time.monotonic() if silent and self._code is None else math.inf
             if limit <= 0:
-                seconds = f"{self._options.start_timeout:g} s"
-                self._fail(1, f"{', '.join(silent)} did not answer within {seconds}; see --start-timeout")
+                self._give_up(silent)
                 continue
             for event in self._crew.wait(min(limit, self._crew.patience())):
                 self._note(event)
         return self._code or 0
+
+    def _give_up(self, silent: Sequence[Shim]) -> None:
+        names = ", ".join(shim.spec.host for shim in silent)
+        words = "; ".join(filter(None, (shim.said() for shim in silent)))
+        seconds = f"{self._options.start_timeout:g} s (see --start-timeout)"
+        self._fail(1, f"{names} did not answer within {seconds}{f': {words}' if words else ''}")
 
     def _note(self, event: Event) -> None:
         if event.kind in (STDOUT, STDERR):

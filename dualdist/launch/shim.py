@@ -111,7 +111,8 @@ class Shim:
                 pass_fds=process["fds"], preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
             )  # fmt: skip
         except (OSError, ValueError) as error:  # ValueError: a null byte
-            self._tell(ENDED, index, {"code": 127, "time": time.monotonic(), "error": str(error)})
+            code = 126 if isinstance(error, PermissionError) else 127  # as in a shell
+            self._tell(ENDED, index, {"code": code, "time": time.monotonic(), "error": _told(error)})
             return
         self._running[child.pid] = (index, child)
         self._pipes[index] = []
@@ -229,6 +230,12 @@ def _descendants() -> set[int]:
         level = {pid for pid, parent in parents.items() if parent in level} - found
         found |= level
     return found
+
+
+def _told(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {os.fsdecode(error.filename)}"
+    return str(error)
 
 
 def _bytes(text: str) -> bytes:

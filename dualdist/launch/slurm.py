@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import socket
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 
@@ -22,7 +24,7 @@ __all__ = ("first_host", "meet", "tells_first_host")
 
 _NODES = "SLURM_STEP_NODELIST"
 _LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8  # below what Linux hands out by itself
-_KNOCK_SECONDS, _POLL_SECONDS = 3.0, 0.1
+_KNOCK_SECONDS, _POLL_SECONDS, _ASK_SECONDS = 3.0, 0.1, 10.0
 
 
 def tells_first_host(env: Mapping[str, str]) -> bool:
@@ -53,8 +55,26 @@ def meet(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyValue
             port = _serve([LOOPBACK, *candidates(env)], ports, secret, stack)
             yield stack.enter_context(KeyValueStore(LOOPBACK, port, secret))
         else:
-            host = LOOPBACK if env.get("SLURM_NODEID") == "0" else first_host(env[_NODES])
+            host = LOOPBACK if env.get("SLURM_NODEID") == "0" else _address(first_host(env[_NODES]))
             yield stack.enter_context(_find(host, ports, secret, timeout))
+
+
+def _address(node: str) -> str:
+    """Return what stands for `node`: its name, or where Slurm itself finds it when the name is Slurm's alone."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(node)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(
+            ["scontrol", "show", "node", node],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+        )
+        found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+        if found:
+            return found[1]
+    return node
 
 
 def _serve(hosts: list[str], ports: list[int], secret: bytes, stack: contextlib.ExitStack) -> int:

@@ -172,7 +172,10 @@ def test_ranks_of_output_folders_are_padded_and_old_output_goes(run: Run, tmp_pa
 def test_a_command_that_does_not_exist_is_told_with_its_name(run: Run) -> None:
     ended = run("-np", "2", "no-such-command")
     assert ended.code == 127
-    assert ended.errors.count("\n") == 1 and "no-such-command" in ended.errors
+    assert ended.errors == (
+        "dualdist run: rank 0 on localhost could not be started: "
+        "No such file or directory: no-such-command; ending the others.\n"
+    )
 
 
 def test_a_death_by_signal_is_the_shells_exit_code(run: Run) -> None:

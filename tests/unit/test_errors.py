@@ -16,6 +16,7 @@ PARENTS = {
     errors.CollectiveMismatchError: (errors.HorovodInternalError,),
     errors.StallError: (errors.HorovodInternalError,),
     errors.HostsUpdatedInterrupt: (RuntimeError,),
+    errors.ProcessEndedError: (RuntimeError,),
 }
 
 
