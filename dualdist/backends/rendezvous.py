@@ -80,7 +80,10 @@ def _own_part(store: dist.Store) -> dist.Store:
 
 def _first_meeting(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> Meeting:
     if launch.init_method is not None:
-        return _located(_rendezvous(launch, timeout), launch, env)
+        store = _rendezvous(launch, timeout)
+        # torchrun's store outlives a program: another one in the same job has keys of its own.
+        program = store.add(f"dualdist/programs/{launch.rank}", 1)
+        return _located(dist.PrefixStore(f"dualdist/program{program}", store), launch, env)
     served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:

@@ -9,7 +9,6 @@ started only once in a launch, wherever.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import select
@@ -45,7 +44,7 @@ def serve(address: str, key: str) -> None:
 
     assert not dualdist.is_initialized()
     with Client(address, authkey=key.encode()) as connection:
-        for attempt in itertools.count():
+        while True:
             try:
                 task = connection.recv()
             except EOFError:
@@ -54,10 +53,6 @@ def serve(address: str, key: str) -> None:
             child = os.fork()
             if child == 0:
                 os.close(reader)
-                if (
-                    "TORCHELASTIC_RESTART_COUNT" in os.environ
-                ):  # its store keeps what an earlier attempt has written
-                    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
                 _do(task, writer)
                 sys.exit(0)
             os.close(writer)

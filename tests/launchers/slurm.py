@@ -86,6 +86,11 @@ class Slurm:
         )  # fmt: skip
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    @staticmethod
+    def free_port() -> int:
+        """Return a port that is free now."""
+        return _free_ports(1)[0]
+
     def logs(self) -> str:
         """Return the last lines of every server."""
         return "\n".join(

@@ -124,7 +124,7 @@ def test_launchers_join_two_uneven_hosts(trial: tuple[list[Told], str], cell: tu
         assert (one["runs"], one["sum"], one["ended"]) == (engine, 111, 0), output
     others = {peer for one in told for peer in one["peers"] if not peer.startswith("127.")}
     networks = {name for name, subnet in SUBNETS.items() if any(peer.startswith(subnet) for peer in others)}
-    assert networks == {interface or "net0"}
+    assert networks | {"net0"} == {"net0", interface or "net0"}  # torchrun itself is always reached over net0
 
 
 @pytest.mark.parametrize("cell", CUT, ids=" with ".join)
