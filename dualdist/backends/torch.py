@@ -30,7 +30,7 @@ _OPS = {
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
-_TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "dualdist_mpi"}
+_TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "mpi4py"}
 """transport -> torch's name for it; tensors on the CPU always have a way."""
 
 _MPI_MARKS = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}
@@ -123,9 +123,7 @@ class TorchBackend(Backend):
     ) -> TorchBackend:
         timeout = timedelta(seconds=settings.stall_timeout_seconds)
         if cls.is_running():
-            running = (
-                "nccl" if "nccl" in dist.get_backend() else "mpi" if "mpi" in dist.get_backend() else "gloo"
-            )
+            running = next((name for name in ("nccl", "mpi") if name in dist.get_backend()), "gloo")
             if transport not in (None, running):
                 raise ConfigurationError(
                     f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."

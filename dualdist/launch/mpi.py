@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ("broadcast_address", "is_failing", "library", "world_size")
+__all__ = ("broadcast_address", "is_failing", "library", "local_size", "world_size")
 
 
 @functools.cache
@@ -58,13 +59,29 @@ def _finalize_unless_failed(library: Any) -> None:
         leave(code)
 
     sys.excepthook, sys.exit = noting_hook, noting_exit
-    atexit.register(lambda: None if _failures or library.Is_finalized() else library.Finalize())
+    process = os.getpid()
+
+    def finalize() -> None:
+        if os.getpid() == process and not _failures and not library.Is_finalized():  # a fork leaves MPI alone
+            library.Finalize()
+
+    atexit.register(finalize)
 
 
 def world_size() -> int:
     """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
     mpi = library()
     return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
+
+
+def local_size() -> int:
+    """Return how many processes of MPI's world share this one's node. Collective over MPI's world."""
+    mpi: Any = library()
+    neighbours = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    try:
+        return int(neighbours.Get_size())
+    finally:
+        neighbours.Free()
 
 
 def broadcast_address(host: str, serve: Callable[[str], int]) -> tuple[str, int]:
