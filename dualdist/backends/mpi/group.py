@@ -5,7 +5,7 @@ c10d renamed some of its methods in torch 2.14 (`_allgather_base` is `all_gather
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -37,6 +37,8 @@ class ProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
         self._gathered: list[Work] | None = None
         """The works since `_start_coalescing`."""
+        self.unsettled = False
+        """Whether MPI may still be at work on what was given up: then the communicator must stay."""
         progress.enter(self)
 
     def __str__(self) -> str:
@@ -77,8 +79,8 @@ class ProcessGroup(dist.ProcessGroup):
         line, self._line = self._line, None
         if line is None or progress.forked:
             return
-        settled = progress.leave(self)
-        if settled and not mpi.is_failing():
+        progress.leave(self)
+        if not self.unsettled and not mpi.is_failing():
             with progress.calls:
                 line.comm.Free()
 
@@ -110,9 +112,8 @@ class ProcessGroup(dist.ProcessGroup):
             Work(what, self, requests, steps, finish=None, result=[]).give_up("its start failed")
             raise RuntimeError(f"MPI: {what} failed on {self}: {error}.") from error
         ends = [step.finish for step in steps if step.finish is not None]
-        finish = (lambda: [end() for end in ends]) if len(ends) > 1 else ends[0] if ends else None
-        requests.reverse()  # the first to end is tested first
-        work = Work(what, self, requests, steps, finish=finish, result=result, **options)
+        requests.reverse()  # they are tested from the last to the first
+        work = Work(what, self, requests, steps, finish=_together(ends), result=result, **options)
         progress.add(work)
         if self._gathered is not None:
             self._gathered.append(work)
@@ -138,7 +139,7 @@ class ProcessGroup(dist.ProcessGroup):
         line, op = self._open, _op(opts)
         return self._start("allreduce", [line.allreduce(tensor, op) for tensor in tensors], tensors)
 
-    allreduce_coalesced = allreduce  # type: ignore[assignment]
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
         return self._start("reduce", [self._open.reduce(tensors[0], _op(opts), opts.rootRank)], tensors)
@@ -156,12 +157,12 @@ class ProcessGroup(dist.ProcessGroup):
         ]
         return self._start("reduce_scatter", steps, outputs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
         return self._start("broadcast", [self._open.broadcast(tensors[0], opts.rootRank)], tensors)
@@ -171,12 +172,12 @@ class ProcessGroup(dist.ProcessGroup):
         steps = [line.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._start("allgather", steps, outputs)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor])
 
-    _allgather_base = all_gather_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         line = self._open
@@ -197,11 +198,11 @@ class ProcessGroup(dist.ProcessGroup):
         _check_number("outputs", rows, line.size if line.rank == opts.rootRank else 0)
         return self._start("gather", [line.gather(rows, tensors[0], opts.rootRank)], rows)
 
-    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Work:
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         is_root = self._rank == opts.rootRank
-        return self.gather([list(output.view(self._size, -1))] if is_root else [], [tensor], opts)
+        return self.gather([list(output.chunk(self._size))] if is_root else [], [tensor], opts)
 
-    gather_into_tensor = gather_single
+    gather_into_tensor = gather_single  # type: ignore[assignment]
 
     def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any) -> Work:  # type: ignore[override]
         line = self._open
@@ -211,12 +212,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
-    ) -> Work:  # type: ignore[override]  # fmt: skip
+    ) -> Work:  # fmt: skip
         return self._start("alltoall", [self._open.alltoall(output, tensor, received, sent)], [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
-    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
         line = self._open
         _check_number("outputs", outputs, line.size)
         _check_number("inputs", tensors, line.size)
@@ -240,6 +241,17 @@ class ProcessGroup(dist.ProcessGroup):
         status = mpi.library().Status()  # type: ignore[union-attr]
         step = self._open.recv(tensors[0], source, tag, status)
         return self._start(what, [step], tensors, status=status, expires=False)
+
+
+def _together(ends: list[Callable[[], None]]) -> Callable[[], None] | None:
+    if len(ends) < 2:
+        return ends[0] if ends else None
+
+    def end() -> None:
+        for one in ends:
+            one()
+
+    return end
 
 
 def _op(opts: Any) -> Any:

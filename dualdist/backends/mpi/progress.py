@@ -72,15 +72,14 @@ class Progress:
             atexit.register(self.stop)  # handlers run from the last to the first: before MPI is finalized
         self._owners.add(owner)
 
-    def leave(self, owner: object) -> bool:
-        """Give up what `owner` has under way, and end the thread with the last owner. Return whether nothing was."""
-        left = [work for work in list(self._pending) if work.owner is owner and not work.poll()]
-        for work in left:
-            work.give_up("its process group was destroyed")
+    def leave(self, owner: object) -> None:
+        """Give up what `owner` has under way, and end the thread with the last owner."""
+        for work in list(self._pending):
+            if work.owner is owner and not work.poll():
+                work.give_up("its process group was destroyed")
         self._owners.discard(owner)
         if not self._owners:
             self.stop()
-        return not left
 
     def add(self, work: Pending) -> None:
         self._pending[work] = None
@@ -148,7 +147,8 @@ class Progress:
             self._quiet = 0
             return 0.0
         self._quiet += 1
-        return min(_LONG_SECONDS, _SHORT_SECONDS * 2 ** max(0, (self._quiet - _QUICK_TESTS) // 4))
+        growth = max(0, self._quiet - _QUICK_TESTS) / 4
+        return min(_LONG_SECONDS, _SHORT_SECONDS * float(2.0 ** min(growth, 10.0)))
 
     def _before_fork(self) -> None:
         """Have no thread inside MPI while the memory is copied; a future's callback is not waited for long."""

@@ -38,8 +38,9 @@ class Line:
         self.comm = communicator
         self.rank = int(communicator.Get_rank())
         self.size = int(communicator.Get_size())
-        self._mpi: Any = mpi.library()
-        self.own_tag = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB))
+        library: Any = mpi.library()
+        self._mpi = library
+        self.own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB))
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> Step:
         how = reduction(tensor.dtype, op)

@@ -109,6 +109,7 @@ class Work(dist.Work):
             if self._ended:
                 return
             _unfinished.append((self._requests, self._kept))
+            self.owner.unsettled = True
             self._end(problem)
         self._tell()
 

@@ -1,0 +1,390 @@
+"""The process group over mpi4py under torch.distributed's own functions. Expected values are computed by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ..world import everywhere
+
+pytestmark = pytest.mark.engines("torch-mpi")
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOVED = (*FLOATS, *COMPLEX, *WHOLE, torch.bool, torch.float8_e4m3fn)
+
+NUMBERS: dict[Any, Callable[[int, int], int]] = {
+    dist.ReduceOp.SUM: operator.add,
+    dist.ReduceOp.PRODUCT: operator.mul,
+    dist.ReduceOp.MIN: min,
+    dist.ReduceOp.MAX: max,
+}
+BITS: dict[Any, Callable[[int, int], int]] = {
+    dist.ReduceOp.BAND: operator.and_,
+    dist.ReduceOp.BOR: operator.or_,
+    dist.ReduceOp.BXOR: operator.xor,
+}
+
+
+@contextlib.contextmanager
+def pieces_of(num_bytes: int) -> Iterator[None]:
+    """Send in pieces of so many bytes, as messages over the limit of MPI's counts are."""
+    from dualdist.backends.mpi import buffers
+
+    before, buffers.LARGEST_BYTES = buffers.LARGEST_BYTES, num_bytes
+    try:
+        yield
+    finally:
+        buffers.LARGEST_BYTES = before
+
+
+pieces = pytest.mark.parametrize("largest", [1 << 30, 24], ids=["whole", "pieces"])
+
+
+def mine(rank: int, count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return what `rank` puts in: numbers that differ by rank and place, and fit every dtype."""
+    return torch.tensor([(3 * rank + place) % 5 + 1 for place in range(count)]).to(dtype)
+
+
+def combined(function: Callable[[int, int], int], count: int, dtype: torch.dtype) -> torch.Tensor:
+    columns = zip(*(mine(rank, count).int().tolist() for rank in range(dist.get_world_size())), strict=True)
+    return torch.tensor([reduce(function, column) for column in columns]).to(dtype)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit; not every dtype can be compared."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found, wanted)
+    found, wanted = found.resolve_conj().contiguous().view(-1), wanted.resolve_conj().contiguous().view(-1)
+    return torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pieces
+@everywhere
+def test_allreduce_combines_every_dtype_by_every_operation(largest: int) -> None:
+    with pieces_of(largest):
+        for ops, dtypes in ((NUMBERS, (*FLOATS, *WHOLE)), (BITS, WHOLE)):
+            for op, function in ops.items():
+                for dtype in dtypes:
+                    tensor = mine(dist.get_rank(), 11, dtype)
+                    dist.all_reduce(tensor, op)
+                    assert same(tensor, combined(function, 11, dtype)), (op, dtype)
+        for dtype in COMPLEX:
+            tensor = mine(dist.get_rank(), 11, dtype) * 1j
+            dist.all_reduce(tensor)
+            assert same(tensor, combined(operator.add, 11, dtype) * 1j)
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_averages_divide_and_small_floats_are_rounded_once() -> None:
+    for dtype in (*FLOATS, *COMPLEX):
+        tensor = torch.tensor([1.0, 2.0, 6.0]).to(dtype) * (dist.get_rank() + 1)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        assert same(tensor, torch.tensor([2.0, 4.0, 12.0]).to(dtype))
+    whole = torch.tensor([-1 - dist.get_rank(), 5])
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    assert whole.tolist() == [-2, 5]
+    odd = torch.tensor([-1 if dist.get_rank() else 0])  # -2 / 3
+    dist.all_reduce(odd, dist.ReduceOp.AVG)
+    assert odd.tolist() == [0]
+    half = torch.tensor([256.0 if dist.get_rank() == 0 else 1.0]).to(
+        torch.bfloat16
+    )  # 256 + 1 is 256 in bfloat16
+    dist.all_reduce(half)
+    assert half.tolist() == [258.0]
+
+
+@everywhere
+def test_truth_values_are_combined_as_truth_values() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for op, wanted in (
+        (dist.ReduceOp.SUM, [True, True, False]),
+        (dist.ReduceOp.MAX, [True, True, False]),
+        (dist.ReduceOp.PRODUCT, [True, False, False]),
+        (dist.ReduceOp.BXOR, [size % 2 == 1, True, False]),
+    ):
+        tensor = torch.tensor([True, rank == 0, False])
+        dist.all_reduce(tensor, op)
+        assert tensor.tolist() == wanted and tensor.view(torch.uint8).max() == 1
+
+
+@everywhere
+def test_what_mpi_cannot_combine_is_refused_and_the_next_call_works() -> None:
+    for dtype, op in (
+        (torch.float32, dist.ReduceOp.BAND),
+        (torch.bool, dist.ReduceOp.AVG),
+        (torch.float32, dist._make_nccl_premul_sum(2.0)),
+    ):
+        with pytest.raises(RuntimeError, match="over MPI must be one of SUM, .* instead"):
+            dist.all_reduce(torch.ones(2).to(dtype), op)
+    with pytest.raises(RuntimeError, match="must be dense and on the CPU"):
+        dist.broadcast(torch.ones(2, device="meta"), 0)
+    with pytest.raises(RuntimeError, match="must take 8 bytes, but takes 4"):
+        dist.group.WORLD._allgather_base(torch.ones(1), torch.ones(2).repeat(2)[: 2 // dist.get_world_size()])  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="`tag` must be at least 0"):
+        dist.isend(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=-1)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()]
+
+
+@everywhere
+def test_every_memory_layout_is_read_and_written() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(12.0).view(3, 4) * (rank + 1)
+    total = size * (size + 1) / 2
+    for view in (whole.clone().t(), torch.stack([whole, whole], 2)[:, :, 1], whole.clone()[:, ::2], torch.tensor(5.0), torch.ones(0)):  # fmt: skip
+        wanted = view / (rank + 1) * total if view.dim() else torch.tensor(5.0 * size)
+        dist.all_reduce(view)
+        assert torch.equal(view, wanted)
+    root = size - 1
+    view = whole.clone().t()
+    dist.broadcast(view, root)
+    assert torch.equal(view, torch.arange(12.0).view(3, 4).t() * size)
+    output = torch.empty(4, 3 * size).t()
+    dist.all_gather_into_tensor(output, whole)
+    assert torch.equal(output, torch.cat([torch.arange(12.0).view(3, 4) * (k + 1) for k in range(size)]))
+    conjugate = torch.tensor([1 + 2j]).conj()
+    dist.broadcast(conjugate, 0)
+    assert conjugate.tolist() == [1 - 2j]
+    with torch.inference_mode():
+        inferred = torch.ones(3, dtype=torch.bfloat16)
+        dist.all_reduce(inferred)
+    assert inferred.tolist() == [float(size)] * 3
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        dist.all_reduce(leaf)
+    assert leaf.tolist() == [float(size)] * 2
+
+
+@pieces
+@everywhere
+def test_every_dtype_is_moved_by_every_collective(largest: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    root = size - 1
+    with pieces_of(largest):
+        for dtype in MOVED:
+            all_of_them = [mine(k, 7, dtype) for k in range(size)]
+            tensor = mine(rank, 7, dtype)
+            dist.broadcast(tensor, root)
+            assert same(tensor, all_of_them[root])
+            rows = [torch.zeros(7).to(dtype) for _ in range(size)]
+            dist.all_gather(rows, all_of_them[rank])
+            assert all(map(same, rows, all_of_them))
+            output = torch.zeros(7 * size).to(dtype)
+            dist.all_gather_into_tensor(output, all_of_them[rank])
+            assert same(output, torch.cat(all_of_them))
+            rows = [torch.zeros(7).to(dtype) for _ in range(size)]
+            dist.gather(all_of_them[rank], rows if rank == root else None, root)
+            assert all(map(same, rows, all_of_them)) == (rank == root)
+            tensor = torch.zeros(7).to(dtype)
+            dist.scatter(tensor, all_of_them if rank == root else None, root)
+            assert same(tensor, all_of_them[rank])
+            output = torch.zeros(7 * size).to(dtype)
+            dist.all_to_all_single(output, torch.cat([mine(rank + k, 7, dtype) for k in range(size)]))
+            assert same(output, torch.cat([mine(k + rank, 7, dtype) for k in range(size)]))
+            rows = [torch.zeros(7).to(dtype) for _ in range(size)]
+            dist.all_to_all(rows, [mine(rank + k, 7, dtype) for k in range(size)])
+            assert all(same(row, mine(k + rank, 7, dtype)) for k, row in enumerate(rows))
+
+
+@pieces
+@everywhere
+def test_members_may_give_different_amounts(largest: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pieces_of(largest):
+        rows = [torch.zeros(9 * k, 2) for k in range(size)]
+        dist.all_gather(rows, torch.full((9 * rank, 2), float(rank)))
+        assert all(bool((row == k).all()) for k, row in enumerate(rows))
+        inputs = [mine(rank, 5 * k) for k in range(size)]
+        output = torch.zeros(5 * rank)
+        dist.reduce_scatter(output, inputs)
+        assert same(output, combined(operator.add, 5 * rank, torch.float32))
+        sent = [5 * (rank + k) for k in range(size)]
+        out = torch.cat([torch.full((count, 3), 10.0 * rank + k) for k, count in enumerate(sent)])
+        into = torch.zeros(sum(5 * (k + rank) for k in range(size)), 3)
+        dist.all_to_all_single(into, out, [5 * (k + rank) for k in range(size)], sent)
+        assert torch.equal(
+            into, torch.cat([torch.full((5 * (k + rank), 3), 10.0 * k + rank) for k in range(size)])
+        )
+
+
+@pieces
+@everywhere
+def test_reductions_to_one_place_each(largest: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pieces_of(largest):
+        for dtype in (*FLOATS, *WHOLE):
+            tensor = mine(rank, 11, dtype)
+            dist.reduce(tensor, size - 1)
+            assert same(
+                tensor,
+                combined(operator.add, 11, dtype) if rank == size - 1 else mine(rank, 11, dtype),
+            )
+            total = combined(operator.add, 8 * size, dtype).chunk(size)[rank]
+            output = torch.zeros(8).to(dtype)
+            dist.reduce_scatter_tensor(output, mine(rank, 8 * size, dtype))
+            assert same(output, total)
+            output = torch.zeros(8).to(dtype)
+            dist.reduce_scatter(output, list(mine(rank, 8 * size, dtype).chunk(size)))
+            assert same(output, total)
+        average = torch.zeros(2)
+        dist.reduce_scatter_tensor(average, torch.arange(2.0 * size) * (2 * rank + 2), dist.ReduceOp.AVG)
+        assert torch.equal(average, torch.tensor([2.0 * rank, 2.0 * rank + 1]) * (size + 1))
+
+
+@everywhere
+def test_input_and_output_may_share_memory() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.zeros(3 * size)
+    own = whole[3 * rank : 3 * rank + 3]
+    own.copy_(mine(rank, 3))
+    dist.all_gather_into_tensor(whole, own)
+    assert torch.equal(whole, torch.cat([mine(k, 3) for k in range(size)]))
+    whole = mine(rank, 3 * size)
+    own = whole[3 * rank : 3 * rank + 3]
+    dist.reduce_scatter_tensor(own, whole)
+    assert torch.equal(own, combined(operator.add, 3 * size, torch.float32)[3 * rank : 3 * rank + 3])
+
+
+@everywhere
+def test_coalesced_calls_are_one_work() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [mine(rank, count) for count in (2, 5)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all(map(same, tensors, [combined(operator.add, count, torch.float32) for count in (2, 5)]))
+    gathered = [torch.zeros(count * size) for count in (2, 5)]
+    with dist._coalescing_manager():
+        for output, count in zip(gathered, (2, 5), strict=True):
+            dist.all_gather_into_tensor(output, mine(rank, count))
+    assert torch.equal(gathered[1], torch.cat([mine(k, 5) for k in range(size)]))
+    scattered = [torch.zeros(count) for count in (2, 5)]
+    with dist._coalescing_manager():
+        for output, count in zip(scattered, (2, 5), strict=True):
+            dist.reduce_scatter_tensor(output, mine(rank, count * size))
+    assert torch.equal(scattered[0], combined(operator.add, 2 * size, torch.float32).chunk(size)[rank])
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        ours = mine(rank)
+        dist.group.WORLD.broadcast([ours], dist.BroadcastOptions())  # type: ignore[union-attr]
+        dist.barrier(async_op=True)
+    manager.wait()
+    assert torch.equal(ours, mine(0))
+
+
+@pieces
+@everywhere
+def test_messages_go_by_tag_and_tell_where_they_come_from(largest: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    to, source = (rank + 1) % size, (rank - 1) % size
+    with pieces_of(largest):
+        sends = [dist.isend(mine(rank, 9, torch.int64) * tag, to, tag=tag) for tag in (1, 2)]
+        for tag in (2, 1):
+            tensor = torch.zeros(9, dtype=torch.int64)
+            assert dist.recv(tensor, source, tag=tag) == source
+            assert same(tensor, mine(source, 9, torch.int64) * tag)
+        for send in sends:
+            assert send is not None and send.wait()
+        tensor = torch.zeros(9)
+        operations = [dist.P2POp(dist.isend, mine(rank, 9), to), dist.P2POp(dist.irecv, tensor, source)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert same(tensor, mine(source, 9))
+    if rank == 0:
+        numbers = [torch.zeros(2) for _ in range(1, size)]
+        sources = [dist.recv(number) for number in numbers]
+        assert sorted(sources) == list(range(1, size))
+        assert all(bool((number == k).all()) for k, number in zip(sources, numbers, strict=True))
+    else:
+        dist.send(torch.full((2,), float(rank)), 0)
+
+
+@everywhere
+def test_a_message_of_another_size_is_an_error() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    work = dist.isend(torch.ones(4), (rank + 1) % size)
+    with pytest.raises(
+        RuntimeError, match=f"MPI: recv from {(rank - 1) % size} failed on rank {rank} of {size}"
+    ):
+        dist.recv(torch.zeros(2), (rank - 1) % size)
+    assert work is not None
+    work.wait()
+    work = dist.isend(torch.ones(2), (rank + 1) % size)
+    with pytest.raises(RuntimeError, match="takes 16 bytes, but 8 were sent"):
+        dist.recv(torch.zeros(4), (rank - 1) % size)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_groups_are_made_by_all_and_used_by_members() -> None:
+    rank = dist.get_rank()
+    pair, other = dist.new_group([0, 2]), dist.new_group([1])
+    assert isinstance(pair, dist.ProcessGroup) == (rank != 1)
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=pair if rank != 1 else other)
+    assert tensor.item() == (1.0 if rank == 1 else 2.0)
+    if rank != 1:
+        dist.broadcast(tensor.fill_(rank), 2, group=pair)
+        assert tensor.item() == 2.0
+    with pytest.raises(RuntimeError, match="split"):
+        dist.split_group(split_ranks=[[0, 1, 2]])
+    dist.destroy_process_group(pair if rank != 1 else other)
+
+
+@everywhere
+def test_objects_travel_by_torchs_own_functions() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+    assert objects == [{"rank": k, "text": "x" * k} for k in range(size)]
+    sent: list[Any] = [("from", rank)]
+    dist.broadcast_object_list(sent, size - 1)
+    assert sent == [("from", size - 1)]
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object([rank] * rank, gathered, 0)
+    assert gathered == ([[k] * k for k in range(size)] if rank == 0 else None)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, [f"for {k}" for k in range(size)] if rank == 0 else None, 0)
+    assert received == [f"for {rank}"]
+
+
+@everywhere
+def test_functional_collectives() -> None:
+    import torch.distributed._functional_collectives as functional
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    name = group.group_name  # type: ignore[union-attr]
+    ops = torch.ops._c10d_functional
+    wait = ops.wait_tensor
+    whole = mine(rank, 2 * size)
+    for found in (
+        functional.all_reduce(whole, "sum", group),
+        functional.all_reduce_coalesced([whole], "sum", group)[0],
+    ):
+        assert torch.equal(found, combined(operator.add, 2 * size, torch.float32))
+    assert torch.equal(whole, mine(rank, 2 * size))
+    assert torch.equal(functional.broadcast(whole, size - 1, group), mine(size - 1, 2 * size))
+    gathered = wait(ops.all_gather_into_tensor(mine(rank, 3), size, name))
+    assert torch.equal(gathered, torch.cat([mine(k, 3) for k in range(size)]))
+    scattered = wait(ops.reduce_scatter_tensor(whole, "avg", size, name))
+    assert torch.equal(scattered, combined(operator.add, 2 * size, torch.float32).chunk(size)[rank] / size)
+    (gathered,) = map(wait, ops.all_gather_into_tensor_coalesced([mine(rank, 3)], size, name))
+    assert torch.equal(gathered, torch.cat([mine(k, 3) for k in range(size)]))
+    (scattered,) = map(wait, ops.reduce_scatter_tensor_coalesced([whole], "sum", size, name))
+    assert torch.equal(scattered, combined(operator.add, 2 * size, torch.float32).chunk(size)[rank])
+    exchanged = functional.all_to_all_single(whole, None, None, group)
+    assert torch.equal(exchanged, torch.cat([mine(k, 2 * size).chunk(size)[rank] for k in range(size)]))
