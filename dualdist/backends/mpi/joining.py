@@ -29,8 +29,8 @@ _WORLD_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_usable(launch: Launch) -> bool:
-    """Return whether MPI joins the processes of `launch`. Starts MPI."""
-    return mpi.world_size() == launch.size
+    """Return whether MPI joins the processes of `launch`, and takes calls from threads. Starts MPI."""
+    return mpi.world_size() == launch.size and not _is_for_one_thread(mpi.library())
 
 
 def require(launch: Launch) -> None:
@@ -40,6 +40,11 @@ def require(launch: Launch) -> None:
         raise BackendUnavailableError(
             "`transport` is 'mpi', but mpi4py is not usable here. "
             "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+        )
+    if _is_for_one_thread(library):
+        raise BackendUnavailableError(
+            "MPI must take calls from any thread, but was started for a single one instead. "
+            "Leave mpi4py.rc.threads and thread_level alone, or use an MPI with thread support, or choose gloo."
         )
     if is_usable(launch):
         return
@@ -100,9 +105,9 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     if progress.forked:
         raise RuntimeError(FORKED)
     library: Any = mpi.library()
-    if library is None:
-        raise BackendUnavailableError("The backend mpi4py needs MPI. Install MPI and mpi4py, or choose gloo.")
-    _check_threads(library)
+    require(Launch("MPI", size=max(1, mpi.world_size())))
+    if library.Query_thread() < library.THREAD_MULTIPLE and not progress.serial:
+        progress.serial, progress.calls = True, threading.RLock()
     store, world = options.store, library.COMM_WORLD
     store.set(f"mpi/{options.group_rank}", str(world.Get_rank()))
     ranks = [int(store.get(f"mpi/{place}")) for place in range(options.group_size)]
@@ -119,14 +124,5 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     return ProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)
 
 
-def _check_threads(library: Any) -> None:
-    """Take a lock around MPI's calls unless it takes them from all threads at once."""
-    level = library.Query_thread()
-    if level < library.THREAD_SERIALIZED:
-        raise BackendUnavailableError(
-            "MPI must take calls from any thread, but was started for a single one instead. "
-            "Leave mpi4py.rc.threads and thread_level alone, or use an MPI with thread support."
-        )
-    if level < library.THREAD_MULTIPLE and not progress.serial:
-        progress.serial = True
-        progress.calls = threading.RLock()
+def _is_for_one_thread(library: Any) -> bool:
+    return bool(library.Query_thread() < library.THREAD_SERIALIZED)
