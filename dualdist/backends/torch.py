@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
+from ..launch.mpi import MARKS
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
 from .built import built_into_torch
@@ -32,9 +33,6 @@ _OPS = {
 }
 _TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "mpi4py"}
 """transport -> torch's name for it; tensors on the CPU always have a way."""
-
-_MPI_MARKS = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"}
-"""What an MPI launcher leaves in the environment; without one, starting MPI makes a world of one or fails."""
 
 
 @contextlib.contextmanager
@@ -151,7 +149,7 @@ class TorchBackend(Backend):
         if nccl and asked in (None, "nccl"):
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
             return "nccl"
-        if asked == "mpi" or (asked is None and not _MPI_MARKS.isdisjoint(env)):
+        if asked == "mpi" or (asked is None and not MARKS.isdisjoint(env)):
             from . import mpi
 
             if asked is None:

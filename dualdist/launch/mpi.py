@@ -15,7 +15,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ("broadcast_address", "is_failing", "library", "local_size", "world_size")
+__all__ = ("MARKS", "broadcast_address", "is_failing", "library", "local_size", "world_size")
+
+MARKS = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
+"""What an MPI launcher leaves in the environment; without one, starting MPI makes a world of one or fails."""
 
 
 @functools.cache

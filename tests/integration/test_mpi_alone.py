@@ -46,7 +46,7 @@ import dualdist.backends.mpi
 from mpi4py import MPI
 assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
 try:
-    dist.init_process_group("mpi4py")
+    dist.init_process_group("mpi4py", init_method="mpi4py://")
 except dualdist.BackendUnavailableError as error:
     print(error)
     raise SystemExit(0)
@@ -82,9 +82,9 @@ def test_mpi_that_takes_one_call_at_a_time_gets_one_at_a_time(script: str) -> No
 
 @pytest.mark.parametrize("script", [LEVEL], indirect=True, ids=["level"])
 def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
-    ended = launch("mpirun", script, "single")
+    ended = finish([sys.executable, script, "single"])
     assert ended.code == 0
-    assert ended.output.count("MPI must take calls from any thread") == 2
+    assert "MPI must take calls from any thread" in ended.output
 
 
 def test_a_launcher_of_another_mpi_is_an_error_with_the_remedy() -> None:

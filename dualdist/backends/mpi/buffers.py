@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from ...launch import mpi
 
-__all__ = ("Buffer", "Reduction", "fits", "overlap", "reduction")
+__all__ = ("PIECE_BYTES", "Buffer", "Reduction", "fits", "overlap", "reduction")
 
 LARGEST_BYTES = 1 << 30
-_PIECE_BYTES, _MOST_PIECES = 4 << 20, 64
+PIECE_BYTES, _MOST_PIECES = 4 << 20, 64
 """Reductions run in pieces side by side: Open MPI adds one up while it sends the next."""
 
 _TYPES = {
@@ -114,7 +114,8 @@ class Buffer:
         self._item_bytes = 1 if how is None else how.dtype.itemsize
         library: Any = mpi.library()
         self._datatype = library.BYTE if how is None else how.datatype
-        self._view = library.memory.fromaddress
+        memory = getattr(library, "buffer", None) or library.memory  # mpi4py 3 has the latter
+        self._view = memory.fromaddress
 
     def whole(self) -> list[Any]:
         return self.part(0, self.num_bytes)
@@ -128,9 +129,10 @@ class Buffer:
         left = self.num_bytes if num_bytes is None else num_bytes
         yield from self._cut(start, left, LARGEST_BYTES)
 
-    def parts_side_by_side(self) -> Iterator[list[Any]]:
-        """Return all of it in pieces that are reduced at once."""
-        yield from self._cut(0, self.num_bytes, max(_PIECE_BYTES, -(-self.num_bytes // _MOST_PIECES)))
+    def parts_side_by_side(self, start: int = 0, num_bytes: int | None = None) -> Iterator[list[Any]]:
+        """Return these bytes in pieces that are reduced at once."""
+        left = self.num_bytes if num_bytes is None else num_bytes
+        yield from self._cut(start, left, max(PIECE_BYTES, -(-left // _MOST_PIECES)))
 
     def _cut(self, start: int, num_bytes: int, most: int) -> Iterator[list[Any]]:
         step = max(1, min(most, LARGEST_BYTES) // self._item_bytes) * self._item_bytes
@@ -152,9 +154,12 @@ class Buffer:
             self._tensor.detach().copy_(self._wire)
 
 
-def fits(num_bytes: int) -> bool:
-    """Return whether one collective of MPI may carry `num_bytes`, those of all ranks together."""
-    return num_bytes <= LARGEST_BYTES
+def fits(num_bytes: int, most: int | None = None) -> bool:
+    """Return whether one collective of MPI may carry `num_bytes`, those of all ranks together.
+
+    most: beyond which it is slower than several.
+    """
+    return num_bytes <= min(LARGEST_BYTES, LARGEST_BYTES if most is None else most)
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:

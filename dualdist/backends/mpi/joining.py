@@ -48,17 +48,13 @@ def require(launch: Launch) -> None:
         )
     if is_usable(launch):
         return
-    found = (
-        f"MPI's world has {mpi.world_size()} processes while the world size is {launch.describe('size')}. "
+    version = library.Get_library_version().split(",")[0].splitlines()[0].strip()
+    raise BackendUnavailableError(
+        f"`transport` is 'mpi', but MPI's world has {mpi.world_size()} processes while the world size is "
+        f"{launch.describe('size')}: mpi4py runs on {version}, which {launch.launcher} did not start. Start with the "
+        "mpirun of that library, build mpi4py for the launcher's (pip install --force-reinstall --no-binary mpi4py "
+        "mpi4py), or choose gloo."
     )
-    if mpi.world_size() == 1 and launch.launcher in ("mpirun", "mpiexec", "srun"):
-        version = library.Get_library_version().split(",")[0].splitlines()[0].strip()
-        raise BackendUnavailableError(
-            f"`transport` is 'mpi', but {found}mpi4py runs on {version}, which {launch.launcher} did not start. Start "
-            "with the launcher of that library, or build mpi4py for the launcher's (pip install --no-binary mpi4py "
-            "--force-reinstall mpi4py), or choose gloo."
-        )
-    raise BackendUnavailableError(f"`transport` is 'mpi', but {found}Start with mpirun, or choose gloo.")
 
 
 def register_rendezvous() -> None:
@@ -75,7 +71,7 @@ def register_rendezvous() -> None:
 def _before(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def meet(url: str, **options: Any) -> Iterator[Any]:
         told = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
-        started = detect(os.environ).launcher in ("mpirun", "mpiexec", "srun")
+        started = not mpi.MARKS.isdisjoint(os.environ)
         return handler(url, **options) if told or not started else _meet(url, **options)
 
     return meet

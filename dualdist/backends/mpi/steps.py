@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...launch import mpi
-from .buffers import Buffer, Reduction, fits, overlap, reduction
+from .buffers import PIECE_BYTES, Buffer, Reduction, fits, overlap, reduction
 
 __all__ = ("Line", "Step")
 
@@ -71,7 +71,7 @@ class Line:
         _check(received.num_bytes, sent[0 if whole else self.rank].num_bytes // (self.size if whole else 1))
         if any(overlap(buffer, received) for buffer in sent):
             sent = [Buffer(tensor.clone(), how) for tensor in inputs]
-        if whole and fits(sent[0].num_bytes):
+        if whole and fits(sent[0].num_bytes, PIECE_BYTES):  # Open MPI sends all of it through one member
 
             def post() -> Iterator[Any]:
                 yield self.comm.Ireduce_scatter_block(sent[0].whole(), received.whole(), op=how.op)
@@ -90,13 +90,14 @@ class Line:
 
     def _reduced_into(self, received: Buffer, block: Block, how: Reduction) -> Iterator[Any]:
         sent, start, length = block
-        for into, part in zip(received.parts(), sent.parts(start, length), strict=True):
+        parts = sent.parts_side_by_side(start, length)
+        for into, part in zip(received.parts_side_by_side(), parts, strict=True):
             own = self._mpi.IN_PLACE if sent is received else part
             yield self.comm.Ireduce(own, into, op=how.op, root=self.rank)
 
     def _reduced_away(self, block: Block, how: Reduction, root: int) -> Iterator[Any]:
         sent, start, length = block
-        for part in sent.parts(start, length):
+        for part in sent.parts_side_by_side(start, length):
             yield self.comm.Ireduce(part, None, op=how.op, root=root)
 
     def _finish_reduction(self, buffer: Buffer, how: Reduction) -> Callable[[], None] | None:
