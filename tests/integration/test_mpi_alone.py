@@ -92,4 +92,4 @@ def test_a_launcher_of_another_mpi_is_an_error_with_the_remedy() -> None:
     ended = finish([sys.executable, "-c", program], {"PMI_RANK": "0", "PMI_SIZE": "2"})
     assert ended.code == 1
     assert "MPI's world has 1 processes while the world size is 2 (from PMI_SIZE)" in ended.output
-    assert "which mpiexec did not start. Start with the launcher of that library" in ended.output
+    assert "which mpiexec did not start. Start with the mpirun of that library" in ended.output

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.engines("torch-mpi")
 MOVED = (*FLOATS, *COMPLEX, *WHOLE, torch.bool, torch.float8_e4m3fn)
 
 
-@pieces
-@pytest.mark.ranks(3)
 @everywhere
 def test_every_memory_layout_is_read_and_written() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -81,7 +79,26 @@ def test_every_dtype_is_moved_by_every_collective(largest: int) -> None:
 
 
 @pieces
-@pieces
+@everywhere
+def test_members_may_give_different_amounts(largest: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pieces_of(largest):
+        rows = [torch.zeros(9 * k, 2) for k in range(size)]
+        dist.all_gather(rows, torch.full((9 * rank, 2), float(rank)))
+        assert all(bool((row == k).all()) for k, row in enumerate(rows))
+        inputs = [mine(rank, 5 * k) for k in range(size)]
+        output = torch.zeros(5 * rank)
+        dist.reduce_scatter(output, inputs)
+        assert same(output, combined(operator.add, 5 * rank, torch.float32))
+        sent = [5 * (rank + k) for k in range(size)]
+        out = torch.cat([torch.full((count, 3), 10.0 * rank + k) for k, count in enumerate(sent)])
+        into = torch.zeros(sum(5 * (k + rank) for k in range(size)), 3)
+        dist.all_to_all_single(into, out, [5 * (k + rank) for k in range(size)], sent)
+        assert torch.equal(
+            into, torch.cat([torch.full((5 * (k + rank), 3), 10.0 * k + rank) for k in range(size)])
+        )
+
+
 @everywhere
 def test_input_and_output_may_share_memory() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()

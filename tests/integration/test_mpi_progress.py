@@ -50,7 +50,7 @@ def test_a_future_comes_true_while_this_thread_does_something_else() -> None:
 def test_works_that_nobody_holds_are_finished() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((1 << 12,), float(rank)).to(torch.bfloat16) for _ in range(20)]
-    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]  # type: ignore[union-attr]
+    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
     for future in futures:
         future.wait()
     assert all(tensor[0].item() == size * (size - 1) / 2 for tensor in tensors)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ..world import everywhere
-from .mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces_of, same, world
+from .mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces, pieces_of, same, world
 
 pytestmark = pytest.mark.engines("torch-mpi")
 
@@ -26,6 +28,7 @@ BITS: dict[Any, Callable[[int, int], int]] = {
 }
 
 
+@pieces
 @everywhere
 def test_allreduce_combines_every_dtype_by_every_operation(largest: int) -> None:
     with pieces_of(largest):
@@ -41,6 +44,7 @@ def test_allreduce_combines_every_dtype_by_every_operation(largest: int) -> None
             assert same(tensor, combined(operator.add, 11, dtype) * 1j)
 
 
+@pytest.mark.ranks(3)
 @everywhere
 def test_averages_divide_and_small_floats_are_rounded_once() -> None:
     for dtype in (*FLOATS, *COMPLEX):
@@ -94,26 +98,7 @@ def test_what_mpi_cannot_combine_is_refused_and_the_next_call_works() -> None:
     assert tensor.tolist() == [dist.get_world_size()]
 
 
-@everywhere
-def test_members_may_give_different_amounts(largest: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with pieces_of(largest):
-        rows = [torch.zeros(9 * k, 2) for k in range(size)]
-        dist.all_gather(rows, torch.full((9 * rank, 2), float(rank)))
-        assert all(bool((row == k).all()) for k, row in enumerate(rows))
-        inputs = [mine(rank, 5 * k) for k in range(size)]
-        output = torch.zeros(5 * rank)
-        dist.reduce_scatter(output, inputs)
-        assert same(output, combined(operator.add, 5 * rank, torch.float32))
-        sent = [5 * (rank + k) for k in range(size)]
-        out = torch.cat([torch.full((count, 3), 10.0 * rank + k) for k, count in enumerate(sent)])
-        into = torch.zeros(sum(5 * (k + rank) for k in range(size)), 3)
-        dist.all_to_all_single(into, out, [5 * (k + rank) for k in range(size)], sent)
-        assert torch.equal(
-            into, torch.cat([torch.full((5 * (k + rank), 3), 10.0 * k + rank) for k in range(size)])
-        )
-
-
+@pieces
 @everywhere
 def test_reductions_to_one_place_each(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
