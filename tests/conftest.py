@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
+    config.addinivalue_line(
+        "markers", "engines(*names): the engines that a test is about, where it is not all"
+    )
     chosen = config.getoption("--worlds")
     if chosen and set(chosen.split(",")) - CELLS.keys():
         raise pytest.UsageError(f"--worlds must be among {', '.join(CELLS)}, but is {chosen} instead.")
@@ -29,11 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
     chosen = (metafunc.config.getoption("--worlds") or ",".join(CELLS)).split(",")
-    marker = metafunc.definition.get_closest_marker("ranks")
+    ranks, engines = (metafunc.definition.get_closest_marker(name) for name in ("ranks", "engines"))
     names = [
         name
-        for name, (_, size) in CELLS.items()
-        if name in chosen and (marker is None or size in marker.args)
+        for name, (engine, size) in CELLS.items()
+        if name in chosen
+        and (ranks is None or size in ranks.args)
+        and (engines is None or engine.name in engines.args)
     ]
     metafunc.parametrize("world", names, indirect=True, scope="session")
 

@@ -32,7 +32,7 @@ _OPS = {
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
-_TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "dualdist_mpi"}
+_TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "mpi4py"}
 """transport -> torch's name for it; tensors on the CPU always have a way."""
 
 
@@ -135,9 +135,7 @@ class TorchBackend(Backend):
     ) -> TorchBackend:
         timeout = timedelta(seconds=settings.stall_timeout_seconds)
         if cls.is_running():
-            running = (
-                "nccl" if "nccl" in dist.get_backend() else "mpi" if "mpi" in dist.get_backend() else "gloo"
-            )
+            running = next((name for name in ("nccl", "mpi") if name in dist.get_backend()), "gloo")
             if transport not in (None, running):
                 raise ConfigurationError(
                     f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
@@ -161,16 +159,18 @@ class TorchBackend(Backend):
     @classmethod
     def _transport(cls, asked: str | None, launch: Launch) -> str:
         """Return the transport to use: as asked, else the fastest that the machine and the launcher have."""
-        from . import mpi
-
         if asked is not None:
             cls.check(asked, launch)
         if asked in (None, "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
             torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
             return "nccl"
-        if asked == "mpi":
+        if asked == "mpi" or (asked is None and launch.starts_mpi):
+            from . import mpi
+
+            if asked is None:
+                return "mpi" if mpi.is_usable(launch) else "gloo"
             mpi.require(launch)
-        return asked or ("mpi" if launch.starts_mpi and mpi.is_usable(launch) else "gloo")
+        return asked or "gloo"
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:

@@ -80,6 +80,8 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, told: contex
     if who == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         server = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return _gather_patiently(launch, *_http(f"http://{server}/dualdist/", timeout), server, timeout, told)
+    if launch.starts_mpi and mpi.has_started() and mpi.world_size() == launch.size:
+        return mpi.gather
     if launch.size in (1, launch.local_size):
         folder = _job_folder(launch, env)
         return _gather_patiently(launch, *_files(folder), str(folder), timeout, told)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ("gather", "is_failing", "library", "world_size")
+__all__ = ("MARKS", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
+
+MARKS = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
+"""What an MPI launcher leaves in the environment; without one, starting MPI makes a world of one or fails."""
 
 
 @functools.cache
@@ -57,7 +61,19 @@ def _finalize_unless_failed(library: Any) -> None:
         leave(code)
 
     sys.excepthook, sys.exit = noting_hook, noting_exit
-    atexit.register(lambda: None if _failures or library.Is_finalized() else library.Finalize())
+    process = os.getpid()
+
+    def finalize() -> None:
+        if os.getpid() == process and not _failures and not library.Is_finalized():  # a fork leaves MPI alone
+            library.Finalize()
+
+    atexit.register(finalize)
+
+
+def has_started() -> bool:
+    """Return whether MPI runs in this process already. Starts nothing."""
+    started = sys.modules.get("mpi4py.MPI")
+    return started is not None and started.Is_initialized() and not started.Is_finalized()
 
 
 def world_size() -> int:
@@ -69,3 +85,13 @@ def world_size() -> int:
 def gather(text: str) -> list[str]:
     """Return every process's `text`, in rank order. Collective over MPI's world."""
     return list(library().COMM_WORLD.allgather(text))  # type: ignore[union-attr]
+
+
+def local_size() -> int:
+    """Return how many processes of MPI's world share this one's node. Collective over MPI's world."""
+    mpi: Any = library()
+    neighbours = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    try:
+        return int(neighbours.Get_size())
+    finally:
+        neighbours.Free()

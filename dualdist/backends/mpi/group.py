@@ -1,0 +1,265 @@
+"""The process group: c10d's words for the collectives, in the order in which they are called.
+
+c10d renamed some of its methods in torch 2.14 (`_allgather_base` is `all_gather_single` now); both names are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ...launch import mpi
+from .progress import progress
+from .steps import Line, Step
+from .work import FORKED, Work
+
+__all__ = ("ProcessGroup",)
+
+Tensors = list[torch.Tensor]
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """The collectives of torch.distributed on a communicator of its own."""
+
+    supports_splitting = False
+    supports_coalescing = False
+
+    def __init__(self, store: Any, communicator: Any, name: str, backend: str, timeout: timedelta) -> None:
+        self._line: Line | None = Line(communicator)
+        super().__init__(store, self._line.rank, self._line.size)
+        self._rank, self._size = self._line.rank, self._line.size
+        self._name, self._desc = name, "undefined"
+        self._backend_name = backend
+        self.seconds = timeout.total_seconds()
+        self._gathered: list[Work] | None = None
+        """The works since `_start_coalescing`."""
+        self.unsettled = False
+        """Whether MPI may still be at work on what was given up: then the communicator must stay."""
+        progress.enter(self)
+
+    def __str__(self) -> str:
+        return f"rank {self._rank} of {self._size} in group {self._name!r}"
+
+    def getBackendName(self) -> str:
+        return self._backend_name
+
+    def _get_backend_name(self) -> str:
+        return self._backend_name
+
+    def name(self) -> str:
+        return self._backend_name
+
+    # The base class keeps the names in a C++ backend, which this group has not.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.seconds = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Give the communicator back. Collective in name; a rank that fails leaves it to MPI's end."""
+        line, self._line = self._line, None
+        if line is None or progress.forked:
+            return
+        progress.leave(self)
+        if not self.unsettled and not mpi.is_failing():
+            with progress.calls:
+                line.comm.Free()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    def split_group(self, *arguments: Any, **named: Any) -> NoReturn:
+        raise RuntimeError("MPI: a process group cannot be split. Use torch.distributed.new_group.")
+
+    def merge_remote_group(self, *arguments: Any, **named: Any) -> NoReturn:
+        raise RuntimeError("MPI: process groups cannot be merged. Use torch.distributed.new_group.")
+
+    @property
+    def _open(self) -> Line:
+        if progress.forked:
+            raise RuntimeError(FORKED)
+        if self._line is None:
+            raise RuntimeError(f"MPI: the process group was destroyed on {self}. Make a new one.")
+        return self._line
+
+    def _start(self, what: str, steps: Sequence[Step], result: Tensors, **options: Any) -> Work:
+        """Begin `steps` in this order."""
+        requests: list[Any] = []
+        try:
+            with progress.calls:
+                for step in steps:
+                    requests.extend(step.post())
+        except RuntimeError as error:
+            Work(what, self, requests, steps, finish=None, result=[]).give_up("its start failed")
+            raise RuntimeError(f"MPI: {what} failed on {self}: {error}.") from error
+        ends = [step.finish for step in steps if step.finish is not None]
+        requests.reverse()  # they are tested from the last to the first
+        work = Work(what, self, requests, steps, finish=_together(ends), result=result, **options)
+        progress.add(work)
+        if self._gathered is not None:
+            self._gathered.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._gathered = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Return one work for all since `_start_coalescing`."""
+        works, self._gathered = self._gathered or [], None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        step = Step(lambda: iter(works), finish)
+        return self._start("several calls", [step], [tensor for work in works for tensor in work.result()])
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        line, op = self._open, _op(opts)
+        return self._start("allreduce", [line.allreduce(tensor, op) for tensor in tensors], tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+        return self._start("reduce", [self._open.reduce(tensors[0], _op(opts), opts.rootRank)], tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # type: ignore[override]
+        line, op = self._open, _op(opts)
+        _check_number("inputs", inputs[0], line.size)
+        step = line.reduce_scatter(outputs[0], inputs[0], op)
+        return self._start("reduce_scatter", [step], outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        line, op = self._open, _op(opts)
+        steps = [
+            line.reduce_scatter(output, [tensor], op) for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._start("reduce_scatter", steps, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+        return self._start("broadcast", [self._open.broadcast(tensors[0], opts.rootRank)], tensors)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        line = self._open
+        steps = [line.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._start("allgather", steps, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [tensor])
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+
+    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+        line = self._open
+        _check_number("outputs", outputs[0], line.size)
+        return self._start("allgather", [line.allgather_apart(outputs[0], tensors[0])], outputs[0])
+
+    def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        """outputs: for each member, one tensor for each of `tensors`."""
+        line = self._open
+        _check_number("outputs", outputs, line.size)
+        columns = list(zip(*outputs, strict=True))
+        steps = [line.allgather_apart(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)]
+        return self._start("allgather", steps, [tensor for rows in outputs for tensor in rows])
+
+    def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+        line = self._open
+        rows = outputs[0] if line.rank == opts.rootRank else []
+        _check_number("outputs", rows, line.size if line.rank == opts.rootRank else 0)
+        return self._start("gather", [line.gather(rows, tensors[0], opts.rootRank)], rows)
+
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        is_root = self._rank == opts.rootRank
+        return self.gather([list(output.chunk(self._size))] if is_root else [], [tensor], opts)
+
+    gather_into_tensor = gather_single  # type: ignore[assignment]
+
+    def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any) -> Work:  # type: ignore[override]
+        line = self._open
+        rows = tensors[0] if line.rank == opts.rootRank else []
+        _check_number("inputs", rows, line.size if line.rank == opts.rootRank else 0)
+        return self._start("scatter", [line.scatter(outputs[0], rows, opts.rootRank)], outputs)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> Work:  # fmt: skip
+        return self._start("alltoall", [self._open.alltoall(output, tensor, received, sent)], [output])
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
+        line = self._open
+        _check_number("outputs", outputs, line.size)
+        _check_number("inputs", tensors, line.size)
+        return self._start("alltoall", [line.alltoall_apart(outputs, tensors)], outputs)
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._start("barrier", [self._open.barrier()], [])
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+        return self._start(f"send to {to}", [self._open.send(tensors[0], to, tag)], tensors, expires=False)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        return self._receive(f"recv from {source}", tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self._receive("recv from any source", tensors, None, tag)
+
+    recvAnysource = recv_anysource
+
+    def _receive(self, what: str, tensors: Tensors, source: int | None, tag: int) -> Work:
+        status = mpi.library().Status()  # type: ignore[union-attr]
+        step = self._open.recv(tensors[0], source, tag, status)
+        return self._start(what, [step], tensors, status=status, expires=False)
+
+
+def _together(ends: list[Callable[[], None]]) -> Callable[[], None] | None:
+    if len(ends) < 2:
+        return ends[0] if ends else None
+
+    def end() -> None:
+        for one in ends:
+            one()
+
+    return end
+
+
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _check_number(what: str, tensors: Sequence[object], wanted: int) -> None:
+    if len(tensors) != wanted:
+        raise RuntimeError(
+            f"`{what}` must be {wanted} tensors, one per member, but is {len(tensors)} instead. Give one for each."
+        )

@@ -1,0 +1,119 @@
+"""The ways into a world: whether MPI joins the launched processes, where they meet, and how a group is made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ...errors import BackendUnavailableError
+from ...launch import detect, mpi
+from ...types import Launch
+from ..rendezvous import meet as meet_launched
+from .group import ProcessGroup
+from .progress import progress
+from .work import FORKED
+
+__all__ = ("NAME", "create", "is_usable", "register_rendezvous", "require")
+
+NAME = "mpi4py"
+
+_WORLD_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_usable(launch: Launch) -> bool:
+    """Return whether MPI joins the processes of `launch`, and takes calls from threads. Starts MPI."""
+    return mpi.world_size() == launch.size and not _is_for_one_thread(mpi.library())
+
+
+def require(launch: Launch) -> None:
+    """Raise BackendUnavailableError unless MPI joins the processes of `launch`."""
+    library = mpi.library()
+    if library is None:
+        raise BackendUnavailableError(
+            "`transport` is 'mpi', but mpi4py is not usable here. "
+            "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+        )
+    if _is_for_one_thread(library):
+        raise BackendUnavailableError(
+            "MPI must take calls from any thread, but was started for a single one instead. "
+            "Leave mpi4py.rc.threads and thread_level alone, or use an MPI with thread support, or choose gloo."
+        )
+    if is_usable(launch):
+        return
+    version = library.Get_library_version().split(",")[0].splitlines()[0].strip()
+    raise BackendUnavailableError(
+        f"`transport` is 'mpi', but MPI's world has {mpi.world_size()} processes while the world size is "
+        f"{launch.describe('size')}: mpi4py runs on {version}, which {launch.launcher} did not start. Start with the "
+        "mpirun of that library, build mpi4py for the launcher's (pip install --force-reinstall --no-binary mpi4py "
+        "mpi4py), or choose gloo."
+    )
+
+
+def register_rendezvous() -> None:
+    """Let `init_process_group` without an address take rank, size and a store from MPI.
+
+    Its default address, env://, has a handler already, which raises without RANK and its like. There is no public way
+    to replace it; ours stands in front of it for exactly that case.
+    """
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    dist.register_rendezvous_handler(NAME, _meet)
+    handlers["env"] = _before(handlers["env"])
+
+
+def _before(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def meet(url: str, **options: Any) -> Iterator[Any]:
+        told = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
+        started = not mpi.MARKS.isdisjoint(os.environ)
+        return handler(url, **options) if told or not started else _meet(url, **options)
+
+    return meet
+
+
+def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
+    """Yield (store, rank, size) once, as a rendezvous handler does. Collective over MPI's world."""
+    launch = detect(os.environ)
+    require(launch if launch.launcher != "python" else Launch("MPI", size=max(1, mpi.world_size())))
+    world = mpi.library().COMM_WORLD  # type: ignore[union-attr]
+    rank, size = world.Get_rank(), world.Get_size()
+    joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
+    yield meet_launched(joined, os.environ, timeout.total_seconds()).store, rank, size
+    raise RuntimeError("MPI's world cannot be joined anew from inside it.")
+
+
+def create(options: Any, backend_options: object = None) -> ProcessGroup:
+    """Make a process group. Collective over its members, who tell their MPI ranks through the store.
+
+    Raises BackendUnavailableError when MPI is not usable, or not by a thread of this package.
+    """
+    if progress.forked:
+        raise RuntimeError(FORKED)
+    library: Any = mpi.library()
+    require(Launch("MPI", size=max(1, mpi.world_size())))
+    if library.Query_thread() < library.THREAD_MULTIPLE and not progress.serial:
+        progress.serial, progress.calls = True, threading.RLock()
+    store, world = options.store, library.COMM_WORLD
+    store.set(f"mpi/{options.group_rank}", str(world.Get_rank()))
+    ranks = [int(store.get(f"mpi/{place}")) for place in range(options.group_size)]
+    if len(set(ranks)) < len(ranks):
+        raise BackendUnavailableError(
+            f"Every member must have an MPI rank of its own, but they have {ranks} instead. Start with mpirun."
+        )
+    with progress.calls:
+        everybody = world.Get_group()
+        members = everybody.Incl(ranks)
+        communicator = world.Create_group(members, tag=zlib.crc32(str(options.group_id).encode()) & 0x7FFF)
+        members.Free()
+        everybody.Free()
+    return ProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)
+
+
+def _is_for_one_thread(library: Any) -> bool:
+    return bool(library.Query_thread() < library.THREAD_SERIALIZED)

@@ -1,0 +1,168 @@
+"""The thread that moves data while Python computes: MPI does so only inside its own calls.
+
+Whoever waits for a work tests it in its own thread, so that a call which is waited for at once costs no change of
+threads; this one then steps back. It sleeps without end while nothing is pending, and is woken by the next work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any, Protocol
+
+__all__ = ("Pending", "Progress", "progress")
+
+_SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
+_QUICK_TESTS = 16
+"""How many tests in a row may find nothing before the pauses between them grow."""
+_BUSY_SECONDS = 2e-5
+"""A test that takes longer has moved data, and the next one will too."""
+_LINGER_SECONDS = 0.02
+"""How long the thread stays half awake after the last work: waking it costs more than a few tests."""
+_JOIN_SECONDS = 5.0
+
+
+class Pending(Protocol):
+    """What the thread needs to know of a work."""
+
+    owner: object
+
+    def poll(self) -> bool:
+        """Return whether it has ended, after a look."""
+
+    def expire(self, now: float) -> None:
+        """End it with an error when its time is over. now: time.monotonic()."""
+
+    def give_up(self, problem: str) -> None:
+        """End it with an error."""
+
+
+class Progress:
+    """All works under way in this process, and the thread that looks after them."""
+
+    def __init__(self) -> None:
+        self.calls: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        """Held around every call of MPI: a lock when MPI takes one call at a time."""
+        self.serial = False
+        """Whether it does."""
+        self.forked = False
+        """Whether this process is a fork of one that uses MPI."""
+        self.waiting: set[object] = set()
+        """The works that some other thread tests."""
+        self._pending: dict[Pending, None] = {}
+        self._owners: set[object] = set()
+        self._thread: threading.Thread | None = None
+        self._bell = threading.Event()
+        self._awake = False
+        self._stopping = False
+        self._quiet = 0
+        self._sweeping = threading.RLock()
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child
+        )
+
+    def enter(self, owner: object) -> None:
+        """Keep the thread for `owner` until it leaves."""
+        if not self._owners:
+            atexit.unregister(self.stop)
+            atexit.register(self.stop)  # handlers run from the last to the first: before MPI is finalized
+        self._owners.add(owner)
+
+    def leave(self, owner: object) -> None:
+        """Give up what `owner` has under way, and end the thread with the last owner."""
+        for work in list(self._pending):
+            if work.owner is owner and not work.poll():
+                work.give_up("its process group was destroyed")
+        self._owners.discard(owner)
+        if not self._owners:
+            self.stop()
+
+    def add(self, work: Pending) -> None:
+        self._pending[work] = None
+        self._quiet = 0
+        if not self._awake:
+            self._wake()
+
+    def forget(self, work: Pending) -> None:
+        self._pending.pop(work, None)
+
+    def stop(self) -> None:
+        """End the thread; the next work starts another one."""
+        thread, self._thread = self._thread, None
+        if thread is None or self.forked:
+            return
+        self._stopping = True
+        self._bell.set()
+        if thread is not threading.current_thread():  # a future's callback may end the world
+            thread.join(_JOIN_SECONDS)
+        self._awake = False
+
+    def _wake(self) -> None:
+        self._awake = True
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="dualdist-mpi", daemon=True)
+            self._thread.start()
+        self._bell.set()
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while not self._stopping:
+            if self._pending:
+                time.sleep(self._pause(self._sweep()))
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since < _LINGER_SECONDS:
+                time.sleep(_LONG_SECONDS)
+            else:
+                self._sleep()
+                idle_since = time.monotonic()
+
+    def _sleep(self) -> None:
+        self._bell.clear()
+        self._awake = False
+        if not self._pending and not self._stopping:  # `add` writes what is read here before it reads _awake
+            self._bell.wait()
+        self._awake = True
+
+    def _sweep(self) -> bool:
+        """Test every work. Return whether data has moved."""
+        began = time.monotonic()
+        with self._sweeping:
+            ended, works = 0, list(self._pending)
+            for work in works:
+                if work not in self.waiting:
+                    ended += work.poll()
+                work.expire(began)
+        return ended > 0 or time.monotonic() - began > _BUSY_SECONDS * len(works)
+
+    def _pause(self, moved: bool) -> float:
+        """Return how many seconds to leave the core to others before the next look."""
+        if self.waiting:
+            return _LONG_SECONDS
+        if moved:
+            self._quiet = 0
+            return 0.0
+        self._quiet += 1
+        growth = max(0, self._quiet - _QUICK_TESTS) / 4
+        return min(_LONG_SECONDS, _SHORT_SECONDS * float(2.0 ** min(growth, 10.0)))
+
+    def _before_fork(self) -> None:
+        """Have no thread inside MPI while the memory is copied; a future's callback is not waited for long."""
+        self._held = self._sweeping.acquire(timeout=1.0)
+
+    def _after_fork(self) -> None:
+        if self._held:
+            self._sweeping.release()
+
+    def _in_child(self) -> None:
+        self.forked = "mpi4py.MPI" in sys.modules
+        self._thread = None
+        self._awake = self.forked
+
+
+progress = Progress()
+"""The one of this process."""

@@ -1,0 +1,284 @@
+"""The collectives as requests of MPI.
+
+MPI's own non-blocking collective is used where it takes the whole at once. What is uneven, lies apart in memory or is
+too large for one count goes from member to member, straight between the tensors, on a tag that users do not get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...launch import mpi
+from .buffers import PIECE_BYTES, Buffer, Reduction, fits, overlap, reduction
+
+__all__ = ("Line", "Step")
+
+Block = tuple[Buffer, int, int]
+"""A part of a buffer: its first byte, and its length in bytes."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective, not yet begun."""
+
+    post: Callable[[], Iterator[Any]]
+    """Begins it; yields the requests."""
+    finish: Callable[[], None] | None = None
+    """What is left to do behind the requests."""
+
+
+class Line:
+    """A communicator, and who we are in it."""
+
+    def __init__(self, communicator: Any) -> None:
+        self.comm = communicator
+        self.rank = int(communicator.Get_rank())
+        self.size = int(communicator.Get_size())
+        library: Any = mpi.library()
+        self._mpi = library
+        self.own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB))
+
+    def allreduce(self, tensor: torch.Tensor, op: Any) -> Step:
+        how = reduction(tensor.dtype, op)
+        buffer = Buffer(tensor, how)
+
+        def post() -> Iterator[Any]:
+            for part in buffer.parts_side_by_side():
+                yield self.comm.Iallreduce(self._mpi.IN_PLACE, part, op=how.op)
+
+        return Step(post, self._finish_reduction(buffer, how))
+
+    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> Step:
+        how = reduction(tensor.dtype, op)
+        buffer = Buffer(tensor, how)
+        if self.rank == root:
+            return Step(
+                lambda: self._reduced_into(buffer, (buffer, 0, buffer.num_bytes), how),
+                self._finish_reduction(buffer, how),
+            )
+        return Step(lambda: self._reduced_away((buffer, 0, buffer.num_bytes), how, root))
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Step:
+        """Reduce `inputs`: one of the size of each member's output, or a single one with all behind one another."""
+        how = reduction(output.dtype, op)
+        received = Buffer(output, how)
+        sent = [Buffer(tensor, how) for tensor in inputs]
+        whole = len(sent) == 1
+        _check(received.num_bytes, sent[0 if whole else self.rank].num_bytes // (self.size if whole else 1))
+        if any(overlap(buffer, received) for buffer in sent):
+            sent = [Buffer(tensor.clone(), how) for tensor in inputs]
+        if whole and fits(sent[0].num_bytes, PIECE_BYTES):  # Open MPI sends all of it through one member
+
+            def post() -> Iterator[Any]:
+                yield self.comm.Ireduce_scatter_block(sent[0].whole(), received.whole(), op=how.op)
+
+            return Step(post, self._finish_reduction(received, how))
+        blocks = self._rows(sent[0]) if whole else [(buffer, 0, buffer.num_bytes) for buffer in sent]
+
+        def post_each() -> Iterator[Any]:
+            for root, block in enumerate(blocks):
+                if root == self.rank:
+                    yield from self._reduced_into(received, block, how)
+                else:
+                    yield from self._reduced_away(block, how, root)
+
+        return Step(post_each, self._finish_reduction(received, how))
+
+    def _reduced_into(self, received: Buffer, block: Block, how: Reduction) -> Iterator[Any]:
+        sent, start, length = block
+        parts = sent.parts_side_by_side(start, length)
+        for into, part in zip(received.parts_side_by_side(), parts, strict=True):
+            own = self._mpi.IN_PLACE if sent is received else part
+            yield self.comm.Ireduce(own, into, op=how.op, root=self.rank)
+
+    def _reduced_away(self, block: Block, how: Reduction, root: int) -> Iterator[Any]:
+        sent, start, length = block
+        for part in sent.parts_side_by_side(start, length):
+            yield self.comm.Ireduce(part, None, op=how.op, root=root)
+
+    def _finish_reduction(self, buffer: Buffer, how: Reduction) -> Callable[[], None] | None:
+        if how.averages:
+
+            def finish() -> None:
+                buffer.divide(self.size)
+                buffer.finish()
+
+            return finish
+        return buffer.finish if buffer.is_copy else None
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Step:
+        buffer = Buffer(tensor)
+
+        def post() -> Iterator[Any]:
+            for part in buffer.parts():
+                yield self.comm.Ibcast(part, root=root)
+
+        return Step(post, _finish_all([buffer]) if self.rank != root else None)
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Step:
+        """Gather into one tensor, in rank order."""
+        received, sent = Buffer(output), Buffer(tensor)
+        _check(received.num_bytes, sent.num_bytes * self.size)
+        own = self._rows(received)[self.rank]
+        if overlap(received, sent):  # as FSDP does
+            if sent.address != received.address + own[1]:
+                sent = Buffer(tensor.clone())
+            elif fits(received.num_bytes):
+                return Step(
+                    lambda: iter([self.comm.Iallgather(self._mpi.IN_PLACE, received.whole())]),
+                    _finish_all([received]),
+                )
+        if fits(received.num_bytes):
+            return Step(
+                lambda: iter([self.comm.Iallgather(sent.whole(), received.whole())]), _finish_all([received])
+            )
+        return self._exchange([(sent, 0, sent.num_bytes)] * self.size, self._rows(received), [received])
+
+    def allgather_apart(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Step:
+        """Gather into one tensor per member; they may differ in size."""
+        received, sent = [Buffer(output) for output in outputs], Buffer(tensor)
+        _check(received[self.rank].num_bytes, sent.num_bytes)
+        whole = (sent, 0, sent.num_bytes)
+        return self._exchange([whole] * self.size, [(row, 0, row.num_bytes) for row in received], received)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Step:
+        """Exchange rows; received, sent: how many with each member, none for equally many."""
+        into, out = Buffer(output), Buffer(tensor)
+        if not received and not sent and fits(out.num_bytes):
+            _check(into.num_bytes, out.num_bytes)
+            return Step(lambda: iter([self.comm.Ialltoall(out.whole(), into.whole())]), _finish_all([into]))
+        return self._exchange(_split(out, tensor, sent, self), _split(into, output, received, self), [into])
+
+    def alltoall_apart(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Step:
+        into, out = [Buffer(output) for output in outputs], [Buffer(tensor) for tensor in tensors]
+        _check(into[self.rank].num_bytes, out[self.rank].num_bytes)
+        sent, received = ([(row, 0, row.num_bytes) for row in rows] for rows in (out, into))
+        return self._exchange(sent, received, into)
+
+    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Step:
+        """outputs: one per member at the root, none elsewhere."""
+        sent, received = Buffer(tensor), [Buffer(output) for output in outputs]
+        if self.rank == root:
+            _check(received[root].num_bytes, sent.num_bytes)
+        rows: list[Block | None] = [(row, 0, row.num_bytes) for row in received]
+        whole = (sent, 0, sent.num_bytes)
+        return self._exchange(
+            [whole if place == root else None for place in range(self.size)],
+            rows or [None] * self.size, received,
+        )  # fmt: skip
+
+    def scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Step:
+        """tensors: one per member at the root, none elsewhere."""
+        received, sent = Buffer(output), [Buffer(tensor) for tensor in tensors]
+        if self.rank == root:
+            _check(received.num_bytes, sent[root].num_bytes)
+        rows: list[Block | None] = [(row, 0, row.num_bytes) for row in sent]
+        whole = (received, 0, received.num_bytes)
+        return self._exchange(
+            rows or [None] * self.size,
+            [whole if place == root else None for place in range(self.size)], [received],
+        )  # fmt: skip
+
+    def barrier(self) -> Step:
+        return Step(lambda: iter([self.comm.Ibarrier()]))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Step:
+        buffer = Buffer(tensor)
+        self._check_tag(tag)
+        return Step(lambda: self._sent((buffer, 0, buffer.num_bytes), to, tag))
+
+    def recv(self, tensor: torch.Tensor, source: int | None, tag: int, status: Any) -> Step:
+        """source: None for any. status: filled, and compared with what was expected."""
+        buffer = Buffer(tensor)
+        self._check_tag(tag)
+        if source is None and not fits(buffer.num_bytes):
+            raise RuntimeError("MPI: a tensor over 1 GiB cannot come from any source. Name the source.")
+        origin = self._mpi.ANY_SOURCE if source is None else source
+
+        def finish() -> None:
+            came = int(status.Get_count(self._mpi.BYTE))
+            if fits(buffer.num_bytes) and came != buffer.num_bytes:
+                raise RuntimeError(f"the tensor takes {buffer.num_bytes} bytes, but {came} were sent")
+            buffer.finish()
+
+        return Step(lambda: self._received((buffer, 0, buffer.num_bytes), origin, tag), finish)
+
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag < self.own_tag:
+            raise RuntimeError(
+                f"`tag` must be at least 0 and less than {self.own_tag}, but is {tag} instead. Use a smaller number."
+            )
+
+    def _sent(self, block: Block, to: int, tag: int) -> Iterator[Any]:
+        for part in block[0].parts(*block[1:]):
+            yield self.comm.Isend(part, dest=to, tag=tag)
+
+    def _received(self, block: Block, source: int, tag: int) -> Iterator[Any]:
+        for part in block[0].parts(*block[1:]):
+            yield self.comm.Irecv(part, source=source, tag=tag)
+
+    def _rows(self, buffer: Buffer) -> list[Block]:
+        length = buffer.num_bytes // self.size
+        return [(buffer, place * length, length) for place in range(self.size)]
+
+    def _exchange(
+        self, sent: Sequence[Block | None], received: Sequence[Block | None], buffers: Sequence[Buffer]
+    ) -> Step:
+        """Send a block to each member and receive one from it; None for no message, which both ends must know."""
+
+        def post() -> Iterator[Any]:
+            for distance in range(1, self.size):
+                source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+                into, out = received[source], sent[to]
+                if into is not None:
+                    yield from self._received(into, source, self.own_tag)
+                if out is not None:
+                    yield from self._sent(out, to, self.own_tag)
+            own_in, own_out = received[self.rank], sent[self.rank]
+            if own_in is not None and own_out is not None:
+                _copy(own_in, own_out)
+
+        return Step(post, _finish_all(buffers))
+
+
+def _copy(into: Block, out: Block) -> None:
+    if into[0].address + into[1] != out[0].address + out[1]:
+        into[0].rows(*into[1:]).copy_(out[0].rows(*out[1:]))
+
+
+def _finish_all(buffers: Sequence[Buffer]) -> Callable[[], None] | None:
+    copies = [buffer for buffer in buffers if buffer.is_copy]
+    if not copies:
+        return None
+
+    def finish() -> None:
+        for buffer in copies:
+            buffer.finish()
+
+    return finish
+
+
+def _split(buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int], line: Line) -> list[Block]:
+    """Return the block of `buffer` that belongs to each member: so many rows of `tensor`, or equally many."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    counts = list(splits) or [rows // line.size] * line.size
+    if sum(counts) != rows or len(counts) != line.size:
+        raise RuntimeError(
+            f"`splits` must be {line.size} numbers that add up to {rows} rows, but is {counts} instead."
+        )
+    width = buffer.num_bytes // rows if rows else 0
+    starts = [sum(counts[:place]) * width for place in range(line.size)]
+    return [(buffer, start, count * width) for start, count in zip(starts, counts, strict=True)]
+
+
+def _check(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise RuntimeError(
+            f"The output must take {wanted} bytes, but takes {found} instead. Give it that shape and dtype."
+        )

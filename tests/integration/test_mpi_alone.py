@@ -1,0 +1,95 @@
+"""The backend mpi4py in scripts that know torch.distributed alone, started by mpirun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..launchers.launch import finish, launch
+
+LIFE = """\
+import threading
+import torch, torch.distributed as dist
+import dualdist.backends.mpi
+
+ways = [{"backend": "mpi4py"}, {"backend": "cpu:mpi4py"}, {"backend": "mpi4py", "init_method": "mpi4py://"}]
+for cycle in range(100):
+    dist.init_process_group(**ways[cycle % 3])
+    pair = dist.new_group([0, 1])
+    tensor = torch.full((1,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor, group=pair)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 6.0
+    dist.destroy_process_group()
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+from mpi4py import MPI
+handle = MPI.COMM_WORLD.Dup()
+assert handle.py2f() < 10, handle.py2f()  # communicators are numbered; those given back are used again
+
+dist.init_process_group("mpi4py")
+import dualdist
+dualdist.init()
+assert (dualdist.backend_name(), dualdist.transport_name(), dualdist.size()) == ("torch", "mpi", 2)
+assert dualdist.allreduce(torch.ones(2), op=dualdist.Sum).tolist() == [2.0, 2.0]
+dualdist.shutdown()
+assert dist.is_initialized()  # it is left at the end without being destroyed
+dist.all_reduce(torch.ones(1))
+"""
+
+LEVEL = """\
+import sys, mpi4py
+mpi4py.rc.thread_level = sys.argv[1]
+import torch, torch.distributed as dist, torch.nn as nn
+import dualdist.backends.mpi
+from mpi4py import MPI
+assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+try:
+    dist.init_process_group("mpi4py", init_method="mpi4py://")
+except dualdist.BackendUnavailableError as error:
+    print(error)
+    raise SystemExit(0)
+works = [dist.all_reduce(torch.ones(1 << 16), async_op=True) for _ in range(20)]
+futures = [work.get_future() for work in works]
+for _ in range(50):
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 4
+assert all(future.wait()[0][-1] == 2 for future in futures)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(request.param)
+    return str(path)
+
+
+@pytest.mark.parametrize("script", [LIFE], indirect=True, ids=["life"])
+def test_rank_and_size_come_from_mpi_and_a_hundred_worlds_leave_nothing(script: str) -> None:
+    ended = launch("mpirun", script)
+    assert (ended.code, ended.output) == (0, "")
+
+
+@pytest.mark.parametrize("script", [LEVEL], indirect=True, ids=["level"])
+def test_mpi_that_takes_one_call_at_a_time_gets_one_at_a_time(script: str) -> None:
+    ended = launch("mpirun", script, "serialized")
+    assert (ended.code, ended.output) == (0, "")
+
+
+@pytest.mark.parametrize("script", [LEVEL], indirect=True, ids=["level"])
+def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
+    ended = finish([sys.executable, script, "single"])
+    assert ended.code == 0
+    assert "MPI must take calls from any thread" in ended.output
+
+
+def test_a_launcher_of_another_mpi_is_an_error_with_the_remedy() -> None:
+    program = "import dualdist.backends.mpi, torch.distributed as dist; dist.init_process_group('mpi4py')"
+    ended = finish([sys.executable, "-c", program], {"PMI_RANK": "0", "PMI_SIZE": "2"})
+    assert ended.code == 1
+    assert "MPI's world has 1 processes while the world size is 2 (from PMI_SIZE)" in ended.output
+    assert "which mpiexec did not start. Start with the mpirun of that library" in ended.output

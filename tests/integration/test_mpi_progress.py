@@ -1,0 +1,144 @@
+"""How the process group over mpi4py goes on while nobody waits, and how it ends when somebody never comes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..world import everywhere
+
+pytestmark = pytest.mark.engines("torch-mpi")
+
+SECONDS = 30.0
+
+
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+@everywhere
+def test_a_future_comes_true_while_this_thread_does_something_else() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((1 << 20,), rank + 1.0)
+    if rank == size - 1:
+        store().get("begun 0")
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    if rank == 0:
+        assert not future.done() and not work.is_completed()
+        store().set("begun 0", "")
+    done = threading.Event()
+    future.add_done_callback(lambda known: done.set())
+    assert done.wait(SECONDS)  # this thread calls nothing of MPI
+    assert future.value()[0][0].item() == size * (size + 1) / 2
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert future.then(lambda known: known.value()[0].sum()).wait() == (1 << 20) * size * (size + 1) / 2
+    dist.barrier()
+    if rank == 0:
+        store().delete_key("begun 0")
+
+
+@everywhere
+def test_works_that_nobody_holds_are_finished() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.full((1 << 12,), float(rank)).to(torch.bfloat16) for _ in range(20)]
+    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
+    for future in futures:
+        future.wait()
+    assert all(tensor[0].item() == size * (size - 1) / 2 for tensor in tensors)
+
+
+@everywhere
+def test_a_member_that_never_comes_is_an_error_after_the_timeout() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hasty = dist.new_group(timeout=timedelta(seconds=0.2))
+    assert isinstance(hasty, dist.ProcessGroup)
+    tensor = torch.ones(3)
+    if rank == 0:
+        told = f"MPI: allreduce failed on rank 0 of {size} in group .* timed out after 0.2 s"
+        with pytest.raises(RuntimeError, match=told):
+            dist.all_reduce(tensor, group=hasty)
+        work = dist.broadcast(tensor, 1, group=hasty, async_op=True)
+        assert work is not None
+        with pytest.raises(RuntimeError, match="MPI: broadcast failed on rank 0"):
+            work.get_future().wait()
+        assert isinstance(work.exception(), RuntimeError) and not work.is_success()
+        with pytest.raises(RuntimeError, match=r"recv from 1 timed out after 0\.1 s"):
+            hasty.recv([tensor], 1, 0).wait(timedelta(seconds=0.1))
+    dist.destroy_process_group(hasty)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            hasty.allreduce([tensor])
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [float(size)] * 3
+
+
+@everywhere
+def test_torchs_own_ddp_has_the_gradients_of_one_process() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    single.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    data = torch.randn(2, 4 * size, 6, generator=torch.Generator().manual_seed(1)).double()
+    for batch in data:
+        for module, rows in ((single, batch), (parallel, batch.chunk(size)[rank])):
+            module.zero_grad()
+            module(rows).square().mean().backward()
+        for ours, wanted in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
+
+    def __len__(self) -> int:
+        return 8
+
+
+@everywhere
+def test_forked_loaders_work_beside_the_thread() -> None:
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    loader = torch.utils.data.DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert work is not None
+    work.wait()
+
+
+def told_by_a_fork() -> str:
+    """Return what a forked child is told when it uses the group; it ends as a script does, by its exit handlers."""
+    import atexit
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        text = told.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return text
+
+
+@everywhere
+def test_a_forked_child_is_told_to_leave_the_group_alone() -> None:
+    assert "is used in a forked child instead" in told_by_a_fork()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == dist.get_world_size()
