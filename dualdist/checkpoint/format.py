@@ -34,9 +34,10 @@ __all__ = ("FORMAT", "Manifest", "copy_verified", "read_manifest", "write_checkp
 FORMAT = 1
 _MAGIC = "dualdist checkpoint"
 _COMMENT_BYTES = 2048
-"""torch's reader of archives looks for the end record in the last 4096 bytes, and fails for smaller files without it."""
+"""torch looks for the end record in the last 4096 bytes, and fails for small files when it is further up."""
 _END_RECORD = b"PK\5\6"
 _END_BYTES = 22
+_NO_MANIFEST = "it ends without a manifest"
 _SUM_LINE_BYTES = len(b"crc32 00000000\n")
 
 
@@ -136,16 +137,20 @@ def _decode(comment: bytes, path: Path) -> Manifest:
         found = json.loads(comment[:-_SUM_LINE_BYTES])
         if found.pop("magic") != _MAGIC:
             raise ValueError("another magic")
-    except (AttributeError, KeyError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"`path` must be a complete checkpoint of dualdist, but {path} ends without a manifest."
-        ) from error
-    if found["format"] > FORMAT:
-        raise CheckpointError(
-            f"`path` must be a checkpoint of format {FORMAT} or older, but {path} has format {found['format']} "
-            "instead. Load it with a newer dualdist."
-        )
-    return Manifest(**found)
+        if found["format"] <= FORMAT:
+            return Manifest(**found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, _NO_MANIFEST) from error
+    raise CheckpointError(
+        f"`path` must be a checkpoint of format {FORMAT} or older, but {path} has format {found['format']} instead. "
+        "Load it with a newer dualdist."
+    )
+
+
+def _damaged(path: object, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"`path` must be a checkpoint as dualdist wrote it, but {path} is not: {reason}."
+    )
 
 
 def copy_verified(path: str | os.PathLike[str], take: Callable[[bytes], object]) -> Manifest:
@@ -158,14 +163,12 @@ def copy_verified(path: str | os.PathLike[str], take: Callable[[bytes], object])
         left = os.fstat(file.fileno()).st_size - _SUM_LINE_BYTES
         while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
             crc = zlib.crc32(piece, crc)
-            tail = (tail + piece)[-_COMMENT_BYTES:]
+            tail = (piece if len(piece) >= _COMMENT_BYTES else tail + piece)[-_COMMENT_BYTES:]
             left -= len(piece)
             take(piece)
         line = file.read(_SUM_LINE_BYTES)
         take(line)
-    manifest = _decode(tail[_SUM_LINE_BYTES - _COMMENT_BYTES :] + line, Path(path))
+    comment = tail[_SUM_LINE_BYTES - _COMMENT_BYTES :] + line
     if line != _sum_line(crc):
-        raise DamagedCheckpointError(
-            f"`path` must be a checkpoint as it was written, but {path} has changed: its checksum does not fit."
-        )
-    return manifest
+        raise _damaged(path, "its checksum does not fit" if _MAGIC.encode() in comment else _NO_MANIFEST)
+    return _decode(comment, Path(path))
