@@ -20,7 +20,7 @@ from .portable import on_host
 from .share import from_writer, on_all_ranks, send_file
 from .state import apply, check_state, collect, collect_own
 
-__all__ = ("gather_own", "load", "make_manifest", "read_values", "save")
+__all__ = ("gather_own", "load", "make_manifest", "read_file", "read_values", "save")
 
 
 def save(
@@ -86,16 +86,17 @@ def load(
     if state is not None:
         on_all_ranks(lambda: check_state(state))
     with MemoryFile() as file:
-        from_writer(lambda: _read(Path(path), file))
+        from_writer(lambda: read_file(Path(path), file))
         values = read_values(file, path)
     if state is not None:
         on_all_ranks(lambda: apply(state, values, strict=strict, rank=rank(), origin=path))
     return values
 
 
-def _read(path: Path, file: MemoryFile) -> None:
+def read_file(path: Path, file: MemoryFile) -> Manifest:
+    """Copy a checkpoint into `file` and return its manifest. Local. Raises CheckpointError unless it is sound."""
     try:
-        copy_verified(path, file.write)
+        return copy_verified(path, file.write)
     except OSError as error:
         raise CheckpointError(f"`path` must be a checkpoint that can be read, but {error}.") from error
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from .background import Background
 from .catalog import Best, Catalog, Entry, choose_sound
 from .filesystem import FileSystem
 from .format import Manifest, write_checkpoint
-from .functions import gather_own, make_manifest, read_values
+from .functions import gather_own, make_manifest, read_file, read_values
 from .memory import MemoryFile
 from .portable import HostCopy, on_host
 from .rng import RandomState
@@ -148,11 +149,19 @@ class CheckpointManager:
         warning that names them. strict: as for `checkpoint.load`. Raises DamagedCheckpointError when there are files
         and none is sound, CheckpointError when the one that is chosen does not fit.
         """
-        return self._restore(self._catalog.newest_first, strict)
+        return self._restore(lambda file: self._choose(self._catalog.newest_first, file), strict)
 
     def restore_best(self, *, strict: bool = True) -> Manifest | None:
         """Load the best checkpoint instead; None when none has the metric. Otherwise as `restore_latest`."""
-        return self._restore(self._catalog.best_first, strict)
+        return self._restore(lambda file: self._choose(self._catalog.best_first, file), strict)
+
+    def restore(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Load the checkpoint `path`, in the folder or not, and count the steps on from it.
+
+        What is saved from then on comes after all that is in the folder. Errors as for `checkpoint.load`.
+        """
+        self._restore(lambda file: Entry(Path(path), read_file(Path(path), file)), strict)
+        self._saved_step = None
 
     def close(self) -> None:
         """Finish the save under way and give the signals back. Raises CheckpointError when that save has failed."""
@@ -217,7 +226,7 @@ class CheckpointManager:
         self.wait()
         if not metrics and self._saved_step == self.steps:
             return
-        everything = {**self._state, **self._random}
+        everything = self._everything()
         own = gather_own(everything)
         self._saved_at = time.monotonic()
         from_writer(lambda: self._start(everything, own, metrics, asynchronous))
@@ -247,14 +256,21 @@ class CheckpointManager:
             ) from error
         self._catalog.add(Entry(path, manifest))
 
-    def _restore(self, candidates: Callable[[], Iterable[Entry]], strict: bool) -> Manifest | None:
+    def _everything(self) -> Mapping[str, Any]:
+        return ChainMap(self._state, self._random)  # type: ignore[arg-type] # values are set in the first
+
+    def _choose(self, candidates: Callable[[], Iterable[Entry]], file: MemoryFile) -> Entry | None:
+        damaged = self._catalog.read()
+        return choose_sound(candidates(), damaged, file)
+
+    def _restore(self, choose: Callable[[MemoryFile], Entry | None], strict: bool) -> Manifest | None:
         self.wait()
         with MemoryFile() as file:
-            entry = from_writer(lambda: choose_sound(candidates(), self._catalog.read(), file))
+            entry = from_writer(lambda: choose(file))
             if entry is None:
                 return None
             values = read_values(file, entry.path)
-        everything = {**self._state, **self._random}
+        everything = self._everything()
         on_all_ranks(lambda: apply(everything, values, strict=strict, rank=rank(), origin=entry.path))
         self.steps = self._saved_step = entry.manifest.step or 0
         return entry.manifest
