@@ -8,6 +8,7 @@ records tests/data/checkpoints anew: what two ranks save in the second epoch, on
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import random
 import signal
@@ -354,6 +355,39 @@ def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: P
     if hvd.size() > 1:
         with pytest.raises(ValueError, match="must be equal on all ranks"):
             CheckpointManager(folder(tmp_path), {}, every_steps=1 + last)
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    averaged = torch.optim.swa_utils.AveragedModel(hvd.DistributedDataParallel(model).module)
+    averaged.update_parameters(model)
+    return averaged
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@everywhere
+def test_exported_weights_load_without_dualdist(suffix: str, tmp_path: Path) -> None:
+    path, model = folder(tmp_path) / f"a.{suffix}", torch.nn.Sequential(torch.nn.Linear(2, 2))
+    if suffix == "safetensors" and importlib.util.find_spec("safetensors") is None:
+        with pytest.raises(hvd.CheckpointError, match="Run pip install safetensors"):
+            hvd.checkpoint.export_weights(path, model)
+        return
+    for source in (model, hvd.DistributedDataParallel(model), wrapped(model)):
+        hvd.checkpoint.export_weights(path, source)
+        if hvd.rank() == 0:
+            found = read_exported(path)
+            assert list(found) == ["0.weight", "0.bias"]
+            assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(hvd.CheckpointError, match="`path` must be where a file can be written"):
+        hvd.checkpoint.export_weights("/dev/null/not-here.pt", model)
+
+
+def read_exported(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".pt":
+        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+        return weights
+    from safetensors.torch import load_file
+
+    return dict(sorted(load_file(path).items(), reverse=True))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ def train(
     hvd.init()
     weight = torch.nn.Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    state = {"optimizer": optimizer, "weight": weight}
+    state: dict[str, Any] = {"optimizer": optimizer, "weight": weight}
     with CheckpointManager(folder, state, keep=2, every_steps=EVERY, file_system=file_system) as manager:
         if manager.restore_latest() is not None:
             weight.data.copy_(state["weight"])
