@@ -88,13 +88,12 @@ class _Archive:
         self._pending = bytearray()
 
     def write(self, data: Any) -> int:
-        view = memoryview(data)
-        length = len(view)
+        length = len(data)
         if length >= PIECE_BYTES:
             self._flush(0)
-            self._file.write(view[:-_END_BYTES])
-            view = view[-_END_BYTES:]
-        self._pending += view
+            self._file.write(data[:-_END_BYTES])
+            data = data[-_END_BYTES:]
+        self._pending += data
         if len(self._pending) >= PIECE_BYTES:
             self._flush(_END_BYTES)
         return length
