@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import elastic, lr, metrics, samplers, seeding
+from . import checkpoint, elastic, lr, metrics, samplers, seeding
 from .basics import (
     backend_name,
     cross_rank,
@@ -55,8 +55,10 @@ from .collectives import (
 from .compression import Compression
 from .errors import (
     BackendUnavailableError,
+    CheckpointError,
     CollectiveMismatchError,
     ConfigurationError,
+    DamagedCheckpointError,
     HorovodInternalError,
     HostsUpdatedInterrupt,
     NotInitializedError,
@@ -92,9 +94,11 @@ __all__ = (
     "Adasum",
     "Average",
     "BackendUnavailableError",
+    "CheckpointError",
     "CollectiveMismatchError",
     "Compression",
     "ConfigurationError",
+    "DamagedCheckpointError",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "DistributedSampler",
@@ -130,6 +134,7 @@ __all__ = (
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "checkpoint",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -7,6 +7,8 @@
     │     └─ WorldMismatchError        the launcher and the engine disagree on the world
     └─ RuntimeError
        ├─ ProcessEndedError            a process of dualdist.spawn died, or raised what cannot be sent
+       ├─ CheckpointError              a checkpoint could not be saved or restored, or does not fit
+       │  └─ DamagedCheckpointError    a file is not the one that was written, or holds what must not be loaded
        ├─ HostsUpdatedInterrupt        not an error: the hosts of an elastic job have changed
        └─ HorovodInternalError         a collective failed; elastic training recovers from it
           ├─ NotInitializedError       also a ValueError, as Horovod's rank() and size() raise one
@@ -21,8 +23,10 @@ from __future__ import annotations
 
 __all__ = (
     "BackendUnavailableError",
+    "CheckpointError",
     "CollectiveMismatchError",
     "ConfigurationError",
+    "DamagedCheckpointError",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "NotInitializedError",
@@ -42,6 +46,14 @@ class BackendUnavailableError(ConfigurationError):
 
 class WorldMismatchError(ConfigurationError):
     """The engine joined another world than the launcher started."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or restored, or does not fit; every rank raises it, and knows what was kept."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file is not the checkpoint that was written, or it holds what only running code could load."""
 
 
 class HorovodInternalError(RuntimeError):

@@ -11,6 +11,7 @@ Other data, other models, and what to keep of a run:
 
     python examples/train.py --data cifar10 --data-dir ~/data --model resnet18 --epochs 30
     python examples/train.py --metrics run.json --plot run.png --log-dir runs/first
+    python examples/train.py --checkpoint-dir runs/first     # once more, with any number of processes: it goes on
 
 Needs `pip install 'dualdist[examples]'`.
 """
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -64,6 +66,16 @@ def read_settings() -> argparse.Namespace:
     add("--metrics", type=Path, metavar="FILE", help="write the results as one JSON object")
     add("--plot", type=Path, metavar="FILE.png", help="draw loss and accuracy per epoch (needs matplotlib)")
     add("--log-dir", type=Path, metavar="FOLDER", help="write TensorBoard scalars (needs tensorboard)")
+    add(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="save the run there, and go on from what is there",
+    )
+    add(
+        "--save-every", type=number(int, 1), default=100, metavar="STEPS", help="and each epoch (%(default)s)"
+    )
+    add("--resume", default="auto", metavar="auto|never|PATH", help="where to go on from (%(default)s)")
     settings = parser.parse_args()
     if settings.warmup_epochs > settings.epochs:
         parser.error(f"--warmup-epochs must be at most --epochs, but is {settings.warmup_epochs} instead.")
@@ -76,7 +88,8 @@ def train(settings: argparse.Namespace) -> None:
     batch_size = min(settings.batch_size, len(sampler))
     if batch_size == 0:
         fail(f"--data must hold an image per process, but has {len(data.train)}. Start fewer processes.")
-    loader = DataLoader(data.train, batch_size, sampler=sampler, drop_last=True)
+    own = torch.Generator()  # the loader draws from it, and leaves dropout's numbers alone when a run goes on
+    loader = DataLoader(data.train, batch_size, sampler=sampler, drop_last=True, generator=own)
 
     torch.manual_seed(settings.seed + hvd.rank())  # own dropout per rank; the weights are made equal below
     model = build_model(settings.model, data).to(device)
@@ -87,23 +100,61 @@ def train(settings: argparse.Namespace) -> None:
     scheduler = build_scheduler(optimizer, warmup=warmup, steps=steps)
 
     report = Report(settings, steps_per_epoch=len(loader), images_per_step=batch_size * hvd.size())
-    for epoch in range(settings.epochs):
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "epochs": report.epochs,
+        "images": 0,
+    }
+    manager = open_checkpoints(settings, state)
+    report.epochs = state["epochs"]
+    for epoch in range(len(report.epochs), settings.epochs):
+        first = state["images"] // report.images_per_step  # the batch to go on with
         started = time.perf_counter()
         sampler.set_epoch(epoch)
         model.train()
         loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
-        for images, labels in tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=report.hides_bar):
+        bar = tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=report.hides_bar)
+        for images, labels in itertools.islice(bar, first, None):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             scheduler.step()
             loss_sum += loss.detach()
+            state["images"] += report.images_per_step
+            if manager:
+                manager.step()
         # All batches are equally large: the mean over batches and ranks is the mean over the images.
-        train_loss = hvd.allreduce(loss_sum, op=hvd.Average).item() / len(loader)
+        train_loss = hvd.allreduce(loss_sum, op=hvd.Average).item() / max(1, len(loader) - first)
         seconds = time.perf_counter() - started
         report.add_epoch(train_loss, *evaluate(model, data.val, batch_size, device), seconds)
+        state["images"] = 0
+        if manager:
+            manager.save({"val_accuracy": report.epochs[-1]["val_accuracy"]})
     report.finish()
+
+
+def open_checkpoints(
+    settings: argparse.Namespace, state: dict[str, Any]
+) -> hvd.checkpoint.CheckpointManager | None:
+    """Return what saves the run, after the run is where --resume says; None without --checkpoint-dir. Collective."""
+    if settings.checkpoint_dir is None:
+        return None
+    try:
+        manager = hvd.checkpoint.CheckpointManager(
+            settings.checkpoint_dir, state, every_steps=settings.save_every, best=("val_accuracy", "max")
+        )
+        if settings.resume == "auto":
+            manager.restore_latest()
+        elif settings.resume != "never":
+            manager.restore(settings.resume)
+    except hvd.CheckpointError as error:
+        fail(str(error))
+    if manager.steps:
+        log(f"going on after step {manager.steps}")
+    return manager
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ PARENTS = {
     errors.ConfigurationError: (ValueError,),
     errors.BackendUnavailableError: (errors.ConfigurationError,),
     errors.WorldMismatchError: (errors.ConfigurationError,),
+    errors.CheckpointError: (RuntimeError,),
+    errors.DamagedCheckpointError: (errors.CheckpointError,),
     errors.HorovodInternalError: (RuntimeError,),
     errors.NotInitializedError: (errors.HorovodInternalError, ValueError),
     errors.CollectiveMismatchError: (errors.HorovodInternalError,),

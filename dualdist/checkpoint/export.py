@@ -1,0 +1,77 @@
+"""Weights for programs that know nothing of dualdist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from ..errors import CheckpointError
+from ..parallel import DistributedDataParallel
+from .file import replacing
+from .filesystem import FileSystem
+from .portable import on_host
+from .share import from_writer
+
+__all__ = ("export_weights",)
+
+_SAFETENSORS = ".safetensors"
+_WRAPPERS = (
+    AveragedModel, DistributedDataParallel, torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel,
+)  # fmt: skip
+_COMPILED = "_orig_mod"
+
+
+def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None:
+    """Write the weights and buffers of `model` under the names of the module that is in its wrappers.
+
+    A file that ends in .safetensors is of that format and needs the package safetensors; any other is what
+    `torch.save(module.state_dict(), path)` writes, for `torch.load(path, weights_only=True)`. The file appears when it
+    is complete. Of an AveragedModel the averages are written.
+
+    Collective: rank 0 writes. Raises CheckpointError on every rank when it could not.
+    """
+    write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
+
+    def export() -> None:
+        try:
+            with replacing(Path(path), FileSystem()) as file:
+                write(_weights(model), file)
+        except OSError as error:
+            raise CheckpointError(f"`path` must be where a file can be written, but {error}.") from error
+
+    from_writer(export)
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Any]:
+    named = _unwrapped(model).state_dict()
+    weights: dict[str, Any] = on_host(
+        {name.replace(f"{_COMPILED}.", ""): value for name, value in named.items()}, "model"
+    )
+    return weights
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    while True:
+        if isinstance(model, _WRAPPERS):
+            model = model.module
+        elif hasattr(model, _COMPILED):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _save_safetensors(weights: Mapping[str, torch.Tensor], file: Any) -> None:
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise CheckpointError(
+            f"`path` must not end in {_SAFETENSORS} where the package safetensors is not installed, but does. "
+            "Run pip install safetensors, or choose another ending."
+        ) from error
+    # Names that share a tensor each get their own: the format has no sharing.
+    file.write(save({name: tensor.contiguous().clone() for name, tensor in weights.items()}))

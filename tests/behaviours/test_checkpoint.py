@@ -1,0 +1,400 @@
+"""Checkpoints on every engine: whoever saved them, all ranks go on alike, or raise alike.
+
+    python -m tests.behaviours.test_checkpoint
+
+records tests/data/checkpoints anew: what two ranks save in the second epoch, on torch in both styles and on Horovod.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dualdist as hvd
+from dualdist.checkpoint import (
+    CheckpointManager,
+    FileSystem,
+    Preempted,
+    load,
+    read_manifest,
+    save,
+)
+
+from ..faults import CountingFileSystem
+from ..training import STYLES, make_state, plain_losses, train
+from ..world import ENGINES, everywhere, started
+from .test_elastic import warned
+
+RECORDED = Path(__file__).parents[1] / "data" / "checkpoints"
+SAVERS = {
+    "torch-ddp": ("torch-gloo", "ddp"),
+    "torch-optimizer": ("torch-gloo", "optimizer"),
+    "horovod-optimizer": ("horovod-gloo", "optimizer"),
+}
+SAVED_STEPS, MORE_STEPS = 6, 5
+"""An epoch has 4 steps: saved in the middle of the second, and then into the third."""
+
+
+def folder(tmp_path: Path) -> Path:
+    """Return rank 0's folder; the others get a path that cannot be used."""
+    return tmp_path if hvd.rank() == 0 else Path("/dev/null/not-here")
+
+
+def record(path: Path, style: str) -> None:
+    state = make_state(style)
+    train(state, SAVED_STEPS)
+    save(path, state, step=SAVED_STEPS)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("saver", SAVERS)
+@everywhere
+def test_a_run_goes_on_as_if_never_interrupted_wherever_it_was_saved(saver: str, style: str) -> None:
+    state = make_state(style, seed=2 + hvd.rank())
+    load(folder(RECORDED) / f"{saver}.pt", state)
+    assert train(state, MORE_STEPS) == pytest.approx(
+        plain_losses(SAVED_STEPS + MORE_STEPS)[SAVED_STEPS:], rel=0, abs=1e-6
+    )
+    assert len(state["losses"]) == SAVED_STEPS + MORE_STEPS
+
+
+@pytest.mark.parametrize("style", STYLES)
+@everywhere
+def test_every_world_and_style_saves_what_was_recorded(style: str, tmp_path: Path) -> None:
+    record(folder(tmp_path) / "a.pt", style)
+    found, expected = load(folder(tmp_path) / "a.pt"), load(folder(RECORDED) / "horovod-optimizer.pt")
+    torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=1e-9)
+    if hvd.rank() == 0:
+        manifest = read_manifest(tmp_path / "a.pt")
+        assert (manifest.step, manifest.world_size) == (SAVED_STEPS, hvd.size())
+        assert (manifest.backend, manifest.transport) == (hvd.backend_name(), hvd.transport_name())
+
+
+def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Return every number and tensor in `value` by its place."""
+    if isinstance(value, dict):
+        return {key: t for k, v in value.items() for key, t in flat(v, f"{name}.{k}").items()}
+    if isinstance(value, list | tuple):
+        return flat(dict(enumerate(value)), name)
+    return {name: torch.as_tensor(value)} if isinstance(value, torch.Tensor | int | float) else {}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@everywhere
+def test_the_last_checkpoint_comes_back_in_mid_epoch(asynchronous: bool, tmp_path: Path) -> None:
+    state = make_state("optimizer")
+    with CheckpointManager(
+        folder(tmp_path), state, keep=2, every_steps=2, asynchronous=asynchronous
+    ) as manager:
+        assert manager.restore_latest() is None
+        train(state, 7, manager.step)
+    if hvd.rank() == 0:
+        assert sorted(os.listdir(tmp_path)) == ["step-000000004.pt", "step-000000006.pt"]
+    fresh = make_state("ddp", seed=3)
+    with CheckpointManager(folder(tmp_path), fresh, every_steps=2) as manager:
+        manifest = manager.restore_latest()
+        assert manifest is not None and manifest.step == manager.steps == 6
+        assert train(fresh, 5, manager.step) == pytest.approx(plain_losses(11)[6:], rel=0, abs=1e-6)
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+@everywhere
+def test_every_rank_gets_its_own_random_numbers_back(tmp_path: Path) -> None:
+    torch.manual_seed(hvd.rank())
+    random.seed(hvd.rank())
+    np.random.seed(hvd.rank())
+    with CheckpointManager(folder(tmp_path), {}) as manager:
+        manager.save()
+        expected = draws()
+        draws()
+        manager.restore_latest()
+        assert draws() == expected
+    assert len({tuple(numbers) for numbers in hvd.allgather_object(expected)}) == hvd.size()
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+@everywhere
+def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_them(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"value": 0}
+    with warned() as messages, CheckpointManager(folder(tmp_path), state, every_steps=1) as manager:
+        for step in (1, 2, 3):
+            state["value"] = step
+            manager.step()
+        if hvd.rank() == 0:
+            damage(tmp_path / "step-000000003.pt")
+            (tmp_path / "step-000000002.pt").write_bytes(b"")
+        manifest = manager.restore_latest()
+        assert manifest is not None and manifest.step == state["value"] == manager.steps == 1
+        if hvd.rank() == 0:
+            assert [name in " ".join(messages) for name in ("step-000000003.pt", "step-000000002.pt")] == [
+                True
+            ] * 2
+            damage(tmp_path / "step-000000001.pt")
+        with pytest.raises(hvd.DamagedCheckpointError, match="No checkpoint is sound, of 3"):
+            manager.restore_latest()
+        state["value"] = 2
+        manager.step()  # the run goes on, and replaces the damaged file of the same step
+        assert manager.restore_latest() is not None and manager.steps == 2
+
+
+@everywhere
+def test_what_is_saved_after_going_back_to_an_older_file_is_the_latest(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"value": 0}
+    with CheckpointManager(folder(tmp_path), state, every_steps=1) as manager:
+        for step in (1, 2, 3):
+            state["value"] = step
+            manager.step()
+        manager.restore(folder(tmp_path) / "step-000000001.pt")
+        assert (manager.steps, state["value"]) == (1, 1)
+        state["value"] = "anew"
+        manager.step()
+    with CheckpointManager(folder(tmp_path), state) as manager:
+        assert manager.restore_latest() is not None
+        assert (manager.steps, state["value"]) == (2, "anew")
+
+
+@everywhere
+def test_the_best_is_kept_and_comes_back(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"value": 0}
+    accuracies = [0.5, float("nan"), 0.75, 0.625, 0.25]
+    with CheckpointManager(folder(tmp_path), state, keep=1, best=("accuracy", "max")) as manager:
+        for accuracy in accuracies:
+            manager.step()
+            state["value"] = accuracy
+            manager.save({"accuracy": accuracy})
+        if hvd.rank() == 0:
+            assert sorted(os.listdir(tmp_path)) == ["step-000000003.pt", "step-000000005.pt"]
+        assert manager.restore_best() is not None
+        assert (state["value"], manager.steps) == (0.75, 3)
+        assert manager.restore_latest() is not None and state["value"] == 0.25
+
+
+def full_disk(count: int, name: str) -> None:
+    if name == "write":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@everywhere
+def test_a_full_disk_is_an_error_on_every_rank_and_the_run_may_go_on(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    disk = CountingFileSystem()
+    manager = CheckpointManager(
+        folder(tmp_path), {"value": 1}, every_steps=2, asynchronous=asynchronous, file_system=disk
+    )
+    manager.step()
+    manager.step()
+    manager.wait()
+    disk._at = full_disk
+    manager.step()
+    told = (
+        r"step 4 was not saved: .*No space left on device.* complete checkpoint is that of step 2, .*02\.pt"
+    )
+    with pytest.raises(hvd.CheckpointError, match=told):
+        manager.step()
+        manager.wait()
+    disk._at = None
+    manager.step()
+    assert manager.step() is True
+    manager.close()
+    assert manager.restore_latest() is not None and manager.steps == 6
+    if hvd.rank() == 0:
+        assert sorted(os.listdir(tmp_path)) == ["step-000000002.pt", "step-000000006.pt"]
+
+
+@everywhere
+def test_an_asynchronous_failure_is_raised_by_the_next_step_on_every_rank(tmp_path: Path) -> None:
+    with CheckpointManager(
+        folder(tmp_path), {}, asynchronous=True, file_system=CountingFileSystem(full_disk)
+    ) as manager:
+        manager.save()
+        if manager._background._thread is not None:
+            manager._background._thread.join()
+        with pytest.raises(hvd.CheckpointError, match=r"No space left on device\. No checkpoint is complete"):
+            manager.step()
+        manager.step()
+
+
+@everywhere
+def test_a_step_waits_for_the_copy_alone_and_the_file_holds_the_values_of_then(tmp_path: Path) -> None:
+    held = HeldFileSystem()
+    weight = torch.ones(3)
+    with CheckpointManager(
+        folder(tmp_path), {"weight": weight}, every_steps=1, asynchronous=True, file_system=held
+    ) as manager:
+        manager.step()
+        if hvd.rank() == 0:
+            assert not (tmp_path / "step-000000001.pt").exists()
+        weight.fill_(2)
+        held.go.set()
+        manager.wait()
+        assert load(folder(tmp_path) / "step-000000001.pt")["weight"].tolist() == [1, 1, 1]
+
+
+class HeldFileSystem(FileSystem):
+    """Does not begin before it may."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self.go = threading.Event()
+
+    def create(self, path: Path) -> int:
+        assert self.go.wait(20)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@everywhere
+def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    state: dict[str, Any] = {"value": 0}
+    handler = signal.getsignal(number)
+    manager = CheckpointManager(folder(tmp_path), state, asynchronous=True, exit_code=99)
+    manager.step()
+    if hvd.rank() == hvd.size() - 1:
+        os.kill(os.getpid(), number)
+    state["value"] = 2
+    with pytest.raises(Preempted) as caught:
+        manager.step()
+    assert (caught.value.code, caught.value.number, manager.steps) == (99, number, 2)
+    manager.close()
+    assert signal.getsignal(number) is handler
+    assert load(folder(tmp_path) / "step-000000002.pt")["value"] == 2
+
+
+@everywhere
+def test_seconds_are_those_of_rank_0(tmp_path: Path) -> None:
+    manager = CheckpointManager(folder(tmp_path), {}, every_seconds=1e9)
+    manager._saved_at -= 2e9 if hvd.rank() == 0 else 0
+    assert manager.step() is True
+    assert manager.step() is False
+    manager.close()
+
+
+class Broken:
+    def __init__(self, rank: int, *, per_rank: bool = False) -> None:
+        self.rank, self.per_rank = rank, per_rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if hvd.rank() == self.rank:
+            raise RuntimeError("the reason")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
+
+
+@everywhere
+def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    path = folder(tmp_path) / "a.pt"
+    last = hvd.size() - 1
+    with pytest.raises(hvd.CheckpointError, match="Rank 0 failed: RuntimeError: the reason"):
+        save(path, {"a": Broken(0)})
+    with pytest.raises(hvd.CheckpointError, match=f"Rank {last} failed: RuntimeError: the reason"):
+        save(path, {"a": Broken(last, per_rank=True)})
+    with pytest.raises(
+        hvd.CheckpointError, match=r"Rank 0 failed: TypeError: `state\['a'\]` must be a tensor"
+    ):
+        save(path, {"a": object()})
+    save(path, {"a": Broken(-1)})
+    with pytest.raises(hvd.CheckpointError, match=r"`a` could not load its state from .*the reason"):
+        load(path, {"a": Broken(last)})
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@everywhere
+def test_a_file_that_is_not_there_or_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(hvd.CheckpointError, match=r"can be read, but .*No such file"):
+        load(folder(tmp_path) / "a.pt")
+    save(folder(tmp_path) / "a.pt", {"model": torch.nn.Linear(2, 2)})
+    with pytest.raises(
+        hvd.CheckpointError, match=r"`model` has 2 of another shape \(weight: \(2, 2\) instead of"
+    ):
+        load(folder(tmp_path) / "a.pt", {"model": torch.nn.Linear(3, 3)})
+    if hvd.rank() == 0:
+        damage(tmp_path / "a.pt")
+    with pytest.raises(hvd.DamagedCheckpointError, match="checksum"):
+        load(folder(tmp_path) / "a.pt")
+    with pytest.raises(hvd.CheckpointError, match=r"not saved: .*No such file or directory.* left as it was"):
+        save(folder(tmp_path) / "missing" / "a.pt", {})
+
+
+@everywhere
+def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    last = hvd.rank() == hvd.size() - 1
+    with pytest.raises(
+        (ValueError, hvd.CheckpointError), match="`keep` must be at least 1 or None, but is 0"
+    ):
+        CheckpointManager(folder(tmp_path), {}, keep=0 if last else 1)
+    with pytest.raises((TypeError, hvd.CheckpointError), match="`state` must be a dictionary from names"):
+        CheckpointManager(folder(tmp_path), [] if last else {})  # type: ignore[arg-type]
+    with pytest.raises(
+        hvd.CheckpointError, match=r"`directory` must be a folder that can be used, but .*Errno"
+    ):
+        CheckpointManager("/dev/null/not-here", {})
+    if hvd.size() > 1:
+        with pytest.raises(ValueError, match="must be equal on all ranks"):
+            CheckpointManager(folder(tmp_path), {}, every_steps=1 + last)
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    averaged = torch.optim.swa_utils.AveragedModel(hvd.DistributedDataParallel(model).module)
+    averaged.update_parameters(model)
+    return averaged
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@everywhere
+def test_exported_weights_load_without_dualdist(suffix: str, tmp_path: Path) -> None:
+    path, model = folder(tmp_path) / f"a.{suffix}", torch.nn.Sequential(torch.nn.Linear(2, 2))
+    if suffix == "safetensors" and importlib.util.find_spec("safetensors") is None:
+        with pytest.raises(hvd.CheckpointError, match="Run pip install safetensors"):
+            hvd.checkpoint.export_weights(path, model)
+        return
+    for source in (model, hvd.DistributedDataParallel(model), wrapped(model)):
+        hvd.checkpoint.export_weights(path, source)
+        if hvd.rank() == 0:
+            found = read_exported(path)
+            assert list(found) == ["0.weight", "0.bias"]
+            assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(hvd.CheckpointError, match="`path` must be where a file can be written"):
+        hvd.checkpoint.export_weights("/dev/null/not-here.pt", model)
+
+
+def read_exported(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".pt":
+        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+        return weights
+    from safetensors.torch import load_file
+
+    return dict(sorted(load_file(path).items(), reverse=True))
+
+
+if __name__ == "__main__":
+    from tests.behaviours import test_checkpoint  # the ranks know it by this name
+
+    for name, (engine_name, style) in SAVERS.items():
+        engine = next(engine for engine in ENGINES if engine.name == engine_name)
+        with started(engine, 2) as world:
+            RECORDED.mkdir(exist_ok=True)
+            world.run(test_checkpoint.record, RECORDED / f"{name}.pt", style)

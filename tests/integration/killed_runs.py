@@ -1,0 +1,198 @@
+"""Runs that are ended with SIGKILL while they save, each a fork of this process, and what is found after them.
+
+    python -m tests.integration.killed_runs FOLDER COUNT SEED
+
+prints one JSON object per run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dualdist as hvd
+from dualdist.checkpoint import CheckpointManager, FileSystem
+
+from ..faults import CountingFileSystem, FaultyFileSystem
+
+EVERY, STEPS = 3, 12
+ENDED, FAILED = 0, 3
+"""Exit codes of a run that came to its end, and of one that a full or broken disk has ended."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a run and of the one that went on from it."""
+
+    faulty: bool
+    ended_by: str
+    steps: int
+    """How many steps the first had made."""
+    restored: int
+    """From which step the second went on."""
+    same: bool
+    """Whether the second ended where a run without interruption does."""
+    left: list[str]
+    """What the folder holds at last."""
+
+
+def train(
+    folder: Path, file_system: FileSystem, count: Callable[[int], None], start: Callable[[int], None]
+) -> float:
+    """Train to the end from what the folder holds, and return the last weight."""
+    hvd.init()
+    weight = torch.nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    state: dict[str, Any] = {"optimizer": optimizer, "weight": weight}
+    with CheckpointManager(folder, state, keep=2, every_steps=EVERY, file_system=file_system) as manager:
+        if manager.restore_latest() is not None:
+            weight.data.copy_(state["weight"])
+        start(manager.steps)
+        while manager.steps < STEPS:
+            optimizer.zero_grad()
+            ((weight + torch.rand(100)) ** 2).sum().backward()
+            optimizer.step()
+            count(manager.steps + 1)
+            manager.step()
+    return float(weight.sum().item())
+
+
+def forked(body: Callable[[], object]) -> int:
+    """Run `body` in a fork and return how that ended: an exit code, or minus the signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = ENDED
+        except hvd.CheckpointError:
+            code = FAILED
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Told:
+    """Numbers that a fork leaves behind."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 32)
+
+    def set(self, place: int, value: float) -> None:
+        struct.pack_into("d", self._memory, 8 * place, value)
+
+    def get(self, place: int) -> float:
+        return float(struct.unpack_from("d", self._memory, 8 * place)[0])
+
+
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def undisturbed(folder: Path) -> tuple[float, int]:
+    """Return the last weight of a run without interruption, and how many operations its disk saw."""
+    told, counting = Told(), CountingFileSystem()
+
+    def body() -> None:
+        seeded()
+        told.set(0, train(folder, counting, lambda step: None, lambda step: None))
+        told.set(1, counting.count)
+
+    assert forked(body) == ENDED
+    return told.get(0), int(told.get(1))
+
+
+def killed(folder: Path, numbers: random.Random, faulty: bool, operations: int, expected: float) -> Run:
+    """Kill a run at an operation that `numbers` chooses, go on from what it left, and return what was found."""
+    told, moment = Told(), numbers.randint(2, operations * (2 if faulty else 1))
+    fails_at = numbers.randint(2, 2 * operations) if faulty and numbers.random() < 0.5 else 0
+
+    def kill(count: int, name: str) -> None:
+        if count == moment:
+            if isinstance(disk, FaultyFileSystem):
+                disk.lose_power()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    disk = FaultyFileSystem(kill, fails_at=fails_at, delay=1e-4) if faulty else CountingFileSystem(kill)
+
+    def first() -> None:
+        seeded()
+        train(folder, disk, lambda step: told.set(0, step), lambda step: None)
+
+    code = forked(first)
+    ended_by = signal.Signals(-code).name if code < 0 else {FAILED: "an error"}.get(code, f"exit code {code}")
+    return resumed(folder, told, faulty, ended_by, expected)
+
+
+def resumed(folder: Path, told: Told, faulty: bool, ended_by: str, expected: float) -> Run:
+    """Go on from what a run has left, to the end, and return what was found."""
+
+    def second() -> None:
+        seeded()
+        told.set(2, train(folder, FileSystem(), lambda step: None, lambda step: told.set(1, step)))
+
+    assert forked(second) == ENDED
+    names = sorted(path.name for path in folder.iterdir())
+    return Run(faulty, ended_by, int(told.get(0)), int(told.get(1)), told.get(2) == expected, names)
+
+
+def killed_in_time(folder: Path, numbers: random.Random, expected: float) -> Run:
+    """Kill a run from outside, after it has told of so many steps, while it goes on saving beside them."""
+    told, (reader, writer) = Told(), os.pipe()
+
+    def first() -> None:
+        def count(step: int) -> None:
+            told.set(0, step)
+            os.write(writer, b".")
+
+        for turn in itertools.count():  # until it is killed
+            told.set(0, 0)
+            told.set(3, turn)
+            seeded()
+            train(folder / str(turn), FileSystem(), count, lambda step: None)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            first()
+        finally:
+            os._exit(1)
+    for _ in range(numbers.randint(EVERY + 1, 5 * STEPS)):
+        assert os.read(reader, 1) == b"."
+    os.kill(pid, signal.SIGKILL)
+    ended = signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).name
+    os.close(reader)
+    os.close(writer)
+    return resumed(folder / str(int(told.get(3))), told, False, ended, expected)
+
+
+def main(folder: Path, count: int, seed: int) -> None:
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports the compiler: once here, instead of in every fork
+    numbers = random.Random(seed)
+    expected, operations = undisturbed(folder / "undisturbed")
+    for place in range(count):
+        run = killed(folder / str(place), numbers, place % 2 == 1, operations, expected)
+        print(json.dumps(asdict(run)), flush=True)
+    for place in range(count // 10):
+        run = killed_in_time(folder / f"in time {place}", numbers, expected)
+        print(json.dumps(asdict(run)), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

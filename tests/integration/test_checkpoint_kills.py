@@ -1,0 +1,30 @@
+"""Whenever a run is killed while it saves, a complete checkpoint is there, and little is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ..world import ROOT
+from .killed_runs import EVERY, STEPS
+
+RUNS, SECONDS = 50, 100
+
+
+def test_50_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.killed_runs", str(tmp_path), str(RUNS), "0"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    runs = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(runs) == RUNS + RUNS // 10
+    for run in runs:
+        assert run["ended_by"] in ("SIGKILL", "an error"), run
+        assert 0 <= run["steps"] - run["restored"] <= EVERY, run
+        assert run["same"], run
+        assert {"step-000000009.pt", "step-000000012.pt"} <= set(run["left"]), run
+        assert all(name.startswith("step-") for name in run["left"]), run
+    # The moments are many, or this test shows nothing.
+    assert sum(run["ended_by"] == "SIGKILL" for run in runs) >= RUNS * 3 // 4
+    assert {run["restored"] for run in runs} >= {0, 3, 6, 9, STEPS}

@@ -1,0 +1,181 @@
+"""Files of checkpoints: whole or not there at all, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dualdist.checkpoint import FileSystem, Manifest, read_manifest
+from dualdist.checkpoint.file import replacing
+from dualdist.checkpoint.format import copy_verified, write_checkpoint
+from dualdist.checkpoint.memory import MemoryFile
+from dualdist.errors import CheckpointError, DamagedCheckpointError
+
+from ..faults import CountingFileSystem, FaultyFileSystem, PowerCut
+
+MANIFEST = Manifest(7, 2, "torch", "gloo", "2.15.0", "2026-01-31T12:00:00+00:00", 3, {"val_accuracy": 0.5})
+VALUES: dict[str, Any] = {"weight": torch.arange(700_000.0), "names": ["a", "b"], "step": 7}
+
+
+def write(path: Path, values: dict[str, Any], file_system: FileSystem | None = None) -> None:
+    write_checkpoint(path, values, MANIFEST, file_system or FileSystem())
+
+
+def verified(path: Path) -> Manifest:
+    return copy_verified(path, lambda piece: None)
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    with MemoryFile() as file:
+        copy_verified(path, file.write)
+        return file.load(path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.pt"
+    write(path, {"weight": torch.arange(3.0)})
+    return path
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write(path, VALUES)
+    assert verified(path) == read_manifest(path) == MANIFEST
+    found = loaded(path)
+    assert torch.equal(found.pop("weight"), VALUES["weight"])
+    assert found == {"names": ["a", "b"], "step": 7}
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 2000, 3000, 5000, 70_000, 1 << 20, (1 << 20) + 5])
+def test_torch_and_zip_programs_read_it_without_dualdist(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "a.pt"
+    data = torch.arange(length, dtype=torch.uint8)
+    write(path, {"data": data})
+    assert torch.equal(torch.load(path, weights_only=True)["data"], data)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert json.loads(archive.comment.partition(b"\ncrc32 ")[0])["step"] == 7
+    with MemoryFile() as file:
+        copy_verified(path, file.write)
+        assert torch.equal(file.load(path)["data"], data)
+
+
+def test_a_bit_that_flips_anywhere_is_noticed(small: Path) -> None:
+    data = small.read_bytes()
+    with small.open("r+b", buffering=0) as file:
+        for place, byte in enumerate(data):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << place % 8]), place)
+            with pytest.raises(DamagedCheckpointError):
+                verified(small)
+            os.pwrite(file.fileno(), bytes([byte]), place)
+    assert verified(small) == MANIFEST
+
+
+def test_a_file_that_was_cut_or_continued_is_noticed(small: Path) -> None:
+    data = small.read_bytes()
+    for length in [*range(0, len(data), 37), len(data) - 1]:
+        small.write_bytes(data[:length])
+        with pytest.raises(DamagedCheckpointError):
+            verified(small)
+    small.write_bytes(data + b"\n")
+    with pytest.raises(DamagedCheckpointError):
+        verified(small)
+
+
+def test_what_torch_saves_by_itself_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
+    with pytest.raises(DamagedCheckpointError, match="ends without a manifest"):
+        verified(tmp_path / "a.pt")
+
+
+def test_a_format_of_the_future_is_not_taken_for_damage(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", format=2), FileSystem())
+    with pytest.raises(CheckpointError, match=r"format 1 or older, but .* has format 2") as caught:
+        verified(tmp_path / "a.pt")
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_metrics_that_do_not_fit_into_the_manifest_are_an_error(tmp_path: Path) -> None:
+    metrics = {f"metric {place}": 0.5 for place in range(200)}
+    with pytest.raises(ValueError, match="`metrics` must fit into"):
+        write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", 0, metrics), FileSystem())
+    assert list(tmp_path.iterdir()) == []
+
+
+class Malicious:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_malicious_pickle_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.pt", {"model": Malicious(tmp_path / "made")})
+    with pytest.raises(DamagedCheckpointError, match=r"a\.pt was refused: Weights only load failed"):
+        loaded(tmp_path / "a.pt")
+    assert not (tmp_path / "made").exists()
+
+
+def operations(tmp_path: Path) -> int:
+    counting = CountingFileSystem()
+    write(tmp_path / "counted.pt", VALUES, counting)
+    (tmp_path / "counted.pt").unlink()
+    return counting.count
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
+def test_a_failure_of_any_operation_leaves_the_file_before_or_the_new_one(
+    tmp_path: Path, number: int
+) -> None:
+    path, before = tmp_path / "a.pt", {"weight": torch.zeros(3)}
+    for place in range(1, operations(tmp_path) + 1):
+        write(path, before)
+
+        def fail(count: int, name: str, place: int = place) -> None:
+            if count == place:
+                raise OSError(number, os.strerror(number))
+
+        with pytest.raises(OSError) as caught:
+            write(path, VALUES, CountingFileSystem(fail))
+        assert caught.value.errno == number
+        assert loaded(path)["weight"].numel() in (3, 700_000)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"], f"operation {place} left something"
+
+
+def test_a_power_cut_before_any_operation_leaves_the_file_before_or_the_new_one(tmp_path: Path) -> None:
+    path, found = tmp_path / "a.pt", []
+    for place in itertools.count(1):
+        write(path, {"weight": torch.zeros(3)})
+        disk = FaultyFileSystem(cuts_at=place)
+        with contextlib.suppress(PowerCut, OSError):
+            write(path, VALUES, disk)
+        found.append(loaded(path)["weight"].numel())
+        if disk.count < place:
+            break
+    assert set(found[:-1]) == {3}, "the new name is not safe before the folder is on the disk"
+    assert found[-1] == 700_000
+
+
+def test_data_reach_the_disk_before_the_name_does(tmp_path: Path) -> None:
+    names: list[str] = []
+    write(tmp_path / "a.pt", {}, CountingFileSystem(lambda count, name: names.append(name)))
+    order = [name for place, name in enumerate(names) if names[:place][-1:] != [name]]
+    assert order == ["create", "write", "sync", "close", "rename", "sync_folder"]
+
+
+def test_an_exception_in_the_body_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a", FileSystem()) as file:
+        file.write(b"some")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,217 @@
+"""What goes into a checkpoint, and what fits when it comes out."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from dualdist.checkpoint import FileSystem, Manifest, RandomState
+from dualdist.checkpoint.format import copy_verified, write_checkpoint
+from dualdist.checkpoint.memory import MemoryFile
+from dualdist.checkpoint.names import fit
+from dualdist.checkpoint.portable import HostCopy, on_host
+from dualdist.checkpoint.state import apply, collect
+from dualdist.errors import CheckpointError
+
+
+def stored(value: Any, tmp_path: Path) -> Any:
+    """Return `value` after a way through a file."""
+    portable = on_host({"value": value}, "state")
+    write_checkpoint(tmp_path / "a.pt", portable, Manifest(1, 1, "", "", "", ""), FileSystem())
+    with MemoryFile() as file:
+        copy_verified(tmp_path / "a.pt", file.write)
+        return file.load("a.pt")["value"]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+VALUES = [
+    None, True, 3, 2.5, 1j, "text", b"bytes", [1, [2]], (1, (2,)), {1, 2}, {"a": {"b": 1}, 2: 3, (1, 2): 4},
+    Counter("aab"), torch.float16, torch.Size([2, 3]), torch.device("cpu"), float("inf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_plain_values_come_back_equal_and_of_the_same_type(value: Any, tmp_path: Path) -> None:
+    found = stored(value, tmp_path)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3),
+        torch.zeros(0, 4),
+        torch.arange(6).view(2, 3).t(),
+        torch.eye(3).to_sparse(),
+        torch.arange(8, dtype=torch.bfloat16),
+        torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        nn.Parameter(torch.ones(2)),
+        torch.tensor([1 + 2j]).conj(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
+)
+@pytest.mark.parametrize("way", [on_host, HostCopy().take])
+def test_tensors_come_back_equal(tensor: torch.Tensor, way: Any, tmp_path: Path) -> None:
+    found = stored(way(tensor, "tensor"), tmp_path)
+    assert (found.shape, found.dtype, found.layout) == (tensor.shape, tensor.dtype, tensor.layout)
+    assert torch.equal(found.to_dense(), tensor.detach().to_dense())
+    assert found.layout is not torch.strided or found.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "value", [object(), np.zeros(2), lambda: 0, nn.Linear(1, 1), {object(): 1}], ids=repr
+)
+def test_a_value_that_could_not_be_loaded_is_refused_when_it_is_saved(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`state\['a'\]\[1\]` must "):
+        on_host({"a": [0, value]}, "state")
+
+
+def test_numpy_numbers_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    assert stored([np.float64(0.5), np.int64(3)], tmp_path) == [0.5, 3]
+
+
+@pytest.mark.parametrize("way", [on_host, HostCopy().take])
+def test_one_tensor_under_two_names_is_saved_once(way: Any) -> None:
+    weight = torch.ones(3)
+    found = way({"a": weight, "b": weight, "c": weight[1:]}, "state")
+    assert found["a"] is found["b"]
+    assert torch.equal(found["c"], torch.ones(2))
+
+
+def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path: Path) -> None:
+    stored(torch.zeros(1 << 20)[5:7], tmp_path)
+    assert (tmp_path / "a.pt").stat().st_size < 10_000
+
+
+def test_a_copy_in_host_memory_is_none_of_the_live_state_and_is_used_again() -> None:
+    copy, live = HostCopy(), {"weight": torch.ones(3), "gone": torch.ones(2)}
+    first = copy.take(live, "state")
+    live["weight"].fill_(2)
+    assert first["weight"].tolist() == [1, 1, 1]
+    del live["gone"]
+    second = copy.take(live, "state")
+    assert second["weight"] is first["weight"]
+    assert second["weight"].tolist() == [2, 2, 2]
+    assert list(copy._held) == ["state['weight']"], "what is no longer saved must not be held"
+
+
+def test_the_versions_of_a_modules_parts_are_kept(tmp_path: Path) -> None:
+    found = stored(net().state_dict(), tmp_path)
+    assert isinstance(found, OrderedDict)
+    assert found._metadata["1"]["version"] == 2  # type: ignore[attr-defined]
+
+
+class Wrapper(nn.Module):
+    """Names its content as torch's DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Compiled(nn.Module):
+    """Names its content as torch.compile does, which takes seconds to import."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "ddp": Wrapper,
+    "compiled": Compiled,
+    "compiled ddp": lambda model: Compiled(Wrapper(model)),
+    "ddp of compiled": lambda model: Wrapper(Compiled(model)),
+}
+
+
+@pytest.mark.parametrize("target", WRAPPED)
+@pytest.mark.parametrize("source", WRAPPED)
+def test_weights_load_with_and_without_wrappers(source: str, target: str) -> None:
+    saved, model = WRAPPED[source](net()), net()
+    state = {"model": WRAPPED[target](model)}
+    apply(state, collect({"model": saved}, []), strict=True, rank=0, origin="a.pt")
+    theirs = list(saved.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), theirs, strict=True))
+
+
+def test_names_that_wrappers_would_make_equal_are_left_alone() -> None:
+    fitting, misfits = fit({"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)})
+    assert not fitting
+    assert misfits == ["1 missing (a)", "2 unexpected (module.a, _orig_mod.a)"]
+
+
+def test_averaged_weights_come_back() -> None:
+    saved, fresh = AveragedModel(net()), AveragedModel(net())
+    saved.update_parameters(net())
+    apply({"ema": fresh}, collect({"ema": saved}, []), strict=True, rank=0, origin="a.pt")
+    assert fresh.n_averaged == 1
+    assert torch.equal(next(fresh.parameters()), next(saved.parameters()))
+
+
+def test_a_strict_error_lists_all_that_does_not_fit_and_changes_nothing() -> None:
+    model, optimizer = net(), torch.optim.SGD([torch.zeros(1)], 0.1)
+    before = [value.clone() for value in model.state_dict().values()]
+    larger = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    larger.add_module("more", nn.Linear(1, 1))
+    two = torch.optim.SGD([torch.zeros(1), torch.ones(1)], 0.1)
+    values = collect({"model": larger, "optimizer": two, "ema": {}}, [])
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    with pytest.raises(CheckpointError) as caught:
+        apply(state, values, strict=True, rank=0, origin="a.pt")
+    assert str(caught.value) == (
+        "Checkpoint a.pt must fit the state, but does not: it has no `epoch`; it has `ema`, which the state has not; "
+        "`model` has 2 unexpected (more.weight, more.bias) and 7 of another shape (0.weight: (4, 2) instead of (3, 2), "
+        "0.bias: (4,) instead of (3,), 1.weight: (4,) instead of (3,), and 4 more); "
+        "`optimizer` has groups of [2] parameters instead of [1]. Pass strict=False to load what fits."
+    )
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))
+
+
+def test_what_fits_is_loaded_when_it_need_not_be_all(caplog: pytest.LogCaptureFixture) -> None:
+    head = nn.Sequential(*[*net()][:2], nn.Linear(3, 5))
+    model = net()
+    state = {"model": model, "epoch": 3}
+    apply(state, collect({"model": head, "step": 1}, []), strict=False, rank=0, origin="a.pt")
+    assert torch.equal(model.state_dict()["0.weight"], head.state_dict()["0.weight"])
+    assert state["epoch"] == 3
+    assert "2 of another shape (2.weight: (5, 3) instead of (1, 3), 2.bias" in caplog.text
+
+
+def draws() -> list[float]:
+    import random
+
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    random_state = RandomState()
+    saved = stored(random_state.state_dict(), tmp_path)
+    expected = draws()
+    assert draws() != expected
+    random_state.load_state_dict(saved)
+    assert draws() == expected
+
+
+def test_a_rank_without_a_state_of_its_own_gets_numbers_of_its_own_each_time_the_same() -> None:
+    state = {"random": RandomState()}
+    values = collect(state, [{"random": state["random"].state_dict()}])
+    seen = []
+    for rank in (0, 1, 2, 1, 2):
+        apply(state, values, strict=True, rank=rank, origin="a.pt")
+        seen.append(draws())
+    assert seen[1:3] == seen[3:]
+    assert len({tuple(numbers) for numbers in seen[:3]}) == 3
