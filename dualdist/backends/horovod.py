@@ -257,7 +257,8 @@ class HorovodBackend(Backend):
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
-        with _wrapped():
+        # Horovod reads where its rendezvous is anew for every process set (gloo_context.cc:InitializeForProcessSet).
+        with environment(self._help.variables if self._help is not None else {}), _wrapped():
             if key not in self._sets:
                 self._sets[key] = hvd.add_process_set(list(ranks))
             prefix = f"dualdist.{next(self._numbers)}"

@@ -9,14 +9,16 @@ started only once in a launch, wherever.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import resource
 import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from typing import Any
@@ -61,13 +63,17 @@ def serve(address: str, key: str) -> None:
 
 def _do(task: Task, writer: int) -> None:
     """In the fork: use an engine, and write a line of JSON once the world is joined, and one when something fails."""
+    faulthandler.enable()  # what takes too long is ended with SIGABRT
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.update(task.environment)
     with open(writer, "w", buffering=1) as pipe:
         try:
             told = _join(task)
+            steps = _train() if task.trains else iter(())
+            next(steps, None)
             print(json.dumps(told), file=pipe)
-            if task.trains:
-                _train()
+            for _ in steps:
+                pass
             import dualdist
 
             dualdist.shutdown()
@@ -96,8 +102,8 @@ def _join(task: Task) -> dict[str, Any]:
     }
 
 
-def _train() -> None:
-    """Train until something fails."""
+def _train() -> Iterator[None]:
+    """Train, a step at a time, until something fails."""
     import torch
 
     import dualdist
@@ -108,22 +114,22 @@ def _train() -> None:
         optimizer.zero_grad()
         model(torch.ones(8, 100)).square().mean().backward()
         optimizer.step()
+        yield
 
 
 def _follow(child: int, reader: int, send: Any) -> None:
     """Send on what the fork writes, and how it ended; end it when it says nothing in time or does not end then."""
     with open(reader) as pipe:
-        told: dict[str, Any] = {}
         deadline = time.monotonic() + CELL_SECONDS
         while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
             line = pipe.readline()
             if not line:
                 break
-            told = json.loads(line)
-            send(told)
+            send(json.loads(line))
+            deadline = time.monotonic() + CELL_SECONDS
     handle = os.pidfd_open(child)
     if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, signal.SIGABRT)
         send({"error": f"still ran after {CELL_SECONDS:.0f} s"})
     os.close(handle)
     send({"ended": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
