@@ -2,7 +2,7 @@
 
 A rank that has waited for `stall_warn_seconds` says so in the job's store; the others that wait for the same call
 answer, and rank 0 logs which ranks are missing for which call. It is one thread that looks around a few times in that
-span; no collective pays for it.
+span; no collective pays for it. That thread alone asks the store, which does not answer a host that is cut off.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ __all__ = ("StallWatch",)
 
 logger = logging.getLogger("dualdist")
 
+_ANSWER_SECONDS = 2.0
+"""How long the store may take to answer before we go on without it."""
+
 
 class StallWatch:
     """Watches the collectives of one world for missing ranks."""
@@ -33,14 +36,16 @@ class StallWatch:
         self._waiting: dict[str, tuple[int, Call, float]] = {}  # line -> (number, call, since)
         self._reported: set[tuple[str, int]] = set()
         self._members: dict[str, tuple[int, ...]] = {}
-        self._collecting = threading.Lock()
         self._read = 0
         self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
         self._due: dict[tuple[str, int], float] = {}
         """When rank 0 logs: once the other ranks have had time to see that they are asked, and to answer."""
         self._logged: set[tuple[str, int]] = set()
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
-        self._stop = threading.Event()
+        self._turn = threading.Condition()
+        self._asked = self._answered = 0
+        """How many looks were asked for, and how many of them were taken."""
+        self._stopping = False
         self._thread = threading.Thread(target=self._look, name="dualdist-stall", daemon=True)
         if store is not None:
             self._thread.start()
@@ -60,26 +65,39 @@ class StallWatch:
 
     def missing(self, line: str, number: int) -> list[int]:
         """Return the ranks that have not said that they wait in the `number`-th collective of `line`."""
-        with contextlib.suppress(RuntimeError):  # the store goes with rank 0
-            if self._store is not None:
-                self._collect()
+        if self._thread.is_alive():
+            with self._turn:
+                self._asked += 1
+                mine = self._asked
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: self._answered >= mine, _ANSWER_SECONDS)
         came = self._reports[line, number].keys() | {self._rank}
         return [rank for rank in self._members[line] if rank not in came]
 
     def close(self) -> None:
         """End the watch."""
-        self._stop.set()
+        with self._turn:
+            self._stopping = True
+            self._turn.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
-        self._store = None
+            self._thread.join(_ANSWER_SECONDS)
 
     def _look(self) -> None:
-        while not self._stop.wait(self._pause):
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._stopping or self._asked > self._answered, self._pause)
+                asked = self._asked
+            if self._stopping:
+                self._store = None
+                return
             with contextlib.suppress(RuntimeError):  # the store goes with rank 0, and the job with it
                 self._collect()
                 self._report()
                 if self._rank == 0:
                     self._log()
+            with self._turn:
+                self._answered = asked
+                self._turn.notify_all()
 
     def _report(self) -> None:
         for line, (number, call, since) in list(self._waiting.items()):
@@ -93,13 +111,12 @@ class StallWatch:
             self._store.set(f"stall/{place}", json.dumps([line, number, self._rank, text]))
 
     def _collect(self) -> None:
-        with self._collecting:
-            count = self._store.add("stall/count", 0)
-            while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
-                self._read += 1
-                line, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
-                self._reports[line, number][rank] = text
-                self._due.setdefault((line, number), time.monotonic() + 2 * self._pause)
+        count = self._store.add("stall/count", 0)
+        while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
+            self._read += 1
+            line, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
+            self._reports[line, number][rank] = text
+            self._due.setdefault((line, number), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:
         now = time.monotonic()

@@ -69,6 +69,7 @@ def bring_help(launch: Launch, env: Mapping[str, str], timeout: float) -> Help:
         {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _gloo_timeout(timeout),
             "HOROVOD_GLOO_IFACE": env.get("HOROVOD_GLOO_IFACE") or interface_of(meeting.addresses.own),
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.addresses.first,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
@@ -82,3 +83,8 @@ def bring_help(launch: Launch, env: Mapping[str, str], timeout: float) -> Help:
         },
         server,
     )
+
+
+def _gloo_timeout(seconds: float) -> str:
+    """Return how long Horovod's Gloo waits for a host that was cut off: its default, 30 s, or less where that is asked."""
+    return str(max(1, min(30, int(seconds))))

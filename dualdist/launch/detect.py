@@ -191,6 +191,14 @@ def _plain_python(env: Mapping[str, str]) -> Launch:
             f"`RANK` must be set beside WORLD_SIZE={size}, but is absent. "
             "Set both for every process, or unset WORLD_SIZE to run a single process."
         )
+    if env.get("PET_NNODES", "") not in (
+        "",
+        "1",
+    ):  # Kubeflow Trainer tells torchrun, and torchrun alone, of its nodes
+        raise ConfigurationError(
+            f"`torchrun` must be the command where PET_NNODES={env['PET_NNODES']} is set, but is absent. "
+            "Start the script with torchrun, which reads PET_*, or unset it to run a single process."
+        )
     ignored = tuple(
         f"{name}={env[name]}" for name in _OF_LARGER_WORLDS if env.get(name, "") not in ("", "0", "1")
     )

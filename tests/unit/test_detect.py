@@ -131,6 +131,11 @@ def test_what_starts_no_process_is_ignored_by_name(stale: dict[str, str]) -> Non
     assert launch.ignored == (("RANK=3",) if "RANK" in stale else ("SLURM_NTASKS=4",))
 
 
+def test_nodes_that_only_torchrun_is_told_of_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="`torchrun` must be the command where PET_NNODES=2 is set"):
+        detect({"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"})
+
+
 def test_a_world_size_without_a_rank_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="`RANK` must be set beside WORLD_SIZE=4"):
         detect({"WORLD_SIZE": "4"})
