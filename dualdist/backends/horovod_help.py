@@ -86,5 +86,5 @@ def bring_help(launch: Launch, env: Mapping[str, str], timeout: float) -> Help:
 
 
 def _gloo_timeout(seconds: float) -> str:
-    """Return how long Horovod's Gloo waits for a host that was cut off: its default, 30 s, or less where that is asked."""
+    """Return how long Horovod's Gloo waits for a host that is cut off: its default, 30 s, or less where asked."""
     return str(max(1, min(30, int(seconds))))
