@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -140,3 +141,12 @@ def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
         assert (
             hvd.backend_name() in line and hvd.transport_name() in line and f"{hvd.size()} processes" in line
         )
+
+
+@pytest.mark.engines("torch-gloo", "horovod-gloo")
+@everywhere
+def test_on_one_host_nothing_listens_but_on_the_loopback() -> None:
+    sockets = psutil.Process().net_connections("inet")
+    listening = {entry.laddr.ip for entry in sockets if entry.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1"}
+    assert hvd.rank() != 0 or listening  # the store, at least
