@@ -93,7 +93,8 @@ class Context:
                 f"World size must be the {launched.describe('size')} that {launched.launcher} started, but is "
                 f"{joined.size} instead in {joined.name}, where this process is rank {joined.rank} and should be rank "
                 f"{launched.describe('rank')}. "
-                "Do not start the engine before dualdist.init(), or start it with all ranks."
+                "Do not start the engine before dualdist.init(), or start it with all ranks; start MPI with the mpirun "
+                "of the library that the engine was built for."
             )
         mine = json.dumps([own_node(), launched.local_rank]).encode().ljust(256)
         places = [json.loads(text) for text in self.channels[0].group.exchange(mine)]

@@ -44,6 +44,7 @@ STARTS = {
         environment={"OMPI_MCA_btl": "tcp,self"},
     ),
     "mpirun": _start(_mpirun(2)),
+    "mpiexec of MPICH": _start(("mpiexec.hydra", "-np", "2", *PROGRAM)),
     "srun": _start(("srun", "-N", "1", "-n", "2", *PROGRAM)),
     "srun --mpi=pmix": _start(("srun", "--mpi=pmix", "-N", "1", "-n", "2", *PROGRAM), environment=_TCP),
     "dualdist run": _start((PROGRAM[0], "-m", "dualdist", "run", "-np", "2", *PROGRAM)),
@@ -64,6 +65,11 @@ ENGINES: Mapping[str, Task] = MappingProxyType(
 
 WORKS = ()
 NO_MPI = ("but is 'mpi' instead", "Start with a launcher that starts MPI (mpirun, srun --mpi=pmix)")
+OTHER_MPI = ("which mpiexec did not start", "Start with the mpirun of that library")
+NOT_ITS_MPI = (
+    "World size must be the 2",
+    "start MPI with the mpirun of the library that the engine was built for",
+)
 
 EXPECTED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {
@@ -74,6 +80,7 @@ EXPECTED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "horovodrun --gloo": (WORKS, NO_MPI, WORKS, NO_MPI),
         "horovodrun --mpi": (WORKS, WORKS, WORKS, WORKS),
         "mpirun": (WORKS, WORKS, WORKS, WORKS),
+        "mpiexec of MPICH": (WORKS, OTHER_MPI, WORKS, NOT_ITS_MPI),
         "srun": (WORKS, NO_MPI, WORKS, NO_MPI),
         "srun --mpi=pmix": (WORKS, WORKS, WORKS, WORKS),
         "dualdist run": (WORKS, NO_MPI, WORKS, NO_MPI),
