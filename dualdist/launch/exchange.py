@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import stat
 import tempfile
@@ -59,13 +60,18 @@ def exchange_address(
 def gather_through(
     rank: int, size: int, set_: Callable[[str, str], object], get: Callable[[str], str]
 ) -> Gather:
-    """Return a way to gather that goes through a key-value store, whose `get` waits for the key."""
+    """Return a way to gather that goes through a key-value store, whose `get` waits for the key.
+
+    Rank 0 reads every rank's text and sets all of them together, so that the store is asked a few times per rank.
+    """
     rounds = itertools.count()
 
     def gather(text: str) -> list[str]:
         number = next(rounds)
         set_(f"{number}.{rank}", text)
-        return [get(f"{number}.{other}") for other in range(size)]
+        if rank == 0:
+            set_(f"{number}.all.0", json.dumps([get(f"{number}.{other}") for other in range(size)]))
+        return list(json.loads(get(f"{number}.all.0")))
 
     return gather
 
