@@ -41,23 +41,30 @@ def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
 
 
 class KeyValueServer:
-    """Serves set and get at `host` to those who hold `secret`, until it is closed.
+    """Serves set and get at `hosts` to those who hold `secret`, until it is closed.
 
-    host: the one address to listen on. port: 0 for a free one; OSError when it is not free. patience: seconds that a
-    proof, or the rest of a request, may take.
+    hosts: the addresses to listen on, and no others. port: that of all of them, 0 for a free one; OSError when it is
+    not free. patience: seconds that a proof, or the rest of a request, may take.
     A context manager.
     """
 
     def __init__(
-        self, host: str, secret: bytes, *, port: int = 0, patience: float = _PATIENCE_SECONDS
+        self, *hosts: str, secret: bytes, port: int = 0, patience: float = _PATIENCE_SECONDS
     ) -> None:
         self._secret = secret
         self._patience = patience
         self._values: dict[bytes, bytes] = {}
         self._set = asyncio.Condition()
-        self._listener = socket.create_server((host, port), backlog=1024)
-        self.host = host
-        self.port = int(self._listener.getsockname()[1])
+        self._listeners: list[socket.socket] = []
+        self.host, self.port = hosts[0], port
+        try:
+            for host in hosts:
+                self._listeners.append(socket.create_server((host, self.port), backlog=1024))
+                self.port = int(self._listeners[0].getsockname()[1])
+        except OSError:
+            for listener in self._listeners:
+                listener.close()
+            raise
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._up = threading.Event()
@@ -86,10 +93,11 @@ class KeyValueServer:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = await asyncio.start_server(self._serve, sock=self._listener)
+        servers = [await asyncio.start_server(self._serve, sock=listener) for listener in self._listeners]
         self._up.set()
         await self._stop.wait()
-        server.close()  # and asyncio.run ends the connections
+        for server in servers:
+            server.close()  # and asyncio.run ends the connections
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection. Whatever is wrong with it ends it, without a word."""

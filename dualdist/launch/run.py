@@ -66,7 +66,7 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
         address = address_towards(remote[0], env, options.interface)
     secret = secrets.token_bytes(32)
     with (
-        KeyValueServer(address, secret) as server,
+        KeyValueServer(address, secret=secret) as server,
         Output(len(slots), options.output, timestamps=options.timestamps) as output,
         _signals() as received,
         Crew(_specs(options, slots, remote, f"{server.host}:{server.port}", secret, env)) as crew,

@@ -80,10 +80,8 @@ def _address(node: str) -> str:
 def _serve(hosts: list[str], ports: list[int], secret: bytes, stack: contextlib.ExitStack) -> int:
     """Serve at the first of `ports` that is free on all of `hosts`, and return it."""
     for port in ports:
-        with contextlib.ExitStack() as servers, contextlib.suppress(OSError):
-            for host in hosts:
-                servers.enter_context(KeyValueServer(host, secret, port=port))
-            stack.push(servers.pop_all())
+        with contextlib.suppress(OSError):
+            stack.enter_context(KeyValueServer(*hosts, secret=secret, port=port))
             return port
     raise ConfigurationError(
         f"One of the ports {', '.join(map(str, ports))} must be free on {', '.join(hosts)}, but none is. "

@@ -61,7 +61,7 @@ def spawn_processes(
     task = _pickled_task(fn, args)
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(KeyValueServer("127.0.0.1", secret))
+        server = stack.enter_context(KeyValueServer("127.0.0.1", secret=secret))
         source = stack.enter_context(tempfile.TemporaryFile())
         source.write(task)
         source.flush()

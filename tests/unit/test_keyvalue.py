@@ -19,7 +19,7 @@ PATIENCE = 0.3
 
 @pytest.fixture
 def server() -> Iterator[KeyValueServer]:
-    with KeyValueServer("127.0.0.1", SECRET, patience=PATIENCE) as server:
+    with KeyValueServer("127.0.0.1", secret=SECRET, patience=PATIENCE) as server:
         yield server
 
 
@@ -53,6 +53,18 @@ def test_what_one_sets_another_gets(server: KeyValueServer) -> None:
             one.get("a", 0)
 
 
+def test_one_server_listens_on_several_addresses() -> None:
+    with KeyValueServer("127.0.0.1", "127.0.0.2", secret=SECRET) as server:
+        with (
+            KeyValueStore("127.0.0.1", server.port, SECRET) as one,
+            KeyValueStore("127.0.0.2", server.port, SECRET) as other,
+        ):
+            one.set("a", b"1")
+            assert other.get("a", 0) == b"1"
+        with pytest.raises(ConfigurationError):
+            KeyValueStore("127.0.0.3", server.port, SECRET)
+
+
 def test_get_waits_until_the_value_is_set(server: KeyValueServer) -> None:
     got: list[bytes] = []
     with connected(server) as one, connected(server) as other:
@@ -79,7 +91,10 @@ def test_a_wrong_secret_gets_nothing(server: KeyValueServer) -> None:
 
 
 def test_a_server_without_the_secret_is_refused_by_the_client() -> None:
-    with KeyValueServer("127.0.0.1", SECRET) as honest, socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        KeyValueServer("127.0.0.1", secret=SECRET) as honest,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
 
         def relay() -> None:  # passes on the greeting, and lets everyone in
             connection, _ = listener.accept()
