@@ -39,9 +39,20 @@ def _torchrun(node: int, processes: int) -> tuple[str, ...]:
     return (f"{BIN}/torchrun", *nodes, *first, *WORKER)
 
 
+def _step(node: int, ranks: str) -> tuple[str, ...]:
+    """Start ranks with the variables of a step: a real Slurm would need the host's /run and a controller."""
+    variables = (
+        f"SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_NODEID={node} "
+        "SLURM_STEP_NODELIST=alpha,beta"
+    )
+    each = 'SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@" &'
+    return ("sh", "-c", f"export {variables}; for rank in {ranks}; do {each} done; wait", "sh", *PROGRAM)
+
+
 COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "torchrun": (_torchrun(0, 2), _torchrun(1, 1)),
     **{f"mpirun {number}": (_MPIRUN,) for number in (1, 2, 3, 4)},
+    "srun's variables": (_step(0, "0 1"), _step(1, "2")),
     "horovodrun": (
         (f"{BIN}/horovodrun", "--gloo", "-H", HOSTS, "-np", "3", "--network-interfaces", "net0", *PROGRAM),
     ),
@@ -65,6 +76,7 @@ TASKS: Mapping[str, Mapping[str, Task]] = {
     "mpirun 2": {"horovod+gloo": Task("horovod", "gloo")},
     "mpirun 3": {"torch+mpi": Task("torch", "mpi")},
     "mpirun 4": {"horovod+mpi": Task("horovod", "mpi")},
+    "srun's variables": {"torch+gloo": Task("torch", "gloo"), "horovod+gloo": Task("horovod", "gloo")},
     "horovodrun": {"torch+gloo": Task("torch", "gloo"), "horovod+gloo": Task("horovod", "gloo")},
     "dualdist run": {"torch+gloo": Task("torch", "gloo"), "horovod+gloo": Task("horovod", "gloo")},
 }
