@@ -261,6 +261,7 @@ class HorovodBackend(Backend):
         with environment(self._help.variables if self._help is not None else {}), _wrapped():
             if key not in self._sets:
                 self._sets[key] = hvd.add_process_set(list(ranks))
+                hvd.barrier()  # else a rank that leaves at once makes this call fail on another, which looks later
             prefix = f"dualdist.{next(self._numbers)}"
             return _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
 
