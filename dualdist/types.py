@@ -41,6 +41,8 @@ class Launch:
     """Where the processes meet, as in torch.distributed, if it was given."""
     elastic: bool = False
     """Whether the launcher changes the world while it runs: then the numbers are those of its start."""
+    restarts: bool = False
+    """Whether the launcher ends all processes and starts them anew when one fails or the hosts change."""
     starts_mpi: bool = False
     """Whether MPI joins these processes; starting it elsewhere makes a world of one, or fails."""
     ignored: tuple[str, ...] = ()

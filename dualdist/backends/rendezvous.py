@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..launch import Addresses, Gather, exchange_address, find_addresses, gather_through
 from ..types import Launch
+from .fresh import fresh_part
 
 __all__ = ("Meeting", "gather_over", "meet", "meet_in", "serve_store")
 
@@ -81,9 +82,7 @@ def _own_part(store: dist.Store) -> dist.Store:
 def _first_meeting(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> Meeting:
     if launch.init_method is not None:
         store = _rendezvous(launch, timeout)
-        # torchrun's store outlives a program: another one in the same job has keys of its own.
-        program = store.add(f"dualdist/programs/{launch.rank}", 1)
-        return _located(dist.PrefixStore(f"dualdist/program{program}", store), launch, env)
+        return _located(fresh_part(store, launch.rank, launch.size, timeout), launch, env)
     served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from ..basics import backend_name, rank, size, transport_name
 from ..errors import CheckpointError
-from ..objects import gather_object
+from ..objects import broadcast_object, gather_object
 from .filesystem import FileSystem
 from .format import Manifest, copy_verified, write_checkpoint
 from .memory import MemoryFile
@@ -101,9 +101,9 @@ def read_file(path: Path, file: MemoryFile) -> Manifest:
         raise CheckpointError(f"`path` must be a checkpoint that can be read, but {error}.") from error
 
 
-def read_values(file: MemoryFile, origin: object) -> dict[str, Any]:
-    """Return on every rank what the writer's verified `file` holds. Collective over the world."""
-    send_file(file, from_writer(lambda: file.size))
+def read_values(file: MemoryFile, origin: object, root: int = 0) -> dict[str, Any]:
+    """Return on every rank what the verified `file` of rank `root` holds. Collective over the world."""
+    send_file(file, broadcast_object(file.size, root), root)
     values: list[dict[str, Any]] = []
     on_all_ranks(lambda: values.append(file.load(origin)))
     return values[0]

@@ -74,11 +74,11 @@ def on_all_ranks(function: Callable[[], T]) -> list[T]:
     return [result for result, _ in answers]
 
 
-def send_file(file: MemoryFile, size: int) -> None:
-    """Give every rank the writer's `file` of `size` bytes, in pieces of 32 MiB. Collective over the world."""
+def send_file(file: MemoryFile, size: int, root: int) -> None:
+    """Give every rank the `file` of `size` bytes that `root` has, in pieces of 32 MiB. Collective over the world."""
     for start in range(0, size, _PIECE_BYTES):
         count = min(_PIECE_BYTES, size - start)
-        piece = bytearray(file.read(start, count)) if is_writer() else bytearray(count)
-        broadcast_(torch.frombuffer(piece, dtype=torch.uint8), 0)
-        if not is_writer():
+        piece = bytearray(file.read(start, count)) if rank() == root else bytearray(count)
+        broadcast_(torch.frombuffer(piece, dtype=torch.uint8), root)
+        if rank() != root:
             file.write(piece)

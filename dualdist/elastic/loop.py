@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ..basics import init, shutdown
 from ..context import current
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
+from .restarting import restarting
 from .state import State
 
 __all__ = ("run", "run_fn")
@@ -30,7 +31,15 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     Collective: every rank must call it, after `init()`, with a `State` as first argument. What it can recover from is
     said in the docstring of this package.
     """
-    return run_fn(func, _rejoin)
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        if not current().launch.restarts:
+            return run_fn(func, _rejoin)(state, *args, **kwargs)
+        with restarting(state) as rejoin:
+            return run_fn(func, rejoin)(state, *args, **kwargs)
+
+    return wrapper
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:

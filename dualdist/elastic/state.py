@@ -9,6 +9,7 @@ saved copy to the live one; and a sampler deals anew when hosts have only gone, 
 from __future__ import annotations
 
 import copy
+import logging
 import queue
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from ..parameters import broadcast_optimizer_state, broadcast_parameters
 from ..samplers import DealingSampler
 from .sampler import ElasticSampler
 
+if TYPE_CHECKING:
+    from .commits import Commits
+
 __all__ = (
     "HostsUpdatedInterrupt",
     "ModelStateHandler",
@@ -31,9 +35,13 @@ __all__ = (
     "State",
     "StateHandler",
     "TorchState",
+    "attach",
+    "detach",
     "get_handler_registry",
     "set_handler_registry",
 )
+
+logger = logging.getLogger("dualdist")
 
 _REMOVED = 1
 """The change "hosts have only gone"; 2 is "added", 3 both (horovod/runner/elastic/worker.py, HostUpdateResult)."""
@@ -52,6 +60,8 @@ class State:
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._commits: Commits | None = None
+        """Where `commit` also writes, when `run` finds that the launcher starts all processes anew."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Have `callbacks` called whenever the world was joined anew, such as one that scales the learning rate."""
@@ -71,9 +81,11 @@ class State:
     def commit(self) -> None:
         """Save the state, and then `check_host_updates`. Collective.
 
-        It copies the state to host memory: commit as seldom as the work since the last commit may be lost.
+        It copies the state to host memory, and under torchrun with restarts writes it to a file: commit as seldom as
+        the work since the last commit may be lost.
         """
         self.save()
+        self._persist()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -87,6 +99,17 @@ class State:
         before, self._last_updated_timestamp, change = self._bcast_object((before, latest, change))
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(change == _REMOVED)
+
+    def _persist(self) -> None:
+        """Write the state where it outlives the processes, if this job has use for that. Local."""
+
+    def _go_on(self, commits: Commits) -> None:
+        """Take over the newest of `commits`, and have `commit` write more of them. Collective."""
+        if self._rank() == 0:
+            logger.warning(
+                "A %s is not saved outside its processes: when torchrun starts them anew, training begins anew, too. "
+                "Use an ObjectState or a TorchState.", type(self).__name__,
+            )  # fmt: skip
 
     def save(self) -> None:
         """Keep a copy of the state in host memory. Local."""
@@ -102,6 +125,19 @@ class State:
 
     def reset(self) -> None:
         """Adapt to a new world, before `sync`. Local."""
+
+
+def attach(state: State, commits: Commits) -> None:
+    """Go on from the newest of `commits`, if there is one, and have `state.commit` write more of them. Collective.
+
+    Raises TypeError when a value cannot be written, CheckpointError when a commit does not fit. Both on every rank.
+    """
+    state._go_on(commits)
+
+
+def detach(state: State) -> None:
+    """Have `state.commit` write nothing any more. Local."""
+    state._commits = None
 
 
 class ObjectState(State):
@@ -126,6 +162,22 @@ class ObjectState(State):
         if self._saved_state:
             self._set_attrs(self._bcast_object({name: getattr(self, name) for name in self._saved_state}))
             self._save_attrs()
+
+    def _persist(self) -> None:
+        if self._commits is not None:
+            self._commits.save(self._objects())
+
+    def _objects(self) -> dict[str, Any]:
+        """Return what a commit consists of: for each name the live object, or the value."""
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _go_on(self, commits: Commits) -> None:
+        objects = self._objects()
+        commits.check(objects)
+        if commits.resume(objects):
+            self._set_attrs({name: objects[name] for name in self._saved_state})
+            self.on_reset()
+        self._commits = commits
 
     def _save_attrs(self) -> None:
         self._saved_state = {name: _kept(getattr(self, name)) for name in self._saved_state}
@@ -174,6 +226,9 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+
+    def _objects(self) -> dict[str, Any]:
+        return super()._objects() | {name: handler.value for name, handler in self._handlers.items()}
 
     def sync(self) -> None:
         for handler in self._handlers.values():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from .detect import LAUNCHERS, Launcher, detect
+from .detect import ELASTIC_DIR, LAUNCHERS, Launcher, detect
 from .exchange import exchange_address, gather_through
 from .interfaces import INTERFACE, LOOPBACK, interface_of, own_node
 from .reach import Addresses, Gather, find_addresses
 from .spawn import spawn_processes
+from .starter import Starter, find_starter
 from .topology import Place, nodes, topology
 
 __all__ = (
+    "ELASTIC_DIR",
     "INTERFACE",
     "LAUNCHERS",
     "LOOPBACK",
@@ -17,9 +19,11 @@ __all__ = (
     "Gather",
     "Launcher",
     "Place",
+    "Starter",
     "detect",
     "exchange_address",
     "find_addresses",
+    "find_starter",
     "gather_through",
     "interface_of",
     "nodes",

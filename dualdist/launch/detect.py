@@ -20,7 +20,10 @@ from types import MappingProxyType
 from ..errors import ConfigurationError
 from ..types import Launch
 
-__all__ = ("LAUNCHERS", "Launcher", "detect")
+__all__ = ("ELASTIC_DIR", "LAUNCHERS", "Launcher", "detect")
+
+ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
+"""The variable that says where elastic commits go."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,9 @@ LAUNCHERS = (
 
 _OF_LARGER_WORLDS = ("RANK", "SLURM_NTASKS")
 """What is told of, but starts nothing by itself."""
+
+_OF_RESTARTS = ("TORCHELASTIC_MAX_RESTARTS", ELASTIC_DIR)
+"""torchrun does not tell its processes that --nnodes is a range, which without --max-restarts restarts them, too."""
 
 
 def detect(env: Mapping[str, str]) -> Launch:
@@ -167,6 +173,8 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
         values["local_size"],
         MappingProxyType(names),
         elastic=launcher.name == "horovodrun" and env.get("HOROVOD_ELASTIC") == "1",
+        restarts=launcher.name == "torchrun"
+        and any(env.get(name, "") not in ("", "0") for name in _OF_RESTARTS),
         starts_mpi=any(env.get(name) for name in launcher.starts_mpi),
     )
 

@@ -27,6 +27,7 @@ from .environment import RENDEZVOUS, secret_in
 from .interfaces import LOOPBACK
 from .keyvalue import KeyValueStore
 from .reach import Gather, find_addresses
+from .starter import find_starter
 
 __all__ = ("exchange_address", "gather_through")
 
@@ -178,31 +179,9 @@ def _job_folder(launch: Launch, env: Mapping[str, str]) -> Path:
     """Return a folder that only the processes of this job know."""
     names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
-    digest = hashlib.sha256("\n".join([launch.launcher, *(job or _starter(launch))]).encode()).hexdigest()[
-        :24
-    ]
+    job = job or [f"{part}" for part in find_starter(launch.sources["rank"])]
+    digest = hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
     return Path(tempfile.gettempdir()) / f"dualdist-{os.getuid()}-{digest}"
-
-
-def _starter(launch: Launch) -> list[str]:
-    """Return what tells the process that has started this node's processes of the job from any other.
-
-    It is the nearest ancestor whose own environment does not say which rank it is: shells may stand between.
-    """
-    mark, pid = f"{launch.sources['rank']}=".encode(), os.getppid()
-    while True:
-        with contextlib.suppress(OSError):  # that of another user, such as Slurm's
-            if any(
-                entry.startswith(mark) for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            ):
-                pid = int(_status(pid)[1])
-                continue
-        return [str(pid), _status(pid)[19]]
-
-
-def _status(pid: int) -> list[str]:
-    """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th: start time."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _gather_patiently(

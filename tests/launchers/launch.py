@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from ..world import BIN, MPIRUN, ROOT
@@ -59,15 +62,25 @@ def launch(name: str, *arguments: str, environment: Mapping[str, str] | None = N
 
 def finish(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Ended:
     """Run `command` to its end; after 100 seconds every process is ended and the launch counts as failed."""
+    mark = f"TEST_LAUNCH={secrets.token_hex(8)}"
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), "TEST_LAUNCH": mark.partition("=")[2]},
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        _end_all(mark.encode())
         output, _ = process.communicate()
         raise AssertionError(f"{' '.join(command)} did not end within {SECONDS:.0f} s:\n{output}") from None
     return Ended(process.returncode, output)
+
+
+def _end_all(mark: bytes) -> None:
+    """End every process with the variable `mark`: torchrun's have sessions of their own."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in file.read_bytes().split(b"\0"):
+                os.kill(int(file.parent.name), signal.SIGKILL)

@@ -1,60 +1,104 @@
-"""An elastic job of horovodrun: a host joins, a process dies, and training goes on."""
+"""Elastic jobs for real: processes are killed and hosts come and go, and training ends as if nothing had happened.
+
+The events come from the training itself, at given steps of the first epoch; see disturbed.py.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
+import pytest
+from torch.distributed import TCPStore
+
 from ..world import BIN
-from .launch import finish
+from .launch import Ended, finish
 
-SCRIPT = """\
-import os, sys, time, torch, dualdist as hvd
+EXAMPLE, DISTURBED = "examples/elastic.py", "tests/launchers/disturbed.py"
+SAMPLES, EPOCHS = 480, 3  # of the example
+NOISE = 0.05
+"""By how much the final loss of the example may differ between worlds of 1 and of 2, relatively."""
 
-hosts, batches = sys.argv[1], 40
-hvd.init()
-model = torch.nn.Linear(1, 1, bias=False)
-torch.nn.init.zeros_(model.weight)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
-state = hvd.elastic.TorchState(model, optimizer, batch=0, worlds=[])
+KILLED = (19, 20)
+"""Where training may go on after a kill in step 20: one rank has not committed it, the others may have."""
 
-
-@hvd.elastic.run
-def train(state):
-    state.worlds.append(hvd.size())
-    began = state.batch
-    while state.batch < batches:
-        optimizer.zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
-        state.batch += 1
-        if state.worlds == [1] and state.batch == 3:
-            with open(hosts, "a") as file:
-                file.write("127.0.0.1:1\\n")
-        if hvd.size() == 2 and state.batch == began + 3 and hvd.rank() == 1:
-            os._exit(7)
-        while state.worlds == [1] and state.batch == batches - 10:
-            time.sleep(0.05)
-            state.check_host_updates()
-        state.commit()
+QUICK = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+"""Agents soon believe that a host is gone and that no more will come. This process holds the store where they meet."""
 
 
-train(state)
-print(f"rank {hvd.rank()} of {hvd.size()}: worlds {state.worlds}, weight {model.weight.item()}")
-"""
+@pytest.fixture(scope="module")
+def undisturbed() -> float:
+    """The final loss of the example in one process."""
+    return final_loss(finish([sys.executable, EXAMPLE]))
 
 
-def test_a_host_joins_and_a_process_dies(tmp_path: Path) -> None:
-    script, hosts, discovery = tmp_path / "script.py", tmp_path / "hosts", tmp_path / "discovery"
-    script.write_text(SCRIPT)
-    hosts.write_text("localhost:1\n")
-    discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
+def final_loss(ended: Ended) -> float:
+    assert ended.code == 0, ended.output
+    (loss,) = re.findall(r"processes at the end, loss ([\d.]+)", ended.output)
+    return float(loss)
+
+
+def began(folder: Path) -> list[tuple[int, int]]:
+    """Return the step and the size of the world for each time that training began."""
+    lines = (folder / "began").read_text().splitlines()
+    return [(int(step), int(size)) for step, size in map(str.split, lines)]
+
+
+def assert_every_sample_is_seen_once(folder: Path) -> None:
+    assert sorted(json.loads((folder / "seen.json").read_text())) == list(range(SAMPLES * EPOCHS))
+
+
+def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
+    discovery = tmp_path / "discovery"
+    (tmp_path / "hosts").write_text("localhost:1\n")
+    discovery.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
     discovery.chmod(0o755)
     ended = finish(
         [
             f"{BIN}/horovodrun", "--gloo", "--network-interfaces", "lo", "-np", "1", "--min-np", "1", "--max-np", "2",
-            "--host-discovery-script", str(discovery), sys.executable, str(script), str(hosts),
+            "--host-discovery-script", str(discovery), sys.executable, DISTURBED, str(tmp_path),
+            "10:add:localhost:1,127.0.0.1:1", "20:kill",
+            # The host of a process that was killed is not used again, so that the next one has another name.
+            "25:add:localhost:1,127.1:1", "30:remove:localhost:1",
         ]
     )  # fmt: skip
-    assert ended.code == 0, ended.output
-    assert "rank 0 of 1: worlds [1, 2, 1], weight -40.0" in ended.output, ended.output
+    assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
+    assert began(tmp_path) in ([(0, 1), (10, 2), (step, 1), (25, 2), (30, 1)] for step in KILLED)
+    assert_every_sample_is_seen_once(tmp_path)
+
+
+def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
+    os.mkfifo(tmp_path / "start")
+    meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    agent = shlex.join(
+        [
+            f"{BIN}/torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3",
+            "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-conf", QUICK,
+            "--rdzv-endpoint", f"localhost:{meeting.port}", DISTURBED, str(tmp_path), "10:add", "20:kill", "30:remove",
+        ]
+    )  # fmt: skip
+    # The second one gets the lower process id, and with it the lower ranks.
+    ended = finish(
+        ["sh", "-c", f"(read _ < {tmp_path}/start; SECOND=1 exec {agent}) & exec {agent}"],
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+    assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
+    assert began(tmp_path) in ([(0, 1), (10, 2), (step, 2), (30, 1)] for step in KILLED)
+    assert_every_sample_is_seen_once(tmp_path)
+
+
+def test_torchrun_with_one_agent(tmp_path: Path, undisturbed: float) -> None:
+    ended = finish(
+        [
+            f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+            DISTURBED, str(tmp_path), "20:kill",
+        ],
+        {"DUALDIST_ELASTIC_DIR": str(tmp_path / "commits")},
+    )  # fmt: skip
+    assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
+    assert began(tmp_path) in ([(0, 2), (step, 2)] for step in KILLED)
+    assert_every_sample_is_seen_once(tmp_path)

@@ -1,0 +1,63 @@
+"""Where the commits of a job lie, on this node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..launch import ELASTIC_DIR, Starter, find_starter
+
+__all__ = ("folder_of_commits", "make_private", "remove_abandoned")
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_OF_AGENT = "{prefix}{pid}-{began}"
+
+
+def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: int) -> Path:
+    """Return the folder for the commits of the program's `number`-th `elastic.run`.
+
+    What the user gives is used as it is, so that a job which is started again goes on from there. Otherwise it belongs
+    to the torchrun on this node, which alone lives as long as the job does here: a run id is used again, "none" by all
+    that give none.
+    """
+    if env.get(ELASTIC_DIR):
+        return Path(env[ELASTIC_DIR]) / f"run-{number}"
+    starter = find_starter(_RUN_ID)
+    agent = _OF_AGENT.format(prefix=_prefix(), pid=starter.pid, began=starter.began)
+    name = hashlib.sha256("\0".join([env[_RUN_ID], *program]).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / agent / f"{name}-{number}"
+
+
+def make_private(folder: Path, env: Mapping[str, str]) -> None:
+    """Make the folder; one under the temporary folder is this user's alone. Raises CheckpointError when it is not."""
+    if not env.get(ELASTIC_DIR):
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        status = folder.parent.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(
+                f"{folder.parent} must be a folder of this user, but is not. Remove it, or set {ELASTIC_DIR}."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders under the temporary folder whose torchrun does not run any more."""
+    pattern = re.compile(re.escape(_prefix()) + r"(\d+)-(\d+)")
+    for folder in Path(tempfile.gettempdir()).iterdir():
+        of_agent = pattern.fullmatch(folder.name)
+        if of_agent is not None and not Starter(int(of_agent[1]), int(of_agent[2])).is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix() -> str:
+    """Return what stands before the number of a process, whose meaning ends with this container and this boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    place = hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
+    return f"dualdist-elastic-{os.getuid()}-{place}-"
