@@ -1,0 +1,36 @@
+"""torch.distributed as dualdist has started it: the raw process group, and torch's own DistributedDataParallel.
+
+The group is not one of those that dualdist communicates on, so that calls on both sides cannot take each other's place.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..context import current
+from ..errors import BackendUnavailableError
+from ..process_sets import ProcessSet, global_process_set
+
+__all__ = ("DistributedDataParallel", "process_group")
+
+
+def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessGroup:
+    """Return a process group of torch.distributed over the ranks of `process_set`.
+
+    For the whole world it is torch's default group. For another set it is a new group each time, and the call is
+    collective over the world; to a rank that is no member it returns torch.distributed.GroupMember.NON_GROUP_MEMBER.
+
+    Raises BackendUnavailableError when the engine is another one, NotInitializedError before `init()`.
+    """
+    backend = current().backend
+    if not dist.is_initialized():
+        raise BackendUnavailableError(
+            f"`backend` must be 'torch' for a process group, but is {backend.name!r} instead. "
+            "Start with init(backend='torch'), or set DUALDIST_BACKEND=torch."
+        )
+    if process_set is global_process_set:
+        world: dist.ProcessGroup = dist.group.WORLD
+        return world
+    group: dist.ProcessGroup = dist.new_group(process_set.ranks)
+    return group
