@@ -223,3 +223,17 @@ def test_a_value_tells_where_it_came_from() -> None:
 def test_detection_changes_nothing() -> None:
     env = dict(TORCHRUN)
     assert detect(env) == detect(env) and env == TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("change", "restarts"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "DUALDIST_ELASTIC_DIR": "/data"}, True),
+    ],
+)
+def test_torchrun_starts_all_anew_when_it_may(change: dict[str, str], restarts: bool) -> None:
+    assert detect(TORCHRUN | change).restarts == restarts
+    assert not detect(HOROVODRUN | change).restarts

@@ -1,0 +1,189 @@
+"""Commits that outlive their processes: whatever the nodes have left of them, all ranks go on from the same one.
+
+Every rank has a folder of its own here, as every node has. tests/launchers/test_elastic.py kills real processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import dualdist as hvd
+from dualdist.checkpoint import FileSystem
+from dualdist.elastic import TorchState
+from dualdist.elastic.commits import Commits
+from dualdist.elastic.state import attach
+
+from ..faults import CountingFileSystem
+from ..world import everywhere
+from .test_elastic import make_state, train_batch, warned, weight, weight_after
+
+
+def opened(tmp_path: Path, file_system: FileSystem | None = None) -> Commits:
+    folder = tmp_path / str(hvd.rank())
+    folder.mkdir(exist_ok=True)
+    return Commits(folder, True, file_system or FileSystem())
+
+
+def files(tmp_path: Path) -> list[str]:
+    """Return what is in the folder of this rank."""
+    return sorted(path.name for path in (tmp_path / str(hvd.rank())).iterdir())
+
+
+def commit_batches(tmp_path: Path, count: int) -> None:
+    state = make_state(batch=0, log=[])
+    attach(state, opened(tmp_path))
+    for _ in range(count):
+        train_batch(state)
+        state.log.append(state.batch)
+        state.commit()
+
+
+def goes_on_from(tmp_path: Path) -> Any:
+    """Return the state of a process that has just been started."""
+    state = make_state(batch=0, log=[])
+    torch.nn.init.constant_(state.model.weight, 7.0 + hvd.rank())
+    state.save()
+    with warned() as warnings:
+        attach(state, opened(tmp_path))
+    state.warnings = warnings
+    return state
+
+
+@everywhere
+def test_training_goes_on_from_the_last_commit(tmp_path: Path) -> None:
+    commit_batches(tmp_path, 3)
+    state = goes_on_from(tmp_path)
+    assert (weight(state), state.batch, state.log) == (weight_after(3), 3, [1, 2, 3])
+    train_batch(state)
+    state.commit()
+    assert weight(state) == weight_after(4)
+    assert weight(goes_on_from(tmp_path)) == weight_after(4)
+    assert files(tmp_path) == ["step-000000003.pt", "step-000000004.pt"]
+
+
+@everywhere
+def test_without_a_commit_everything_stays(tmp_path: Path) -> None:
+    state = goes_on_from(tmp_path)
+    assert (weight(state), state.batch, state.warnings) == (7.0 + hvd.rank(), 0, [])
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_the_newest_commit_of_any_node_is_taken(tmp_path: Path) -> None:
+    commit_batches(tmp_path, 3)
+    if hvd.rank() != 1:
+        (tmp_path / str(hvd.rank()) / "step-000000003.pt").unlink()
+    if hvd.rank() == 0:  # a new node
+        (tmp_path / "0" / "step-000000002.pt").unlink()
+    state = goes_on_from(tmp_path)
+    assert (weight(state), state.batch) == (weight_after(3), 3)
+    told = ["Going on from commit 3, which rank 1 has read."]
+    assert state.warnings == (told if hvd.rank() == 0 else [])
+
+
+@everywhere
+def test_a_damaged_commit_is_passed_over(tmp_path: Path) -> None:
+    commit_batches(tmp_path, 3)
+    path = tmp_path / str(hvd.rank()) / "step-000000003.pt"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    state = goes_on_from(tmp_path)
+    assert (weight(state), state.batch) == (weight_after(2), 2)
+    assert "checksum" in state.warnings[0]
+
+
+@everywhere
+def test_reset_callbacks_are_called_when_training_goes_on(tmp_path: Path) -> None:
+    commit_batches(tmp_path, 1)
+    batches: list[int] = []
+    state = make_state(batch=0, log=[])
+    state.register_reset_callbacks([lambda: batches.append(state.batch)])
+    with warned():
+        attach(state, opened(tmp_path))
+    assert batches == [1]
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_rank_0_writes_for_all_who_see_its_folder(tmp_path: Path) -> None:
+    created = []
+    system = CountingFileSystem(lambda number, name: created.append(name) if name == "create" else None)
+    state = TorchState(step=1)
+    attach(state, Commits(tmp_path, True, system))
+    state.commit()
+    assert len(created) == (1 if hvd.rank() == 0 else 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001.pt"]
+
+
+@everywhere
+def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    def fail(number: int, name: str) -> None:
+        if name == "write" and state.step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = TorchState(step=0)
+    attach(state, opened(tmp_path, CountingFileSystem(fail)))
+    with warned() as warnings:
+        for state.step in (1, 2, 3):
+            state.commit()
+    (warning,) = warnings
+    for word in ("Commit 2", f"rank {hvd.rank()}", "No space left", "step-000000001.pt"):
+        assert word in warning
+    assert files(tmp_path) == ["step-000000001.pt", "step-000000003.pt"]
+
+
+@everywhere
+def test_a_value_that_cannot_be_written_is_an_error_at_the_start_on_every_rank(tmp_path: Path) -> None:
+    class Thing:
+        pass
+
+    state = TorchState(thing=Thing())
+    with pytest.raises(TypeError, match=r"state\['thing'\].* must be a tensor.*Thing instead"):
+        attach(state, opened(tmp_path))
+
+
+@pytest.mark.engines("torch-gloo")
+@everywhere
+def test_a_failure_that_all_survive_restarts_nothing(tmp_path: Path) -> None:
+    """torchrun's processes know from a variable that commits are wanted; the world is joined with it."""
+    tries = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        tries.append(state.batch)
+        while state.batch < 4:
+            train_batch(state)
+            if len(tries) == 1 and state.batch == 3:
+                hvd.allreduce(torch.ones(1 + hvd.rank()))
+            state.commit()
+
+    folder = hvd.broadcast_object(str(tmp_path))
+    hvd.shutdown()
+    try:
+        with (
+            patch.dict(os.environ, {"DUALDIST_ELASTIC_DIR": folder}),
+            patch.object(sys, "argv", ["train"]),
+            warned(),
+        ):
+            hvd.init()
+            state = make_state(batch=0)
+            train(state)
+    finally:
+        hvd.shutdown()
+        hvd.init()
+    assert tries == [0, 2]
+    assert weight(state) == weight_after(4)
+    hvd.barrier()
+    assert sorted(path.name for path in Path(folder).glob("run-*/*")) == [
+        "step-000000003.pt",
+        "step-000000004.pt",
+    ]

@@ -1,0 +1,72 @@
+"""Where elastic commits go: as the user says, or where no other job looks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from dualdist.elastic import folder
+from dualdist.elastic.folder import folder_of_commits, make_private, remove_abandoned
+from dualdist.errors import CheckpointError
+from dualdist.launch import Starter
+
+OWN = Starter(os.getpid(), int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]))
+ENDED = Starter(OWN.pid, OWN.began - 1)
+RUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def of_torchrun(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(folder, "find_starter", lambda variable: starter)
+    made = folder_of_commits(RUN, ["train.py"], 0)
+    make_private(made, RUN)
+    return made
+
+
+def test_a_given_folder_is_the_same_whoever_asks() -> None:
+    env = RUN | {"DUALDIST_ELASTIC_DIR": "/data/job"}
+    assert folder_of_commits(env, ["train.py"], 0) == Path("/data/job/run-0")
+    assert folder_of_commits(env, ["train.py", "--epochs", "9"], 1) == Path("/data/job/run-1")
+
+
+def test_jobs_programs_and_runs_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "find_starter", lambda variable: OWN)
+    folders = [
+        folder_of_commits(RUN, ["train.py"], 0),
+        folder_of_commits(RUN, ["train.py"], 1),
+        folder_of_commits(RUN, ["tune.py"], 0),
+        folder_of_commits({"TORCHELASTIC_RUN_ID": "other"}, ["train.py"], 0),
+    ]
+    monkeypatch.setattr(folder, "find_starter", lambda variable: ENDED)
+    folders.append(folder_of_commits(RUN, ["train.py"], 0))
+    assert len(set(folders)) == len(folders)
+
+
+def test_folders_are_removed_when_their_torchrun_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, ended = of_torchrun(OWN, monkeypatch), of_torchrun(ENDED, monkeypatch)
+    elsewhere = ended.parents[1] / ended.parent.name.replace("elastic", "elsewhere")
+    elsewhere.mkdir()
+    remove_abandoned()
+    assert alive.exists() and elsewhere.exists() and not ended.parent.exists()
+
+
+def test_nobody_else_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = of_torchrun(OWN, monkeypatch)
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_that_somebody_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = of_torchrun(OWN, monkeypatch)
+    made.rmdir()
+    made.parent.rmdir()
+    made.parent.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="must be a folder of this user"):
+        make_private(made, RUN)
