@@ -161,7 +161,9 @@ def _batches(
             if scenario.scaled and number == OVERFLOW_STEP:
                 targets[-1] = torch.inf
             for members in shares:
-                own = [row for rank in members for row in range(ROWS * rank, ROWS * (rank + 1)) if row < there]
+                own = [
+                    row for rank in members for row in range(ROWS * rank, ROWS * (rank + 1)) if row < there
+                ]
                 step.append((inputs[own].to(dtype), targets[own].to(dtype)))
         yield step
 
@@ -249,11 +251,15 @@ def _start_equal(networks: Sequence[nn.Module]) -> None:
 
 
 def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float() - targets if outputs.dtype is torch.bfloat16 else outputs - targets).square().sum()
+    return (
+        (outputs.float() - targets if outputs.dtype is torch.bfloat16 else outputs - targets).square().sum()
+    )
 
 
 def _network(*first: nn.Module) -> nn.Sequential:
-    return nn.Sequential(*(first or [nn.Linear(FEATURES, 8)]), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(
+        *(first or [nn.Linear(FEATURES, 8)]), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+    )
 
 
 class _Sparing(nn.Module):
