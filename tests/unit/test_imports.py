@@ -32,7 +32,9 @@ def starts(names: set[str], package: str) -> bool:
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_a_module_imports_what_its_place_allows(module: Path) -> None:
     names = imported(module)
-    if module.parts[0] != "backends":
+    if module.parts[0] != "native":
+        assert not starts(names, "native")
+    if module.parts[0] not in ("backends", "native"):
         assert not starts(names, "horovod") and not starts(names, "torch.distributed")
     if module.parts[0] == "launch":
         assert not starts(names, "torch")
