@@ -24,7 +24,8 @@ _POLL_SECONDS = 0.01
 def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta, advice: str) -> dist.Store:
     """Return the part of `store` that these `size` processes have for themselves. Collective.
 
-    timeout: how long to wait for another process. advice: what to do when none comes, for the error. Raises ConfigurationError when one does not come.
+    timeout: how long to wait for another process. advice: what to do when none comes, for the error.
+    Raises ConfigurationError when one does not come.
     """
     token = secrets.token_hex(8)
     if rank == 0:

@@ -45,9 +45,9 @@ def test_who_does_not_come_is_named_on_every_rank() -> None:
     with ThreadPoolExecutor(2) as pool:
         first, last = (pool.submit(fresh_part, store, rank, 3, short, "Look.") for rank in (0, 2))
         with pytest.raises(
-            ConfigurationError, match="Rank 0 waited 0 s for rank 1, which did not come. Look"
+            ConfigurationError, match=r"Rank 0 waited 0 s for rank 1, which did not come\. Look"
         ):
             first.result()
         last.result()
-    with pytest.raises(ConfigurationError, match="Rank 1 waited 0 s for rank 0, which did not come. Look"):
+    with pytest.raises(ConfigurationError, match=r"Rank 1 waited 0 s for rank 0, which did not come\. Look"):
         fresh_part(store, 1, 3, short, "Look.")
