@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ..world import BIN
-from .launch import Ended, finish
+from .launch import SECONDS, Ended, finish
 
 EXAMPLE, DISTURBED = "examples/elastic.py", "tests/launchers/disturbed.py"
 SAMPLES, EPOCHS = 480, 3  # of the example
@@ -71,6 +71,10 @@ def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
     assert_every_sample_is_seen_once(tmp_path)
 
 
+STARTS = 4
+
+
+@pytest.mark.timeout(STARTS * SECONDS + 60)
 def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
     os.mkfifo(tmp_path / "start")
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -85,6 +89,7 @@ def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
     ended = finish(
         ["sh", "-c", f"(read _ < {tmp_path}/start; SECOND=1 exec {agent}) & exec {agent}"],
         {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        seconds=STARTS * SECONDS,
     )
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 2), (step, 2), (30, 1)] for step in KILLED)
