@@ -21,27 +21,30 @@ __all__ = ("fresh_part",)
 _POLL_SECONDS = 0.01
 
 
-def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta, advice: str) -> dist.Store:
     """Return the part of `store` that these `size` processes have for themselves. Collective.
 
-    timeout: how long to wait for another process. Raises ConfigurationError when one does not come.
+    timeout: how long to wait for another process. advice: what to do when none comes, for the error.
+    Raises ConfigurationError when one does not come.
     """
     token = secrets.token_hex(8)
     if rank == 0:
         part = dist.PrefixStore(f"dualdist/{token}", store)
-        _hand_out(store, part, token, size, timeout)
+        _hand_out(store, part, token, size, timeout, advice)
         return part
     store.set(f"dualdist/call/{rank}", token)
     try:
         store.wait([f"dualdist/answer/{token}"], timeout)
     except RuntimeError as error:
-        raise _did_not_come(rank, "0", timeout) from error
+        raise _did_not_come(rank, "0", timeout, advice) from error
     part = dist.PrefixStore(f"dualdist/{store.get(f'dualdist/answer/{token}').decode()}", store)
     part.set(f"come/{rank}", "")
     return part
 
 
-def _hand_out(store: dist.Store, part: dist.Store, name: str, size: int, timeout: timedelta) -> None:
+def _hand_out(
+    store: dist.Store, part: dist.Store, name: str, size: int, timeout: timedelta, advice: str
+) -> None:
     """Answer every call, also those of the past, until all who call now have come."""
     answered: dict[int, bytes] = {}
     awaited = list(range(1, size))
@@ -53,12 +56,11 @@ def _hand_out(store: dist.Store, part: dist.Store, name: str, size: int, timeout
                 store.set(f"dualdist/answer/{token.decode()}", name)
                 answered[rank] = token
         if time.monotonic() > deadline:
-            raise _did_not_come(0, ", ".join(map(str, awaited)), timeout)
+            raise _did_not_come(0, ", ".join(map(str, awaited)), timeout, advice)
         time.sleep(_POLL_SECONDS)
 
 
-def _did_not_come(rank: int, others: str, timeout: timedelta) -> ConfigurationError:
+def _did_not_come(rank: int, others: str, timeout: timedelta, advice: str) -> ConfigurationError:
     return ConfigurationError(
-        f"Rank {rank} waited {timeout.total_seconds():.0f} s for rank {others}, which did not come. "
-        "Look at that rank's output; every process must call dualdist.init()."
+        f"Rank {rank} waited {timeout.total_seconds():.0f} s for rank {others}, which did not come. {advice}"
     )

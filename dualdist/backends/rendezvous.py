@@ -25,6 +25,13 @@ __all__ = ("Meeting", "gather_over", "meet", "meet_in", "serve_store")
 
 _meetings: dict[tuple[str, int, int], Meeting] = {}
 _generation = itertools.count()
+_ADVICE = {
+    False: "Look at that rank's output; every process must call dualdist.init().",
+    True: "Look at that rank's output. Where hosts come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
+    "torchrun: without it, its older processes may be sent to an earlier round's store.",
+}
+"""By whether torchrun starts processes anew: its agents keep the address of the store of an earlier round
+(torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,9 @@ def _own_part(store: dist.Store) -> dist.Store:
 def _first_meeting(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> Meeting:
     if launch.init_method is not None:
         store = _rendezvous(launch, timeout)
-        return _located(fresh_part(store, launch.rank, launch.size, timeout), launch, env)
+        return _located(
+            fresh_part(store, launch.rank, launch.size, timeout, _ADVICE[launch.restarts]), launch, env
+        )
     served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ..world import BIN, MPIRUN, ROOT
 
-__all__ = ("LAUNCHERS", "Ended", "Launcher", "finish", "launch")
+__all__ = ("LAUNCHERS", "SECONDS", "Ended", "Launcher", "finish", "launch")
 
 SECONDS = 100.0
 
@@ -60,8 +60,10 @@ def launch(name: str, *arguments: str, environment: Mapping[str, str] | None = N
     return finish([*launcher.command, *arguments], {**launcher.environment, **(environment or {})})
 
 
-def finish(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Ended:
-    """Run `command` to its end; after 100 seconds every process is ended and the launch counts as failed."""
+def finish(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, seconds: float = SECONDS
+) -> Ended:
+    """Run `command` to its end; after `seconds` every process is ended and the launch counts as failed."""
     mark = f"TEST_LAUNCH={secrets.token_hex(8)}"
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -69,12 +71,12 @@ def finish(command: Sequence[str], environment: Mapping[str, str] | None = None)
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), "TEST_LAUNCH": mark.partition("=")[2]},
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         _end_all(mark.encode())
         output, _ = process.communicate()
-        raise AssertionError(f"{' '.join(command)} did not end within {SECONDS:.0f} s:\n{output}") from None
+        raise AssertionError(f"{' '.join(command)} did not end within {seconds:.0f} s:\n{output}") from None
     return Ended(process.returncode, output)
 
 

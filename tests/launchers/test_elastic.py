@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ..world import BIN
-from .launch import Ended, finish
+from .launch import SECONDS, Ended, finish
 
 EXAMPLE, DISTURBED = "examples/elastic.py", "tests/launchers/disturbed.py"
 SAMPLES, EPOCHS = 480, 3  # of the example
@@ -28,6 +28,12 @@ KILLED = (19, 20)
 
 QUICK = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 """Agents soon believe that a host is gone and that no more will come. This process holds the store where they meet."""
+
+
+STARTS = 4
+"""How often the processes of a job are started, or at least join anew: each may take as long as a launch."""
+
+long = pytest.mark.timeout(STARTS * SECONDS + 60)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,7 @@ def assert_every_sample_is_seen_once(folder: Path) -> None:
     assert sorted(json.loads((folder / "seen.json").read_text())) == list(range(SAMPLES * EPOCHS))
 
 
+@long
 def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
     discovery = tmp_path / "discovery"
     (tmp_path / "hosts").write_text("localhost:1\n")
@@ -64,13 +71,15 @@ def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
             "10:add:localhost:1,127.0.0.1:1", "20:kill",
             # The host of a process that was killed is not used again, so that the next one has another name.
             "25:add:localhost:1,127.1:1", "30:remove:localhost:1",
-        ]
+        ],
+        seconds=STARTS * SECONDS,
     )  # fmt: skip
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 2), (step, 1), (25, 2), (30, 1)] for step in KILLED)
     assert_every_sample_is_seen_once(tmp_path)
 
 
+@long
 def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
     os.mkfifo(tmp_path / "start")
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -85,6 +94,7 @@ def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
     ended = finish(
         ["sh", "-c", f"(read _ < {tmp_path}/start; SECOND=1 exec {agent}) & exec {agent}"],
         {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        seconds=STARTS * SECONDS,
     )
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 2), (step, 2), (30, 1)] for step in KILLED)

@@ -17,7 +17,7 @@ SECONDS = timedelta(seconds=30)
 def meet(store: Store, size: int) -> list[str]:
     """Have `size` processes come, say who they are in their part, and return what the last one finds there."""
     with ThreadPoolExecutor(size) as pool:
-        parts = list(pool.map(lambda rank: fresh_part(store, rank, size, SECONDS), range(size)))
+        parts = list(pool.map(lambda rank: fresh_part(store, rank, size, SECONDS, ""), range(size)))
     found = [name for name in map(str, range(9)) if parts[-1].check([name])]
     for rank, part in enumerate(parts):
         part.set(str(rank), "here")
@@ -43,9 +43,11 @@ def test_who_does_not_come_is_named_on_every_rank() -> None:
     short = timedelta(milliseconds=300)
     store.set_timeout(short)
     with ThreadPoolExecutor(2) as pool:
-        first, last = (pool.submit(fresh_part, store, rank, 3, short) for rank in (0, 2))
-        with pytest.raises(ConfigurationError, match="Rank 0 waited 0 s for rank 1, which"):
+        first, last = (pool.submit(fresh_part, store, rank, 3, short, "Look.") for rank in (0, 2))
+        with pytest.raises(
+            ConfigurationError, match=r"Rank 0 waited 0 s for rank 1, which did not come\. Look"
+        ):
             first.result()
         last.result()
-    with pytest.raises(ConfigurationError, match="Rank 1 waited 0 s for rank 0, which"):
-        fresh_part(store, 1, 3, short)
+    with pytest.raises(ConfigurationError, match=r"Rank 1 waited 0 s for rank 0, which did not come\. Look"):
+        fresh_part(store, 1, 3, short, "Look.")
