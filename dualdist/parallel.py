@@ -47,6 +47,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
+        TypeError: `module` is distributed already, or has a part that is.
     """
 
     def __init__(
@@ -71,6 +72,15 @@ class DistributedDataParallel(torch.nn.Module):
         self._process_set = process_group if process_group is not None else global_process_set
         self._sync: GradSync | None = None
         self._joining = False
+        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+            raise TypeError(
+                "`module` must not be distributed already, nor have such a part, but does. Wrap the whole model once."
+            )
+        self._wrapped = [
+            (part._parameters, name, param, place)
+            for place, part in module.named_modules()
+            for name, param in part._parameters.items()
+        ]
         if self._process_set.included():
             if init_sync:
                 self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
@@ -95,6 +105,9 @@ class DistributedDataParallel(torch.nn.Module):
             self._sync.watch()
             if self.broadcast_buffers and self.training and not self._joining:
                 self._broadcast(dict(self.module.named_buffers()))
+            for held, name, param, place in self._wrapped:
+                if held.get(name) is not param:
+                    self._sync.refuse(f"{f'{place}.{name}'.lstrip('.')!r} is another one now")
         return self.module(*inputs, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
