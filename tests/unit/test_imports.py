@@ -1,4 +1,4 @@
-"""Which modules may import what: the engines are imported in backends/ alone, and launch/ does without torch."""
+"""Which modules may import what: the engines are imported in backends/ and native/ alone, and launch/ does without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def starts(names: set[str], package: str) -> bool:
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_a_module_imports_what_its_place_allows(module: Path) -> None:
     names = imported(module)
-    if module.parts[0] != "backends":
+    if module.parts[0] != "native":
+        assert not starts(names, "native") and not starts(names, "dualdist.native")
+    if module.parts[0] not in ("backends", "native"):
         assert not starts(names, "horovod") and not starts(names, "torch.distributed")
     if module.parts[0] == "launch":
         assert not starts(names, "torch")
