@@ -146,7 +146,9 @@ def _first_entry(values: Sequence[object]) -> int | None:
     if not named or len(lists) < len(values):
         return None
     places = range(max(map(len, lists)))
-    return next((place for place in places if len({repr(each[place : place + 1]) for each in lists}) > 1), None)
+    return next(
+        (place for place in places if len({repr(each[place : place + 1]) for each in lists}) > 1), None
+    )
 
 
 def _shortened(call: Call, argument: str, entry: int) -> Call:

@@ -5,6 +5,8 @@ The group is not one of those that dualdist communicates on, so that calls on bo
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +31,5 @@ def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessG
             f"`backend` must be 'torch' for a process group, but is {backend.name!r} instead. "
             "Start with init(backend='torch'), or set DUALDIST_BACKEND=torch."
         )
-    if process_set is global_process_set:
-        world: dist.ProcessGroup = dist.group.WORLD
-        return world
-    group: dist.ProcessGroup = dist.new_group(process_set.ranks)
-    return group
+    world = process_set is global_process_set
+    return cast("dist.ProcessGroup", dist.group.WORLD if world else dist.new_group(process_set.ranks))

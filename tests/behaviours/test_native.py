@@ -49,7 +49,9 @@ def test_a_process_set_has_a_raw_group_too() -> None:
 def test_there_is_no_process_group_on_horovod() -> None:
     from dualdist.native.torch import process_group
 
-    with pytest.raises(hvd.BackendUnavailableError, match="must be 'torch' for a process group, but is 'horovod'"):
+    with pytest.raises(
+        hvd.BackendUnavailableError, match="must be 'torch' for a process group, but is 'horovod'"
+    ):
         process_group()
 
 

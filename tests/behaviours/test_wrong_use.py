@@ -71,7 +71,11 @@ def replaced(model: Any) -> None:
 
 
 CHANGES = {
-    "optimizer, moved": (in_optimizer, moved, "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu"),
+    "optimizer, moved": (
+        in_optimizer,
+        moved,
+        "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu",
+    ),
     "ddp, moved": (in_module, moved, "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu"),
     "ddp, replaced": (in_module, replaced, "'0.weight' is another one now"),
 }

@@ -10,7 +10,7 @@ import torch
 import dualdist as hvd
 
 from ..world import World
-from .loop import OVERFLOW_STEP, SCENARIOS, STEPS, STYLES, Outcome, alone, train
+from .loop import SCENARIOS, STEPS, STYLES, Outcome, alone, train
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -60,7 +60,9 @@ def check_bitwise(found: Outcome, first: Outcome) -> None:
     """Check that two engines, or two styles, came to the very same numbers: the sum of two has no order."""
     for ours, theirs in ((found.state, first.state), (found.gradients, first.gradients)):
         different = [
-            name for name, tensor in ours.items() if tensor.numpy().tobytes() != theirs[name].numpy().tobytes()
+            name
+            for name, tensor in ours.items()
+            if tensor.numpy().tobytes() != theirs[name].numpy().tobytes()
         ]
         assert not different
 
