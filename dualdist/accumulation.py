@@ -20,6 +20,18 @@ class Accumulated:
         self.tensor = tensor
         self.passes = 0
         self.hook: Any = None
+        self.settle()
+
+    def settle(self) -> None:
+        """Take dtype and device as they are now for those that the parameter is to keep."""
+        self._dtype, self._device = self.tensor.dtype, self.tensor.device
+
+    def moved(self) -> str:
+        """Return what has become of the parameter that must stay what it was, '' for nothing."""
+        tensor = self.tensor
+        if tensor.dtype is self._dtype and tensor.device == self._device:
+            return ""
+        return f"{self.name!r} went from {self._dtype} on {self._device} to {tensor.dtype} on {tensor.device}"
 
     def accumulated(self) -> bool:
         """Note one more backward; return whether it added to a gradient that was there already.

@@ -113,13 +113,16 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
 
 
 def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:
+    difference = _difference(list(active.values()))
+    entry = _first_entry([dict(call.arguments).get(difference) for call in active.values()])
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for place, call in active.items():
-        groups[str(call), call.where].append(ranks[place])
+        shown = call if entry is None else _shortened(call, difference, entry)
+        groups[str(shown), call.where].append(ranks[place])
     rows = [f"  {_ranks(members)} called {call} at {where}" for (call, where), members in groups.items()]
     return "\n".join(
         [
-            f"Mismatched {_difference(list(active.values()))} between ranks:",
+            f"Mismatched {difference} between ranks:",
             *rows,
             "Every rank of a process set must call the same collectives in the same order.",
         ]
@@ -134,6 +137,25 @@ def _difference(calls: Sequence[Call]) -> str:
         if len({repr(dict(call.arguments).get(key)) for call in calls}) > 1:
             return key
     return "name"
+
+
+def _first_entry(values: Sequence[object]) -> int | None:
+    """Return the place of the first difference in sequences of named entries, such as the parameters of a model."""
+    lists = [value for value in values if isinstance(value, tuple)]
+    named = all(isinstance(entry, tuple) and isinstance(entry[0], str) for each in lists for entry in each)
+    if not named or len(lists) < len(values):
+        return None
+    places = range(max(map(len, lists)))
+    return next(
+        (place for place in places if len({repr(each[place : place + 1]) for each in lists}) > 1), None
+    )
+
+
+def _shortened(call: Call, argument: str, entry: int) -> Call:
+    """Return `call` for a message, with nothing but one entry of `argument`."""
+    value = dict(call.arguments)[argument]
+    told = value[entry] if entry < len(value) else "nothing"
+    return replace(call, arguments=((f"{argument}[{entry}]", told),))
 
 
 def _failure(entries: Sequence[Entry], ranks: Sequence[int]) -> str:

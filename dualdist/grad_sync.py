@@ -31,7 +31,7 @@ from .collectives.reduce import Reduction, scale_
 from .collectives.wire import reduction_dtype
 from .compression import Compressor
 from .context import current
-from .errors import CollectiveMismatchError
+from .errors import CollectiveMismatchError, HorovodInternalError
 from .process_sets import ProcessSet, channel_of
 from .types import REDUCE_OP_NAMES, Average, Call, Sum
 
@@ -121,6 +121,8 @@ class GradSync:
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._works: list[tuple[torch.Tensor, Work]] = []
         self._tasks: set[int] = set()
+        self._wrong: list[str] = []
+        """What has become of parameters that were moved or replaced."""
 
     def _enter_world(self) -> None:
         """Make this synchronisation known to the ranks of the world that is joined now, and compare its layout."""
@@ -160,6 +162,8 @@ class GradSync:
         """Be as new to the next world, where others may know nothing of this one."""
         self._place = -1
         self._sparse = set()
+        for param in self._params:
+            param.settle()
         self._lay_out()
 
     # What backward does
@@ -246,17 +250,37 @@ class GradSync:
                 self._send_next()
             group = channel_of(self.options.process_set).gradients
             try:
-                self._announce()
+                wrong = self._announce()
             except CollectiveMismatchError:
                 self._receive(group, keep=False)  # the others see the data through before they raise as well
                 raise
-            self._receive(group, keep=True)
+            own = self._wrong
+            self._receive(group, keep=not wrong)
+            self._check_unmoved(own, wrong)
         finally:
             self._start_over()
         for param in self._params:
             param.passes = 0
             param.note()
         self._sent = True
+
+    def refuse(self, reason: str) -> None:
+        """Raise ValueError for `reason`, and let the others' `combine` raise as well. Collective as `combine` is."""
+        self._wrong.append(reason)
+        self.combine()
+
+    def _check_unmoved(self, own: list[str], wrong: list[int]) -> None:
+        """Raise on every rank when parameters were moved on the ranks `wrong`, perhaps `own` ones."""
+        if own:
+            raise ValueError(
+                f"The parameters of {self.options.owner} must stay what they were when it was made, but "
+                f"{own[0]}. Move or change the model first, then wrap it."
+            )
+        if wrong:
+            raise HorovodInternalError(
+                f"Gradients were not combined: on ranks {wrong}, parameters of {self.options.owner} were moved or "
+                "replaced after it was made."
+            )
 
     def contribute_nothing(self) -> None:
         """Take part in the others' `combine` as a rank that has joined."""
@@ -266,15 +290,19 @@ class GradSync:
         self._receive(channel_of(self.options.process_set).gradients, keep=False)
         self._start_over()
 
-    def _announce(self) -> None:
+    def _announce(self) -> list[int]:
+        """Return the ranks whose parameters were moved."""
+        channel = channel_of(self.options.process_set)
         call = Call(
             "gradient synchronization",
             (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._place)),
             site=call_site(),
+            extra=bool(self._wrong),
             joinable=True,
             under_way=True,
         )
-        channel_of(self.options.process_set).run(call, lambda group, verdict: None)
+        extras = channel.run(call, lambda group, verdict: verdict.extras)
+        return [rank for rank, moved in zip(channel.group.ranks, extras, strict=True) if moved]
 
     def _send_next(self, empty: bool = False) -> None:
         if self._place < 0:
@@ -341,6 +369,9 @@ class GradSync:
 
     def _contribution(self, index: int) -> torch.Tensor | None:
         """Return what this rank sends. A combined gradient goes again into an average, where others add to theirs."""
+        if moved := self._params[index].moved():
+            self._wrong.append(moved)
+            return None
         grad = self._params[index].tensor.grad
         if grad is None or (self._is_combined(index) and self.options.reduction.op != Average):
             return None

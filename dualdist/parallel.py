@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from .collectives.join import join
 from .collectives.reduce import Reduction
+from .compiling import not_compiled
 from .compression import Compression
 from .grad_sync import GradSync, SyncOptions
 from .parameters import broadcast_parameters
@@ -47,6 +48,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
+        TypeError: `module` is distributed already, or has a part that is.
     """
 
     def __init__(
@@ -71,6 +73,15 @@ class DistributedDataParallel(torch.nn.Module):
         self._process_set = process_group if process_group is not None else global_process_set
         self._sync: GradSync | None = None
         self._joining = False
+        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+            raise TypeError(
+                "`module` must not be distributed already, nor have such a part, but does. Wrap the whole model once."
+            )
+        self._wrapped = [
+            (part._parameters, name, param, place)
+            for place, part in module.named_modules()
+            for name, param in part._parameters.items()
+        ]
         if self._process_set.included():
             if init_sync:
                 self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
@@ -91,11 +102,20 @@ class DistributedDataParallel(torch.nn.Module):
         """Call the module. Collective in training mode while gradients are enabled, when it has buffers."""
         if self._device is not None:
             inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
-        if self._sync is not None and self._sync.enabled and torch.is_grad_enabled():
-            self._sync.watch()
-            if self.broadcast_buffers and self.training and not self._joining:
-                self._broadcast(dict(self.module.named_buffers()))
+        self._prepare()
         return self.module(*inputs, **kwargs)
+
+    @not_compiled
+    def _prepare(self) -> None:
+        """Make buffers equal, and see that the parameters are those that were wrapped."""
+        if self._sync is None or not self._sync.enabled or not torch.is_grad_enabled():
+            return
+        self._sync.watch()
+        if self.broadcast_buffers and self.training and not self._joining:
+            self._broadcast(dict(self.module.named_buffers()))
+        for held, name, param, place in self._wrapped:
+            if held.get(name) is not param:
+                self._sync.refuse(f"{f'{place}.{name}'.lstrip('.')!r} is another one now")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied and pickled: the copy would train alone."""

@@ -7,7 +7,7 @@ variances", 1979 (Stanford STAN-CS-79-773). One collective forward, one backward
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -15,10 +15,13 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .collectives import allgather, allreduce
+from .compiling import not_compiled
 from .process_sets import ProcessSet, global_process_set
 from .types import Sum
 
 __all__ = ("SyncBatchNorm",)
+
+_Layer = TypeVar("_Layer", bound=_BatchNorm)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -47,6 +50,8 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = process_set
+        self._origin: type[_BatchNorm] | None = None
+        """The class of the layer in whose place this one stands."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if not 2 <= input.dim() <= 5 or input.shape[1] != self.num_features:
@@ -55,6 +60,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"but is {tuple(input.shape)} instead."
             )
 
+    @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised `input`, of the same shape, dtype and layout. Collective in training."""
         self._check_input_dim(input)
@@ -96,15 +102,45 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
+    def revert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """Return `module` with every SyncBatchNorm in it replaced by the layer it was, with its parameters and state.
+
+        The inverse of `convert_sync_batchnorm`, for evaluation or export without dualdist. Local. Raises ValueError for
+        a layer that was not made by `convert_sync_batchnorm`: nobody knows the number of its dimensions.
+        """
+        if isinstance(module, cls):
+            return module._reverted()
+        for name, child in module.named_children():
+            setattr(module, name, cls.revert_sync_batchnorm(child))
+        return module
+
+    def _reverted(self) -> _BatchNorm:
+        if self._origin is None:
+            raise ValueError(
+                "`module` must have layers that convert_sync_batchnorm() has made, but has a SyncBatchNorm of its own "
+                "instead. Make a BatchNorm1d, 2d or 3d and load its state_dict()."
+            )
+        made = self._origin(
+            self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta"
+        )
+        return _filled(made, self)
+
+    @classmethod
     def _like(cls, layer: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
         made = cls(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats,
             process_set=process_set, device="meta",
         )  # fmt: skip
-        made.weight, made.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers(recurse=False):
-            setattr(made, name, buffer)
-        return made.train(layer.training)
+        made._origin = layer._origin if isinstance(layer, cls) else type(layer)
+        return _filled(made, layer)
+
+
+def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:
+    """Give `made` the parameters, buffers and mode of `layer`."""
+    made.weight, made.bias = layer.weight, layer.bias
+    for name, buffer in layer.named_buffers(recurse=False):
+        setattr(made, name, buffer)
+    return made.train(layer.training)
 
 
 @torch.no_grad()

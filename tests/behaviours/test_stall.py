@@ -50,12 +50,13 @@ def ready() -> None:
 
 
 def wait_in_sets(file: Path) -> tuple[str, list[str]]:
-    """Wait for the last rank in a set of two: rank 0 for a handle, rank 1 in backward; see `wait_in_vain`."""
+    """Wait for the last rank in a set of two: rank 0 for a handle, rank 1 in a backward that it alone does again."""
     last = hvd.size() - 1
     pairs = [hvd.add_process_set([rank, last]) for rank in range(last)]
     weight = nn.Parameter(torch.zeros(2))
     if pairs[1].included():
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=pairs[1])
+        weight.sum().backward()
     hvd.barrier()
     with heard(file) as messages:
         if hvd.rank() == last:

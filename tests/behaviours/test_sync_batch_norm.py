@@ -226,6 +226,63 @@ def test_converting_replaces_the_layers_and_keeps_parameters_and_state() -> None
 
 
 @everywhere
+def test_reverting_gives_the_layers_back_with_what_they_learned() -> None:
+    kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+    model = nn.Sequential(*(kind(CHANNELS, eps=0.1, momentum=None) for kind in kinds), nn.LayerNorm(2))
+    model[0] = nn.BatchNorm1d(CHANNELS, affine=False, track_running_stats=False)
+    hvd.SyncBatchNorm.convert_sync_batchnorm(hvd.SyncBatchNorm.convert_sync_batchnorm(model))
+    model[1](batch(0, (3, 2), (2, 2, 2)).float())
+    model.eval()
+    parameters, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    assert state["1.num_batches_tracked"] == 1
+    assert hvd.SyncBatchNorm.revert_sync_batchnorm(model) is model
+    assert [type(layer) for layer in model] == [*kinds, nn.LayerNorm]
+    assert all(param is parameters[name] for name, param in model.named_parameters())
+    assert model.state_dict().keys() == state.keys()
+    check_state(model, hvd.SyncBatchNorm.revert_sync_batchnorm(copy.deepcopy(model)))
+    for layer in (model[1], model[2]):
+        assert layer.eps == 0.1 and layer.momentum is None and not layer.training
+    with pytest.raises(ValueError, match="must have layers that convert_sync_batchnorm"):
+        hvd.SyncBatchNorm.revert_sync_batchnorm(nn.Sequential(hvd.SyncBatchNorm(2)))
+
+
+@everywhere
+def test_under_autocast_the_numbers_are_those_of_the_whole_batch() -> None:
+    expected = plain().float()
+    layer = ours(expected)
+    whole = torch.cat(batches((3, 2))).float()
+    factors = torch.linspace(-1, 2, whole.numel()).view_as(whole)
+    with torch.autocast("cpu", torch.bfloat16):
+        normal, output = expected(whole.bfloat16()), layer(own(whole).bfloat16())
+        assert output.dtype == normal.dtype
+        torch.testing.assert_close(output, own(normal))
+        (normal * factors).sum().backward()
+        (output * own(factors)).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    combined = hvd.allreduce(layer.weight.grad, op=hvd.Sum)
+    torch.testing.assert_close(combined, expected.weight.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_members_of_a_process_set_share_statistics_and_others_compute_alone() -> None:
+    pair, rows = hvd.add_process_set([0, 2]), (3, 2, 1)
+    layer = hvd.SyncBatchNorm.convert_sync_batchnorm(plain(), pair)
+    mine = batch(hvd.rank(), (2, 2), rows).requires_grad_()
+    if pair.included():
+        whole = torch.cat([batch(0, (2, 2), rows), batch(2, (2, 2), rows)]).requires_grad_()
+        place = slice(0, 3) if hvd.rank() == 0 else slice(3, 4)
+        expected = plain()(whole)
+        output = layer(mine)
+        torch.testing.assert_close(output, expected[place])
+        expected.square().sum().backward()
+        output.square().sum().backward()
+        assert whole.grad is not None
+        torch.testing.assert_close(mine.grad, whole.grad[place])
+    hvd.remove_process_set(pair)
+
+
+@everywhere
 def test_training_gives_the_same_weights_as_one_process_with_the_whole_batch() -> None:
     rows = (2, 2, 2)
 

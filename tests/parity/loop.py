@@ -84,20 +84,22 @@ class Outcome:
 
 
 def train(
-    scenario: Scenario, style: Style, dtype: torch.dtype, size: int, shares: Sequence[Sequence[int]]
-) -> Outcome:
+    scenario: Scenario, style: Style, dtype: torch.dtype, size: int, shares: Sequence[Sequence[int]],
+    device: str = "cpu",
+) -> Outcome:  # fmt: skip
     """Train with the rows of some of `size` ranks. Collective as `style` is.
 
     shares: whose rows go through the networks together, such as [[0, 1]] for the whole batch of two ranks.
     """
     torch.manual_seed(0)
-    plain = [network.to(dtype) for network in scenario.networks()]
+    plain = [network.to(device, dtype) for network in scenario.networks()]
     pieces = style(plain, scenario)
-    scaler = torch.amp.GradScaler("cpu", enabled=scenario.scaled, init_scale=2.0**10, growth_interval=5)
+    scaler = torch.amp.GradScaler(device, enabled=scenario.scaled, init_scale=2.0**10, growth_interval=5)
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name, _ in _named(plain)}
     scales: list[float] = []
     with pieces.training():
-        for number, micro_batches in enumerate(_batches(scenario, dtype, size, shares)):
+        for number, batch in enumerate(_batches(scenario, dtype, size, shares)):
+            micro_batches = [(inputs.to(device), targets.to(device)) for inputs, targets in batch]
             if not all(len(inputs) for inputs, _ in micro_batches):
                 break
             scenario.before_step(number, plain)
@@ -105,10 +107,10 @@ def train(
                 _step(scenario, pieces, turn, micro_batches, len(shares), ROWS * len(shares[0]), scaler)
                 for name, param in _named([plain[turn]], turn):
                     grad = torch.zeros_like(param) if param.grad is None else param.grad
-                    gradients[name].append(grad.detach().flatten().clone())
+                    gradients[name].append(grad.detach().flatten().cpu().clone())
             scales.append(scaler.get_scale())
     state = {
-        f"{turn}.{name}": tensor
+        f"{turn}.{name}": tensor.cpu()
         for turn, network in enumerate(plain)
         for name, tensor in network.state_dict().items()
     }
@@ -121,20 +123,20 @@ def _step(
 ) -> None:  # fmt: skip
     optimizer, network = pieces.optimizers[turn], pieces.networks[turn]
 
-    def closure() -> float:
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
         for left, (inputs, targets) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with (
                 pieces.accumulating() if left else nullcontext(),
-                torch.autocast("cpu", scenario.autocast, enabled=scenario.autocast is not None),
+                torch.autocast(inputs.device.type, scenario.autocast, enabled=scenario.autocast is not None),
             ):
                 loss = scenario.losses[turn](pieces.networks, inputs, targets) / rows
                 scaler.scale(loss).backward()
         pieces.average(optimizer, shares)
-        return pieces.mean(loss.detach()).item()
+        return loss.detach()
 
     if scenario.closure:
-        optimizer.step(closure)
+        optimizer.step(lambda: pieces.mean(closure()).item())
         return
     closure()
     scaler.unscale_(optimizer)
@@ -207,7 +209,8 @@ def _with_optimizers(networks: list[nn.Module], scenario: Scenario) -> Pieces:
         for network in networks:
             hvd.broadcast_parameters(network.state_dict(), last)
 
-    return Pieces(networks, optimizers, training=training, mean=hvd.allreduce)
+    around = training if scenario.uneven else nullcontext
+    return Pieces(networks, optimizers, training=around, mean=hvd.allreduce)
 
 
 def _with_modules(networks: list[nn.Module], scenario: Scenario) -> Pieces:

@@ -1,4 +1,4 @@
-"""Which modules may import what: the engines are imported in backends/ alone, and launch/ does without torch."""
+"""Which modules may import what: engines in backends/ and native/ alone, no torch in launch/."""
 
 from __future__ import annotations
 

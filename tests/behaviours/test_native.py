@@ -1,0 +1,69 @@
+"""dualdist.native: torch's own DDP and Horovod's own optimizer under the worlds that dualdist has started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..world import everywhere
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.engines("torch-gloo", "torch-mpi")
+@everywhere
+def test_ddp_of_torch_trains_over_the_raw_process_group() -> None:
+    from dualdist.native.torch import DistributedDataParallel, process_group
+
+    assert DistributedDataParallel is nn.parallel.DistributedDataParallel
+    model: Any = nn.Linear(1, 1, bias=False)
+    wrapped = DistributedDataParallel(model, process_group=process_group())
+    wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    assert model.weight.grad.item() == (hvd.size() + 1) / 2
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.engines("torch-gloo", "torch-mpi")
+@everywhere
+def test_a_process_set_has_a_raw_group_too() -> None:
+    from dualdist.native.torch import process_group
+
+    pair = hvd.add_process_set([0, 2])
+    group = process_group(pair)
+    if pair.included():
+        assert group.size() == 2
+        total = torch.tensor([hvd.rank() + 1.0])
+        group.allreduce([total]).wait()
+        assert total.item() == 4.0
+    hvd.remove_process_set(pair)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.engines("horovod-gloo", "horovod-mpi")
+@everywhere
+def test_there_is_no_process_group_on_horovod() -> None:
+    from dualdist.native.torch import process_group
+
+    with pytest.raises(
+        hvd.BackendUnavailableError, match="must be 'torch' for a process group, but is 'horovod'"
+    ):
+        process_group()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.engines("horovod-gloo", "horovod-mpi")
+@everywhere
+def test_horovods_own_optimizer_trains() -> None:
+    from dualdist.native.horovod import hvd as real
+
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = real.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    assert type(optimizer).__module__ == "horovod.torch.optimizer"
+    weight.mul(hvd.rank() + 1.0).sum().backward()
+    optimizer.step()
+    assert weight.item() == -(hvd.size() + 1) / 2

@@ -1,0 +1,119 @@
+"""What a training script can get wrong: one clear error on every rank, which names the first difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..world import everywhere
+from .test_mismatch import check_next_calls_work
+
+
+def last() -> bool:
+    return hvd.rank() == hvd.size() - 1
+
+
+def in_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def in_module(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return hvd.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+STYLES: dict[str, Callable[[nn.Module], Any]] = {"optimizer": in_optimizer, "ddp": in_module}
+
+
+def of(**sizes: int) -> nn.ParameterDict:
+    made = nn.ParameterDict()
+    for name, size in sizes.items():  # one by one: it sorts what it is given at once
+        made[name] = nn.Parameter(torch.zeros(size))
+    return made
+
+
+# The model of the last rank where all others have of(a=1, b=2, c=3), and the first difference.
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "name": (lambda: of(a=1, bb=2, c=3), "'b', (2,)", "'bb', (2,)"),
+    "shape": (lambda: of(a=1, b=4, c=5), "'b', (2,)", "'b', (4,)"),
+    "order": (lambda: of(a=1, c=3, b=2), "'b', (2,)", "'c', (3,)"),
+    "dtype": (lambda: nn.ParameterDict({**of(a=1), **of(b=2).half(), **of(c=3)}), "float32", "float16"),
+    "number": (lambda: of(a=1), "'b', (2,)", "=nothing"),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("difference", DIFFERENT)
+@everywhere
+def test_the_first_parameter_that_differs_is_named(difference: str, style: str) -> None:
+    odd, theirs, ours = DIFFERENT[difference]
+    with pytest.raises(hvd.CollectiveMismatchError, match="Mismatched parameters between ranks") as caught:
+        STYLES[style](odd() if last() else of(a=1, b=2, c=3))
+    first, mine, *_ = (line for line in str(caught.value).splitlines() if "parameters[1]" in line)
+    assert theirs in first and ours in mine and f"rank {hvd.size() - 1} called" in mine
+    assert "'a'" not in str(caught.value)
+    check_next_calls_work()
+
+
+def moved(model: nn.Module) -> None:
+    model.double()
+
+
+def replaced(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(1, 1))
+
+
+CHANGES = {
+    "optimizer, moved": (
+        in_optimizer,
+        moved,
+        "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu",
+    ),
+    "ddp, moved": (in_module, moved, "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu"),
+    "ddp, replaced": (in_module, replaced, "'0.weight' is another one now"),
+}
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("case", CHANGES)
+@everywhere
+def test_a_model_that_is_changed_after_wrapping_is_an_error_on_every_rank(case: str, who: str) -> None:
+    wrap, change, words = CHANGES[case]
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    wrapped, optimizer = wrap(model)
+    changed = who == "all" or last()
+    for number in range(2):
+        if changed and number == 1:
+            change(model)
+        optimizer.zero_grad()
+        dtype = next(model.parameters()).dtype
+
+        def work(dtype: torch.dtype = dtype) -> None:
+            wrapped(torch.ones(1, 1, dtype=dtype)).sum().backward()
+
+        if number == 0:
+            work()
+            optimizer.step()
+        elif changed:
+            with pytest.raises(ValueError, match="must stay what they were") as caught:
+                work()
+            assert words in str(caught.value) and "Move or change the model first" in str(caught.value)
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match=rf"on ranks \[{hvd.size() - 1}\]"):
+                work()
+    check_next_calls_work()
+
+
+@everywhere
+def test_a_module_is_wrapped_once() -> None:
+    wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1))
+    for module in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(TypeError, match="`module` must not be distributed already"):
+            hvd.DistributedDataParallel(module)
