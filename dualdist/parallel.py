@@ -92,10 +92,14 @@ class DistributedDataParallel(torch.nn.Module):
         if self._device is not None:
             inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         if self._sync is not None and self._sync.enabled and torch.is_grad_enabled():
-            self._sync.watch()
-            if self.broadcast_buffers and self.training and not self._joining:
-                self._broadcast(dict(self.module.named_buffers()))
+            self._prepare(self._sync)
         return self.module(*inputs, **kwargs)
+
+    @torch._disable_dynamo  # torch.compile compiles the module, not what ranks tell each other
+    def _prepare(self, sync: GradSync) -> None:
+        sync.watch()
+        if self.broadcast_buffers and self.training and not self._joining:
+            self._broadcast(dict(self.module.named_buffers()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied and pickled: the copy would train alone."""

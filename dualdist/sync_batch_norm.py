@@ -63,6 +63,10 @@ class SyncBatchNorm(_BatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias,
                 self.running_mean is None, 0.0, self.eps,
             )  # fmt: skip
+        return self._forward_in_training(input)
+
+    @torch._disable_dynamo  # torch.compile cannot look into collectives; the public form imports it at once
+    def _forward_in_training(self, input: torch.Tensor) -> torch.Tensor:
         mean, var, count = _statistics(input, self.process_set)
         self._track(mean, var, count)
         output: torch.Tensor = _Normalize.apply(

@@ -179,3 +179,24 @@ def test_memory_layouts_that_differ_are_an_error_at_construction() -> None:
         model.to(memory_format=torch.channels_last)
     with pytest.raises(hvd.CollectiveMismatchError, match="parameters"):
         hvd.DistributedDataParallel(model)
+
+
+@pytest.mark.ranks(1)
+@everywhere
+def test_the_compiled_wrapper_trains_as_it_does_uncompiled() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), hvd.SyncBatchNorm(4), nn.BatchNorm1d(4)).double()
+    copied = copy.deepcopy(model)
+    inputs, _ = next(iter(batches(1)))
+    losses = []
+    for module in (model, copied):
+        wrapped: Any = hvd.DistributedDataParallel(module)
+        if module is copied:
+            wrapped = torch.compile(wrapped, backend="aot_eager")  # all but the C++ compiler
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = wrapped(inputs).square().sum()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    torch.testing.assert_close(model.state_dict(), copied.state_dict(), rtol=1e-10, atol=1e-12)
