@@ -1,4 +1,4 @@
-"""Train an image classifier with dualdist: one file for every launcher and for both backends.
+"""Train an image classifier with dualdist: one script for every launcher and for both backends.
 
     python examples/train.py                                                       # a single process
     torchrun --standalone --nproc-per-node 2 examples/train.py
@@ -10,40 +10,43 @@ The default data are scikit-learn's handwritten digits: no download, and seconds
 Other data, other models, and what to keep of a run:
 
     python examples/train.py --data cifar10 --data-dir ~/data --model resnet18 --epochs 30
+    python examples/train.py --style ddp --amp bf16 --sync-bn --accumulate 2 --clip-norm 1 --ema 0.9 --tta --compile
     python examples/train.py --metrics run.json --plot run.png --log-dir runs/first
-    python examples/train.py --checkpoint-dir runs/first     # once more, with any number of processes: it goes on
+    python examples/train.py --checkpoint-dir runs/first     # once more: it goes on where it was, in mid-epoch too
 
-Needs `pip install 'dualdist[examples]'`.
+It goes on with any number of processes; choose --batch-size so that all of them together have as many images per step.
+Data sets and models are in data.py. Needs `pip install 'dualdist[examples]'`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.util
 import itertools
-import json
 import math
+import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from data import DATA, IN_DATA_DIR, Data, build_model, model_name
+from report import Report, log
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from torchvision import datasets, models
-from torchvision.transforms import v2 as transforms
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import dualdist as hvd
+
+AMP = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def read_settings() -> argparse.Namespace:
@@ -53,14 +56,22 @@ def read_settings() -> argparse.Namespace:
     add("--data-dir", type=Path, metavar="FOLDER", help="where the data are; not for digits and fake")
     add("--model", type=model_name, default="cnn", help="cnn or a torchvision model (%(default)s)")
     add("--epochs", type=number(int, 1), default=12, help="passes over the training images (%(default)s)")
-    add("--batch-size", type=number(int, 1), default=32, help="images per step and process (%(default)s)")
+    add("--batch-size", type=number(int, 1), default=32, help="images per batch and process (%(default)s)")
     add("--lr", type=number(float, 0), default=0.05, help="learning rate after the warm-up (%(default)s)")
     add("--momentum", type=number(float, 0), default=0.9, help="of SGD (%(default)s)")
     add("--weight-decay", type=number(float, 0), default=5e-4, help="not for norms and biases (%(default)s)")
     add("--warmup-epochs", type=number(int, 0), default=1, help="linear, before the cosine (%(default)s)")
-    add("--scale-lr", choices=SCALE_LR, default="none", help="how --lr grows with the world (%(default)s)")
+    add("--scale-lr", choices=("none", "sqrt", "linear"), default="none", help="with the batch (%(default)s)")
+    add("--style", choices=("optimizer", "ddp"), default="optimizer", help="what is wrapped (%(default)s)")
+    add("--amp", choices=AMP, default="off", help="mixed precision in training (%(default)s)")
+    add("--sync-bn", action="store_true", help="batch norm over the batches of all processes")
+    add("--accumulate", type=number(int, 1), default=1, metavar="N", help="batches per step (%(default)s)")
+    add("--clip-norm", type=number(float, 0), default=0, metavar="X", help="of all gradients; 0: do not")
+    add("--ema", type=number(float, 0, 1), default=0, metavar="DECAY", help="average the weights; 0: do not")
+    add("--tta", action="store_true", help="validate on images seen in several ways (mirrored or shifted)")
+    add("--compile", action="store_true", help="train with torch.compile")
     add("--threads", type=number(int, 1, 1025), default=1, help="CPU threads per process (%(default)s)")
-    add("--seed", type=number(int, 0, 2**32), default=0, help="of the weights and the order (%(default)s)")
+    add("--seed", type=number(int, 0, 2**31), default=0, help="of the weights and the order (%(default)s)")
     add("--backend", help="torch, horovod or local (chosen from the launcher)")
     add("--transport", help="such as nccl, gloo or mpi (chosen from the launcher and the devices)")
     add("--metrics", type=Path, metavar="FILE", help="write the results as one JSON object")
@@ -79,61 +90,98 @@ def read_settings() -> argparse.Namespace:
     settings = parser.parse_args()
     if settings.warmup_epochs > settings.epochs:
         parser.error(f"--warmup-epochs must be at most --epochs, but is {settings.warmup_epochs} instead.")
+    if settings.resume != "auto" and settings.checkpoint_dir is None:
+        parser.error(f"--resume must be with --checkpoint-dir, but is {settings.resume} without it.")
+    compiler = os.environ.get("CXX", "g++")
+    if settings.compile and not (torch.cuda.is_available() or shutil.which(compiler)):
+        parser.error(f"--compile must be where a C++ compiler is, but {compiler} is not found.")
     return settings
 
 
 def train(settings: argparse.Namespace) -> None:
     device, data = hvd.device(), load_data(settings)
-    sampler = DistributedSampler[Any](data.train, hvd.size(), hvd.rank(), seed=settings.seed, drop_last=True)
+    sampler = hvd.DistributedSampler(data.train, seed=settings.seed, drop_last=True)
     batch_size = min(settings.batch_size, len(sampler))
     if batch_size == 0:
         fail(f"--data must hold an image per process, but has {len(data.train)}. Start fewer processes.")
     own = torch.Generator()  # the loader draws from it, and leaves dropout's numbers alone when a run goes on
     loader = DataLoader(data.train, batch_size, sampler=sampler, drop_last=True, generator=own)
+    if settings.accumulate > len(loader):
+        fail(
+            f"--accumulate must be at most {len(loader)}, as many batches has an epoch; it is {settings.accumulate}."
+        )
+    steps_per_epoch = math.ceil(len(loader) / settings.accumulate)
 
-    torch.manual_seed(settings.seed + hvd.rank())  # own dropout per rank; the weights are made equal below
+    # Own dropout per rank; the weights are made equal below.
+    hvd.seed_everything(settings.seed, rank_offset=True)
     model = build_model(settings.model, data).to(device)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if settings.sync_bn:
+        if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
+            fail(f"--sync-bn must be for a model with batch norm, but {settings.model} has none.")
+        model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    network = torch.compile(model) if settings.compile else model  # both have the same weights
     optimizer = build_optimizer(model, settings)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    warmup, steps = settings.warmup_epochs * len(loader), settings.epochs * len(loader)
-    scheduler = build_scheduler(optimizer, warmup=warmup, steps=steps)
+    if settings.style == "ddp":
+        network = hvd.DistributedDataParallel(network)
+    else:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    scheduler = build_scheduler(optimizer, settings, steps_per_epoch)
+    autocast = torch.autocast(device.type, AMP[settings.amp], enabled=settings.amp != "off")
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.amp == "fp16")
+    averaging = get_ema_multi_avg_fn(settings.ema)
+    ema = AveragedModel(model, multi_avg_fn=averaging, use_buffers=True) if settings.ema else None
 
-    report = Report(settings, steps_per_epoch=len(loader), images_per_step=batch_size * hvd.size())
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "epochs": report.epochs,
-        "images": 0,
-    }
+    report = Report(settings, steps_per_epoch, images_per_step=batch_size * hvd.size() * settings.accumulate)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    state |= {"sampler": sampler, "epochs": report.epochs, "images_per_step": report.images_per_step}
+    state |= {"ema": ema} if ema else {}
     manager = open_checkpoints(settings, state)
     report.epochs = state["epochs"]
     for epoch in range(len(report.epochs), settings.epochs):
-        first = state["images"] // report.images_per_step  # the batch to go on with
-        started = time.perf_counter()
-        sampler.set_epoch(epoch)
-        model.train()
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        sampler.set_epoch(epoch)  # of an epoch that a run has begun, `loader` has the rest
+        report.start_epoch(len(loader) * batch_size * hvd.size())
+        network.train()
+        train_loss = hvd.metrics.Mean()
         bar = tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=report.hides_bar)
-        for images, labels in itertools.islice(bar, first, None):
+        for batches in windows(bar, settings.accumulate):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
-            loss.backward()
-            optimizer.step()
+            if settings.style == "optimizer":  # the last window of an epoch may be shorter
+                optimizer.set_backward_passes_per_step(len(batches))
+            for number, (images, labels) in enumerate(batches, 1):
+                waits = settings.style == "ddp" and number < len(batches)
+                with network.no_sync() if waits else contextlib.nullcontext():
+                    with autocast:
+                        loss = F.cross_entropy(network(images.to(device)), labels.to(device))
+                    scaler.scale(loss / len(batches)).backward()
+                train_loss.update(loss, len(labels))
+                sampler.advance(len(labels))
+            if settings.clip_norm:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
-            loss_sum += loss.detach()
-            state["images"] += report.images_per_step
+            if ema:
+                ema.update_parameters(model)
             if manager:
                 manager.step()
-        # All batches are equally large: the mean over batches and ranks is the mean over the images.
-        train_loss = hvd.allreduce(loss_sum, op=hvd.Average).item() / max(1, len(loader) - first)
-        seconds = time.perf_counter() - started
-        report.add_epoch(train_loss, *evaluate(model, data.val, batch_size, device), seconds)
-        state["images"] = 0
+        results = {"train_loss": train_loss.compute().item()}
+        results |= evaluate(model, data, batch_size, settings.tta)
+        if ema:
+            averaged = evaluate(ema, data, batch_size, settings.tta)
+            results |= {name.replace("val", "ema"): value for name, value in averaged.items()}
+        report.add_epoch(results)
         if manager:
-            manager.save({"val_accuracy": report.epochs[-1]["val_accuracy"]})
+            manager.save({"val_accuracy": results["val_accuracy"]})
     report.finish()
+
+
+def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield `size` batches at a time, and at last what is left."""
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, size)):
+        yield window
 
 
 def open_checkpoints(
@@ -142,6 +190,7 @@ def open_checkpoints(
     """Return what saves the run, after the run is where --resume says; None without --checkpoint-dir. Collective."""
     if settings.checkpoint_dir is None:
         return None
+    images_per_step = state["images_per_step"]
     try:
         manager = hvd.checkpoint.CheckpointManager(
             settings.checkpoint_dir, state, every_steps=settings.save_every, best=("val_accuracy", "max")
@@ -154,83 +203,34 @@ def open_checkpoints(
         fail(str(error))
     if manager.steps:
         log(f"going on after step {manager.steps}")
+    if state["images_per_step"] != images_per_step:
+        saved = state["images_per_step"]
+        log(
+            f"the learning rate falls as for {saved} images per step, not {images_per_step}: see --batch-size"
+        )
     return manager
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: Any, batch_size: int, device: torch.device) -> tuple[float, float]:
-    """Return the mean loss and the accuracy over the whole data set, on every rank.
+def evaluate(model: nn.Module, data: Data, batch_size: int, tta: bool) -> dict[str, float]:
+    """Return the mean loss and the accuracy over all validation images, on every rank.
 
-    Collective. Exactly one rank evaluates each image; a rank may have none.
+    Collective. Exactly one rank evaluates each image; a rank may have none. tta: judge by the mean over its views.
     """
     # Batch-norm statistics differ between ranks: all evaluate with rank 0's.
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
     model.eval()
-    shard = Subset(dataset, range(hvd.rank(), len(dataset), hvd.size()))
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for images, labels in DataLoader(shard, batch_size):
-        outputs, labels = model(images.to(device)).double(), labels.to(device)
-        correct = (outputs.argmax(1) == labels).sum()
-        totals += torch.stack([F.cross_entropy(outputs, labels, reduction="sum"), correct])
-    loss, accuracy = (hvd.allreduce(totals, op=hvd.Sum) / len(dataset)).tolist()
-    return loss, accuracy
-
-
-class Data(NamedTuple):
-    """Two map-style data sets of (image, label), where an image is a tensor (channels, height, width)."""
-
-    train: Any
-    val: Any
-    num_classes: int
-
-
-def digits(folder: Path) -> Data:
-    pixels, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    images = (pixels / 8 - 1).float().view(-1, 1, 8, 8)
-    parts = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
-    train, val = (TensorDataset(images[part], labels[part]) for part in parts)
-    return Data(train, val, num_classes=10)
-
-
-def downloaded(dataset: Callable[..., Any], folder: Path) -> Data:
-    if hvd.local_rank() == 0:
-        with contextlib.suppress(OSError, RuntimeError):  # the reads below fail on every rank, and say so
-            dataset(folder, download=True)
-    hvd.barrier()
-    train, val = (dataset(folder, train=part, transform=to_tensor()) for part in (True, False))
-    return Data(train, val, num_classes=10)
-
-
-def imagefolder(folder: Path) -> Data:
-    crop = to_tensor(transforms.Resize(256), transforms.CenterCrop(224))
-    train, val = (datasets.ImageFolder(folder / part, crop) for part in ("train", "val"))
-    if train.classes != val.classes:
-        raise RuntimeError("train and val hold different classes")
-    return Data(train, val, len(train.classes))
-
-
-def fake(folder: Path) -> Data:
-    make = functools.partial(datasets.FakeData, image_size=(3, 32, 32), num_classes=10, transform=to_tensor())
-    return Data(make(512), make(128, random_offset=512), num_classes=10)
-
-
-def to_tensor(*first: nn.Module) -> nn.Module:
-    scaled = (transforms.ToImage(), transforms.ToDtype(torch.float32, scale=True))
-    return nn.Sequential(*first, *scaled, transforms.Normalize([0.5], [0.5]))
-
-
-DATA: dict[str, Callable[[Path], Data]] = {
-    "digits": digits,
-    "mnist": functools.partial(downloaded, datasets.MNIST),
-    "cifar10": functools.partial(downloaded, datasets.CIFAR10),
-    "imagefolder": imagefolder,
-    "fake": fake,
-}
-IN_DATA_DIR = {
-    "mnist": "MNIST/raw (downloaded when absent)",
-    "cifar10": "cifar-10-batches-py (downloaded when absent)",
-    "imagefolder": "train/CLASS/IMAGE and val/CLASS/IMAGE",
-}
+    counters = {"loss": hvd.metrics.Mean(), "confusion": hvd.metrics.ConfusionMatrix(data.num_classes)}
+    sampler = hvd.DistributedSampler(data.val, shuffle=False, pad=False)
+    for images, labels in DataLoader(data.val, batch_size, sampler=sampler):
+        images, labels = images.to(hvd.device()), labels.to(hvd.device())
+        views = data.views(images) if tta else [images]
+        outputs = torch.stack([model(view).double() for view in views]).mean(dim=0)
+        counters["loss"].update(F.cross_entropy(outputs, labels, reduction="none"))
+        counters["confusion"].update(outputs.argmax(dim=1), labels)
+    loss, confusion = hvd.metrics.compute(counters).values()
+    correct, all_images = confusion.trace().item(), confusion.sum().item()
+    return {"val_loss": loss.item(), "val_accuracy": correct / all_images}
 
 
 def load_data(settings: argparse.Namespace) -> Data:
@@ -246,115 +246,24 @@ def load_data(settings: argparse.Namespace) -> Data:
     return data
 
 
-# These two have auxiliary outputs by default, and warn unless their initialisation is asked for.
-NO_OUTPUTS_BESIDE = {"aux_logits": False, "init_weights": True}
-MODEL_OPTIONS = {"googlenet": NO_OUTPUTS_BESIDE, "inception_v3": NO_OUTPUTS_BESIDE}
-
-
-def build_model(name: str, data: Data) -> nn.Module:
-    channels, height, _ = data.train[0][0].shape
-    if name == "cnn":
-        return small_cnn(channels, data.num_classes)
-    smallest = min(weights.meta["min_size"][0] for weights in models.get_model_weights(name))
-    model = models.get_model(name, num_classes=data.num_classes, **MODEL_OPTIONS.get(name, {}))
-    size = max(32, height, smallest)
-    return nn.Sequential(transforms.RGB(), transforms.Resize((size, size)), model)
-
-
-def small_cnn(channels: int, num_classes: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    pools = (nn.Identity(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2))
-    for inputs, outputs, pool in zip((channels, 32, 64), (32, 64, 128), pools, strict=True):
-        convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
-        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(), pool]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 128, num_classes))
-
-
-SCALE_LR: dict[str, Callable[[int], float]] = {"none": lambda size: 1.0, "sqrt": math.sqrt, "linear": float}
-
-
 def build_optimizer(model: nn.Module, settings: argparse.Namespace) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},  # norms, biases
     ]
-    lr = settings.lr * SCALE_LR[settings.scale_lr](hvd.size())
+    lr, factor = settings.lr, settings.accumulate * hvd.size()
+    if settings.scale_lr != "none":
+        lr = hvd.lr.scaled(lr, factor, rule=settings.scale_lr)
     return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum)
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, *, warmup: int, steps: int) -> LRScheduler:
-    """Return a linear warm-up and then a cosine to zero, both counted in steps."""
-    cosine = CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))
-    if warmup == 0:
-        return cosine
-    linear = LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup)
-    return SequentialLR(optimizer, [linear, cosine], milestones=[warmup])
-
-
-class Report:
-    """What is shown and kept of a run, by rank 0: bar, log lines, TensorBoard scalars, JSON, plot."""
-
-    def __init__(self, settings: argparse.Namespace, *, steps_per_epoch: int, images_per_step: int) -> None:
-        self.settings, self.steps_per_epoch, self.images_per_step = settings, steps_per_epoch, images_per_step
-        self.started = time.perf_counter()
-        self.epochs: list[dict[str, float]] = []
-        self.hides_bar = None if hvd.rank() == 0 else True  # None: shown on a terminal only
-        self.writer: Any = None
-        log(f"{settings.model} on {settings.data}: {steps_per_epoch} steps of {images_per_step} images")
-        if settings.log_dir and not importlib.util.find_spec("tensorboard"):
-            log("--log-dir is ignored: tensorboard is not installed. pip install tensorboard")
-        elif settings.log_dir and hvd.rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(settings.log_dir)
-
-    def add_epoch(self, train_loss: float, val_loss: float, val_accuracy: float, seconds: float) -> None:
-        names = ("train_loss", "val_loss", "val_accuracy", "seconds", "samples_per_second")
-        rate = self.steps_per_epoch * self.images_per_step / seconds
-        self.epochs.append(dict(zip(names, (train_loss, val_loss, val_accuracy, seconds, rate), strict=True)))
-        losses = f"training loss {train_loss:.4f}, validation loss {val_loss:.4f}"
-        log(f"epoch {len(self.epochs)}: {losses}, accuracy {val_accuracy:.4f}, {rate:,.0f} images/s")
-        if self.writer:
-            for name, value in self.epochs[-1].items():
-                self.writer.add_scalar(name, value, len(self.epochs))
-
-    def finish(self) -> None:
-        """Write the files and the last line."""
-        world = {
-            "backend": hvd.backend_name(),
-            "transport": hvd.transport_name(),
-            "launcher": hvd.launcher_name(),
-            "world_size": hvd.size(),
-        }
-        accuracy, steps = self.epochs[-1]["val_accuracy"], len(self.epochs) * self.steps_per_epoch
-        if self.writer:
-            self.writer.close()
-        if self.settings.metrics and hvd.rank() == 0:
-            metrics = {**world, "steps": steps, "epochs": self.epochs, "val_accuracy": accuracy}
-            self.settings.metrics.write_text(json.dumps(metrics, indent=2) + "\n")
-        if self.settings.plot and hvd.rank() == 0:
-            plot(self.epochs, self.settings.plot)
-        where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in world.items())
-        log(f"validation accuracy {accuracy:.4f} after {time.perf_counter() - self.started:.1f} s ({where})")
-
-
-def log(message: str) -> None:
-    if hvd.rank() == 0:
-        print(message + "\n", end="", flush=True)  # one write: launchers put a prefix before each
-
-
-def plot(epochs: list[dict[str, float]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    panels = (("train_loss", "val_loss"), ("val_accuracy",))
-    for axes, names in zip(figure.subplots(1, 2), panels, strict=True):
-        for name in names:
-            axes.plot(range(1, len(epochs) + 1), [epoch[name] for epoch in epochs], marker=".", label=name)
-        axes.locator_params(axis="x", integer=True)
-        axes.set_xlabel("epoch")
-        axes.legend()
-    figure.savefig(path, dpi=150)
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, settings: argparse.Namespace, steps: int
+) -> LRScheduler:
+    """Return a linear warm-up and then a cosine to zero. steps: in each epoch."""
+    warmup = settings.warmup_epochs * steps
+    cosine = CosineAnnealingLR(optimizer, T_max=max(1, settings.epochs * steps - warmup))
+    return hvd.lr.warmup(optimizer, warmup, factor=max(1, warmup), then=cosine)
 
 
 def fail(message: str) -> NoReturn:
@@ -386,13 +295,6 @@ def number(kind: type[int] | type[float], lowest: int, limit: float = math.inf) 
         raise argparse.ArgumentTypeError(f"must be {rule}, but is {text} instead.")
 
     return read
-
-
-def model_name(name: str) -> str:
-    if name == "cnn" or name in models.list_models(module=models):
-        return name
-    rule = "cnn or a torchvision classification model such as resnet18"
-    raise argparse.ArgumentTypeError(f"must be {rule}, but is {name} instead.")
 
 
 def check_paths(settings: argparse.Namespace) -> None:

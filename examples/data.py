@@ -1,0 +1,120 @@
+"""What examples/train.py learns, and the models that it trains: any data set of (image, label), any classifier."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchvision import datasets, models
+from torchvision.transforms import v2 as transforms
+
+import dualdist as hvd
+
+
+class Data(NamedTuple):
+    """Two map-style data sets of (image, label), where an image is a tensor (channels, height, width)."""
+
+    train: Any
+    val: Any
+    num_classes: int
+    views: Callable[[torch.Tensor], list[torch.Tensor]]
+    """Ways to look at a batch of images (n, channels, height, width) which leave their labels as they are."""
+
+
+def mirrored(images: torch.Tensor) -> list[torch.Tensor]:
+    return [images, images.flip(-1)]
+
+
+def shifted(images: torch.Tensor) -> list[torch.Tensor]:
+    """Return digits as they are, and one pixel to the left and to the right: mirrored, they would be no digits."""
+    left, right = (nn.functional.pad(images, (-by, by), value=-1) for by in (1, -1))
+    return [images, left, right]
+
+
+def digits(folder: Path) -> Data:
+    pixels, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = (pixels / 8 - 1).float().view(-1, 1, 8, 8)
+    parts = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, val = (TensorDataset(images[part], labels[part]) for part in parts)
+    return Data(train, val, 10, shifted)
+
+
+def downloaded(dataset: Callable[..., Any], views: Callable[..., Any], folder: Path) -> Data:
+    if hvd.local_rank() == 0:
+        with contextlib.suppress(OSError, RuntimeError):  # the reads below fail on every rank, and say so
+            dataset(folder, download=True)
+    hvd.barrier()
+    train, val = (dataset(folder, train=part, transform=to_tensor()) for part in (True, False))
+    return Data(train, val, 10, views)
+
+
+def imagefolder(folder: Path) -> Data:
+    crop = to_tensor(transforms.Resize(256), transforms.CenterCrop(224))
+    train, val = (datasets.ImageFolder(folder / part, crop) for part in ("train", "val"))
+    if train.classes != val.classes:
+        raise RuntimeError("train and val hold different classes")
+    return Data(train, val, len(train.classes), mirrored)
+
+
+def fake(folder: Path) -> Data:
+    make = functools.partial(datasets.FakeData, image_size=(3, 32, 32), num_classes=10, transform=to_tensor())
+    return Data(make(512), make(128, random_offset=512), 10, mirrored)
+
+
+def to_tensor(*first: nn.Module) -> nn.Module:
+    scaled = (transforms.ToImage(), transforms.ToDtype(torch.float32, scale=True))
+    return nn.Sequential(*first, *scaled, transforms.Normalize([0.5], [0.5]))
+
+
+DATA: dict[str, Callable[[Path], Data]] = {
+    "digits": digits,
+    "mnist": functools.partial(downloaded, datasets.MNIST, shifted),
+    "cifar10": functools.partial(downloaded, datasets.CIFAR10, mirrored),
+    "imagefolder": imagefolder,
+    "fake": fake,
+}
+IN_DATA_DIR = {
+    "mnist": "MNIST/raw (downloaded when absent)",
+    "cifar10": "cifar-10-batches-py (downloaded when absent)",
+    "imagefolder": "train/CLASS/IMAGE and val/CLASS/IMAGE",
+}
+
+
+# These two have auxiliary outputs by default, and warn unless their initialisation is asked for.
+NO_OUTPUTS_BESIDE = {"aux_logits": False, "init_weights": True}
+MODEL_OPTIONS = {"googlenet": NO_OUTPUTS_BESIDE, "inception_v3": NO_OUTPUTS_BESIDE}
+
+
+def build_model(name: str, data: Data) -> nn.Module:
+    channels, height, _ = data.train[0][0].shape
+    if name == "cnn":
+        return small_cnn(channels, data.num_classes)
+    smallest = min(weights.meta["min_size"][0] for weights in models.get_model_weights(name))
+    model = models.get_model(name, num_classes=data.num_classes, **MODEL_OPTIONS.get(name, {}))
+    size = max(32, height, smallest)
+    return nn.Sequential(transforms.RGB(), transforms.Resize((size, size)), model)
+
+
+def small_cnn(channels: int, num_classes: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    pools = (nn.Identity(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2))
+    for inputs, outputs, pool in zip((channels, 32, 64), (32, 64, 128), pools, strict=True):
+        convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(), pool]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 128, num_classes))
+
+
+def model_name(name: str) -> str:
+    if name == "cnn" or name in models.list_models(module=models):
+        return name
+    rule = "cnn or a torchvision classification model such as resnet18"
+    raise argparse.ArgumentTypeError(f"must be {rule}, but is {name} instead.")
