@@ -3,12 +3,14 @@
     horovodrun --gloo -np 2 python benchmarks/step.py
     horovodrun --gloo -np 2 python benchmarks/step.py --backend horovod
 
-Times are medians over the steps of rank 0; the ratios compare steps of the same run. Needs real Horovod.
+Times are medians over the steps of rank 0; the ratios compare steps of the same run. Each turn has an order of its own,
+since a step is slower behind some contestants than behind others. Needs real Horovod.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -108,8 +110,10 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
 def compare(name: str, steps: dict[str, Step], rounds: int, turn: int) -> None:
     """Print a row: the median step of each contestant, and ours over the others'."""
     seconds: dict[str, list[float]] = {style: [] for style in steps}
+    order, shuffler = list(steps.items()), random.Random(0)  # the same on all ranks
     for _ in range(rounds + 1):
-        for style, step in steps.items():
+        shuffler.shuffle(order)
+        for style, step in order:
             hvd.barrier()
             for _ in range(turn):
                 began = time.perf_counter()

@@ -39,10 +39,11 @@ class Accumulated:
         The gradient carries its version at the last look: a new tensor has none, and one that was zeroed in between
         is two versions on.
         """
-        grad = self.tensor.grad
-        added = bool(getattr(grad, _VERSION, None) == grad._version - 1)  # type: ignore[union-attr]
+        grad: torch.Tensor = self.tensor.grad  # type: ignore[assignment]
+        version = grad._version
+        added = bool(getattr(grad, _VERSION, None) == version - 1)
         self.passes = self.passes + 1 if added else 1
-        self.note()
+        setattr(grad, _VERSION, version)
         return added
 
     def note(self) -> None:

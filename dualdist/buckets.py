@@ -31,7 +31,7 @@ class Slot:
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, complex numbers as pairs in a last dimension."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)

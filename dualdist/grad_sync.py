@@ -1,9 +1,9 @@
 """Gradients of all ranks combined while backward still runs, complete when `backward()` returns.
 
-Hooks on the parameters copy each new gradient into its bucket and send buckets strictly in order; a callback at the
-end of backward sends what is left, waits, and puts views of the buckets in the gradients' place. One implementation
-serves both engines, every style of wrapper, gradient accumulation, parameters that a rank does not use, sparse
-gradients, and ranks that have joined.
+Hooks on the parameters send each bucket of gradients when it is complete, strictly in order, with views of the bucket
+in the gradients' place; a callback at the end of backward sends what is left and waits. One implementation serves both
+engines, every style of wrapper, gradient accumulation, parameters that a rank does not use, sparse gradients, and
+ranks that have joined.
 
 The order of sending needs no agreement because it is fixed by the layout, which is compared once when the
 synchronisation is made. That it takes place is announced on the ordinary line of collectives at the end of backward,
@@ -14,7 +14,6 @@ ranks, and a rank that has joined knows that it must take part.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,28 +23,19 @@ import torch
 
 from .accumulation import Accumulated
 from .backends.base import Group, Work
-from .buckets import Bucket, as_real, lay_out
+from .bucket_memory import BucketMemory
+from .buckets import Bucket, lay_out
 from .call_site import call_site
 from .collectives.move import gather_rows
 from .collectives.reduce import Reduction, scale_
 from .collectives.wire import reduction_dtype
-from .compression import Compressor
+from .compression import Compression, Compressor
 from .context import current
 from .errors import CollectiveMismatchError, HorovodInternalError
 from .process_sets import ProcessSet, channel_of
 from .types import REDUCE_OP_NAMES, Average, Call, Sum
 
 __all__ = ("GradSync", "SyncOptions")
-
-
-def _references_in_a_loop() -> int:
-    """Return how many references there are to what only a list holds, seen from a loop over it."""
-    for _, only in enumerate([object()]):
-        return sys.getrefcount(only)
-    raise AssertionError
-
-
-_references_to_a_view = _references_in_a_loop()
 
 
 @dataclass(frozen=True)
@@ -84,6 +74,12 @@ class GradSync:
         """Its name to the other ranks, while the world knows of it."""
         self._sent = False
         """Whether gradients were combined since the last step."""
+        self._early = False
+        """Whether buckets take the gradients' place when they are sent, which saves the memory of the gradients.
+
+        In a first backward it is not known whether one gradient is completed once: see `_begin_again`.
+        """
+        self._repeats = False
         self.add(named)
         if owner is not None:
             weakref.finalize(owner, self.release).atexit = False
@@ -112,8 +108,7 @@ class GradSync:
         self._bucket_of = {
             slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots
         }
-        self._flats: dict[int, torch.Tensor] = {}
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self._memory: dict[int, BucketMemory] = {}
         self._start_over()
 
     def _start_over(self) -> None:
@@ -156,7 +151,7 @@ class GradSync:
         """Give the parameters back, their owner is gone; stay able to answer for a rank that has joined."""
         for param in self._params:
             param.forget()
-        self._flats, self._views = {}, {}
+        self._memory = {}
 
     def forget_world(self) -> None:
         """Be as new to the next world, where others may know nothing of this one."""
@@ -176,8 +171,8 @@ class GradSync:
             self._check_repeatable(param)
         if not self.enabled:
             return
-        if index in self._fired:  # an earlier backward raised before its end
-            self._abandon()
+        if index in self._fired:
+            self._begin_again(index)
         if task not in self._tasks:  # reentrant checkpoints nest: each task has an end of its own
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -201,10 +196,20 @@ class GradSync:
         self._fired.clear()
         self._tasks.clear()
 
-    def _abandon(self) -> None:
-        """See through what is under way and start over."""
+    def _begin_again(self, index: int) -> None:
+        """See through what is under way and start over.
+
+        Either an earlier backward raised before its end, or reentrant checkpoints complete one gradient several times
+        in one backward, such as that of a weight they share: then all that came before is sent once more.
+        """
+        self._repeats = True
         for _, work in self._works:
             work.wait()
+        if self._early and self._bucket_of[index] < len(self._works):
+            raise RuntimeError(
+                f"The gradient of {self._params[index].name!r} was completed again after it was sent. "
+                "Use checkpoint(..., use_reentrant=False); call zero_grad() before you repeat a backward that failed."
+            )
         self._start_over()
 
     @contextlib.contextmanager
@@ -259,6 +264,7 @@ class GradSync:
             self._check_unmoved(own, wrong)
         finally:
             self._start_over()
+        self._early = not self._repeats
         for param in self._params:
             param.passes = 0
             param.note()
@@ -309,59 +315,42 @@ class GradSync:
             self._enter_world()
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
-        self._leave_what_is_held(place, bucket)
-        flat = self._flat(place, bucket)
+        memory = self._memory_of(place)
         grads = [None if empty else self._contribution(slot.param) for slot in bucket.slots]
-        self._fill(bucket, self._views[place], grads)
-        counts: list[float] = []
-        for slot, grad in zip(bucket.slots, grads, strict=True):
-            new = grad is not None and not self._is_combined(slot.param)
-            counts += [new and not grad.is_sparse, new and grad.is_sparse]  # type: ignore[union-attr]
-        flat[bucket.numel :].copy_(torch.tensor(counts))
-        wire = self._to_wire(flat, group)
+        memory.fill(grads, 1 / group.size if self._divides_first(bucket, group) else 1.0)
+        counts = [0.0] * 2 * len(grads)
+        for number, (slot, grad) in enumerate(zip(bucket.slots, grads, strict=True)):
+            if grad is not None and not self._is_combined(slot.param):
+                counts[2 * number + grad.is_sparse] = 1.0
+                if self._early and not grad.is_sparse:
+                    memory.put(number)
+        memory.flat[bucket.numel :].copy_(torch.tensor(counts))
+        wire = self._to_wire(memory.flat, group)
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
         lane = f"{self._place}.{place}"
         work = group.allreduce_(wire, Sum, lane=lane)
         names = (self._params[slot.param].name for slot in bucket.slots)
-        flight = current().timeline.flight(work, f"gradients.{lane}", names, flat.device.type)
+        flight = current().timeline.flight(work, f"gradients.{lane}", names, memory.flat.device.type)
         self._works.append((wire, flight))
 
-    def _fill(
-        self, bucket: Bucket, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Write `grads` into the bucket, zeros for none; what stands there and is still in use moves out."""
-        targets, sources = [], []
-        for slot, view, grad in zip(bucket.slots, views, grads, strict=True):
-            if grad is not None and not grad.is_sparse:
-                if grad.data_ptr() != view.data_ptr():
-                    targets.append(view)
-                    sources.append(as_real(grad))
-                continue
-            tensor = self._params[slot.param].tensor
-            if (
-                tensor.grad is not None
-                and not tensor.grad.is_sparse
-                and tensor.grad.data_ptr() == view.data_ptr()
-            ):
-                tensor.grad = tensor.grad.clone()
-            view.zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def _memory_of(self, place: int) -> BucketMemory:
+        if place in self._memory and self._memory[place].is_held():
+            del self._memory[place]
+        if place not in self._memory:
+            bucket = self._buckets[place]
+            self._memory[place] = BucketMemory(bucket, [self._params[slot.param] for slot in bucket.slots])
+        return self._memory[place]
 
-    def _leave_what_is_held(self, place: int, bucket: Bucket) -> None:
-        """Take a new flat when somebody keeps an old gradient in the one that is there."""
-        for number, view in enumerate(self._views.get(place, ())):
-            kept = sys.getrefcount(view) > _references_to_a_view
-            if kept and self._params[bucket.slots[number].param].tensor.grad is not view:
-                del self._flats[place], self._views[place]
-                return
+    def _divides_first(self, bucket: Bucket, group: Group) -> bool:
+        """Return whether gradients are divided for their average while they are copied, before the sum, as in DDP.
 
-    def _flat(self, place: int, bucket: Bucket) -> torch.Tensor:
-        if place not in self._flats:
-            flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
-            # .data: a version counter for each; see Accumulated.
-            self._flats[place], self._views[place] = flat, [slot.view(flat).data for slot in bucket.slots]
-        return self._flats[place]
+        Not where that would round more: before a cast, or beside factors that the user has chosen.
+        """
+        options = self.options
+        sent_as_is = (
+            options.compression is Compression.none and reduction_dtype(bucket.dtype, group) is bucket.dtype
+        )
+        return options.reduction == Reduction(Average) and sent_as_is
 
     def _is_combined(self, index: int) -> bool:
         """Return whether the gradient was combined already, and nothing was added to it here since."""
@@ -387,34 +376,26 @@ class GradSync:
     def _receive(self, group: Group, keep: bool) -> None:
         sparse: set[int] = set()
         reduction = self.options.reduction
-        factor = reduction.postscale_factor / (group.size if reduction.op == Average else 1)
         for (place, bucket), (wire, work) in zip(enumerate(self._buckets), self._works, strict=True):
             work.wait()
-            flat = self._flats[place]
-            scale_(wire[: bucket.numel], factor)
-            if wire.data_ptr() != flat.data_ptr():
-                flat.copy_(wire)
+            memory = self._memory[place]
+            divides = reduction.op == Average and not self._divides_first(bucket, group)
+            scale_(wire[: bucket.numel], reduction.postscale_factor / (group.size if divides else 1))
+            if wire.data_ptr() != memory.flat.data_ptr():
+                memory.flat.copy_(wire)
             counts = wire[bucket.numel :].tolist()
             sparse.update(slot.param for slot, count in zip(bucket.slots, counts[1::2], strict=True) if count)
-            if keep:
-                for slot, view, count in zip(bucket.slots, self._views[place], counts[::2], strict=True):
-                    if count:
-                        self._store(slot.param, view)
+            if not keep:
+                memory.drop()
+                continue
+            for number, count in enumerate(counts[::2]):
+                if count:
+                    memory.put(number)
         for index in sorted(sparse):
             self._combine_sparse(group, index, keep)
         if sparse - self._sparse:
             self._sparse |= sparse
             self._lay_out()
-
-    def _store(self, index: int, combined: torch.Tensor) -> None:
-        tensor = self._params[index].tensor
-        if tensor.grad is combined:
-            return
-        if tensor.is_complex():
-            combined = torch.view_as_complex(combined)
-        if tensor.grad is not None and tensor.grad.is_sparse:  # sparse_as_dense
-            combined = combined.to_sparse(tensor.grad.sparse_dim())
-        tensor.grad = combined
 
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
         param = self._params[index].tensor

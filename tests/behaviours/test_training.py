@@ -443,6 +443,53 @@ def test_checkpointed_parts_train_as_one_process_does(reentrant: bool) -> None:
     assert_same_weights(model, reference)
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@everywhere
+def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool) -> None:
+    model, reference = make_model(), make_model()
+
+    def through(network: Any, keep: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        first, inner, *last = network[0], network[2], network[4:]
+
+        def part(hidden: torch.Tensor) -> torch.Tensor:
+            return inner(hidden).tanh()  # type: ignore[no-any-return]
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            hidden = part(first(inputs))
+            for _ in range(2):
+                hidden = part(hidden) if keep else checkpoint(part, hidden, use_reentrant=reentrant)  # type: ignore[assignment]
+            return nn.Sequential(*last)(part(hidden))  # type: ignore[no-any-return]
+
+        return forward
+
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for inputs, targets in batches(4):
+        optimizer.zero_grad()
+        loss_of(through(model, keep=False), share(inputs), share(targets)).backward()
+        optimizer.step()
+        alone.zero_grad()
+        loss_of(through(reference, keep=True), inputs, targets).backward()
+        alone.step()
+    assert_same_weights(model, reference)
+
+
+@everywhere
+def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
+    """So that the memory which backward took for them is free for the next ones."""
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    seen: list[int] = []
+    first, last = model[0].weight, model[2].weight
+    first.register_post_accumulate_grad_hook(lambda _: seen.append(last.grad.data_ptr()))
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.ones(1, 4)).sum().backward()
+        seen.append(last.grad.data_ptr())
+    before, after = seen[::2], seen[1::2]
+    assert before[1:] == after[1:] == [after[0]] * 2
+
+
 @everywhere
 def test_two_optimizers_that_take_turns() -> None:
     maker, judge = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
