@@ -457,7 +457,7 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool)
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             hidden = part(first(inputs))
             for _ in range(2):
-                hidden = part(hidden) if keep else checkpoint(part, hidden, use_reentrant=reentrant)  # type: ignore[assignment]
+                hidden = part(hidden) if keep else checkpoint(part, hidden, use_reentrant=reentrant)
             return nn.Sequential(*last)(part(hidden))  # type: ignore[no-any-return]
 
         return forward
