@@ -38,6 +38,7 @@ class Run:
     """What became of a run and of the one that went on from it."""
 
     faulty: bool
+    asynchronous: bool
     ended_by: str
     steps: int
     """How many steps the first had made."""
@@ -50,14 +51,17 @@ class Run:
 
 
 def train(
-    folder: Path, file_system: FileSystem, count: Callable[[int], None], start: Callable[[int], None]
-) -> float:
+    folder: Path, file_system: FileSystem, count: Callable[[int], None], start: Callable[[int], None],
+    asynchronous: bool = False,
+) -> float:  # fmt: skip
     """Train to the end from what the folder holds, and return the last weight."""
     hvd.init()
     weight = torch.nn.Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     state: dict[str, Any] = {"optimizer": optimizer, "weight": weight}
-    with CheckpointManager(folder, state, keep=2, every_steps=EVERY, file_system=file_system) as manager:
+    with CheckpointManager(
+        folder, state, keep=2, every_steps=EVERY, asynchronous=asynchronous, file_system=file_system
+    ) as manager:
         if manager.restore_latest() is not None:
             weight.data.copy_(state["weight"])
         start(manager.steps)
@@ -118,7 +122,9 @@ def undisturbed(folder: Path) -> tuple[float, int]:
     return told.get(0), int(told.get(1))
 
 
-def killed(folder: Path, numbers: random.Random, faulty: bool, operations: int, expected: float) -> Run:
+def killed(
+    folder: Path, numbers: random.Random, faulty: bool, asynchronous: bool, operations: int, expected: float
+) -> Run:
     """Kill a run at an operation that `numbers` chooses, go on from what it left, and return what was found."""
     told, moment = Told(), numbers.randint(2, operations * (2 if faulty else 1))
     fails_at = numbers.randint(2, 2 * operations) if faulty and numbers.random() < 0.5 else 0
@@ -133,26 +139,31 @@ def killed(folder: Path, numbers: random.Random, faulty: bool, operations: int, 
 
     def first() -> None:
         seeded()
-        train(folder, disk, lambda step: told.set(0, step), lambda step: None)
+        train(folder, disk, lambda step: told.set(0, step), lambda step: None, asynchronous)
 
     code = forked(first)
     ended_by = signal.Signals(-code).name if code < 0 else {FAILED: "an error"}.get(code, f"exit code {code}")
-    return resumed(folder, told, faulty, ended_by, expected)
+    return resumed(folder, told, faulty, asynchronous, ended_by, expected)
 
 
-def resumed(folder: Path, told: Told, faulty: bool, ended_by: str, expected: float) -> Run:
+def resumed(
+    folder: Path, told: Told, faulty: bool, asynchronous: bool, ended_by: str, expected: float
+) -> Run:
     """Go on from what a run has left, to the end, and return what was found."""
 
     def second() -> None:
         seeded()
-        told.set(2, train(folder, FileSystem(), lambda step: None, lambda step: told.set(1, step)))
+        told.set(
+            2, train(folder, FileSystem(), lambda step: None, lambda step: told.set(1, step), asynchronous)
+        )
 
     assert forked(second) == ENDED
     names = sorted(path.name for path in folder.iterdir())
-    return Run(faulty, ended_by, int(told.get(0)), int(told.get(1)), told.get(2) == expected, names)
+    steps, restored = int(told.get(0)), int(told.get(1))
+    return Run(faulty, asynchronous, ended_by, steps, restored, told.get(2) == expected, names)
 
 
-def killed_in_time(folder: Path, numbers: random.Random, expected: float) -> Run:
+def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, expected: float) -> Run:
     """Kill a run from outside, after it has told of so many steps, while it goes on saving beside them."""
     told, (reader, writer) = Told(), os.pipe()
 
@@ -165,7 +176,7 @@ def killed_in_time(folder: Path, numbers: random.Random, expected: float) -> Run
             told.set(0, 0)
             told.set(3, turn)
             seeded()
-            train(folder / str(turn), FileSystem(), count, lambda step: None)
+            train(folder / str(turn), FileSystem(), count, lambda step: None, asynchronous)
 
     pid = os.fork()
     if pid == 0:
@@ -179,7 +190,7 @@ def killed_in_time(folder: Path, numbers: random.Random, expected: float) -> Run
     ended = signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).name
     os.close(reader)
     os.close(writer)
-    return resumed(folder / str(int(told.get(3))), told, False, ended, expected)
+    return resumed(folder / str(int(told.get(3))), told, False, asynchronous, ended, expected)
 
 
 def main(folder: Path, count: int, seed: int) -> None:
@@ -187,10 +198,10 @@ def main(folder: Path, count: int, seed: int) -> None:
     numbers = random.Random(seed)
     expected, operations = undisturbed(folder / "undisturbed")
     for place in range(count):
-        run = killed(folder / str(place), numbers, place % 2 == 1, operations, expected)
+        run = killed(folder / str(place), numbers, place % 2 == 1, place % 4 > 1, operations, expected)
         print(json.dumps(asdict(run)), flush=True)
     for place in range(count // 10):
-        run = killed_in_time(folder / f"in time {place}", numbers, expected)
+        run = killed_in_time(folder / f"in time {place}", numbers, place % 2 == 1, expected)
         print(json.dumps(asdict(run)), flush=True)
 
 

@@ -21,7 +21,8 @@ def test_50_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None
     assert len(runs) == RUNS + RUNS // 10
     for run in runs:
         assert run["ended_by"] in ("SIGKILL", "an error"), run
-        assert 0 <= run["steps"] - run["restored"] <= EVERY, run
+        # A save that was under way beside the steps is lost as well.
+        assert 0 <= run["steps"] - run["restored"] <= EVERY * (1 + run["asynchronous"]), run
         assert run["same"], run
         assert {"step-000000009.pt", "step-000000012.pt"} <= set(run["left"]), run
         assert all(name.startswith("step-") for name in run["left"]), run
