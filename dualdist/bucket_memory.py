@@ -53,8 +53,8 @@ class BucketMemory:
                 targets.append(view)
                 sources.append(as_real(grad))
                 continue
-            if self._is_grad(view, param):
-                param.tensor.grad = view.clone()
+            if self.holds(param):
+                param.tensor.grad = param.tensor.grad.clone()  # type: ignore[union-attr]
             view.zero_()
         if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(targets):
             number = torch.tensor(factor, dtype=torch.float64)
@@ -77,11 +77,13 @@ class BucketMemory:
 
     def drop(self) -> None:
         """Take the gradients away that stand here."""
-        for param, view in zip(self._params, self._views, strict=True):
-            if self._is_grad(view, param):
+        for param in self._params:
+            if self.holds(param):
                 param.tensor.grad = None
 
-    @staticmethod
-    def _is_grad(view: torch.Tensor, param: Accumulated) -> bool:
+    def holds(self, param: Accumulated) -> bool:
+        """Return whether the gradient of `param` stands here."""
         grad = param.tensor.grad
-        return grad is not None and not grad.is_sparse and grad.data_ptr() == view.data_ptr()
+        if grad is None or grad.is_sparse:
+            return False
+        return grad.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()

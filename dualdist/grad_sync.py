@@ -205,7 +205,8 @@ class GradSync:
         self._repeats = True
         for _, work in self._works:
             work.wait()
-        if self._early and self._bucket_of[index] < len(self._works):
+        place = self._bucket_of[index]
+        if place < len(self._works) and self._memory[place].holds(self._params[index]):
             raise RuntimeError(
                 f"The gradient of {self._params[index].name!r} was completed again after it was sent. "
                 "Use checkpoint(..., use_reentrant=False); call zero_grad() before you repeat a backward that failed."

@@ -475,6 +475,30 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool)
 
 
 @everywhere
+def test_a_backward_that_failed_on_every_rank_can_be_repeated() -> None:
+    model, reference = make_model(), make_model()
+    wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for inputs, targets in batches(3):
+        hook = model[2].register_full_backward_hook(fail)  # the last layer's gradients are under way by then
+        with pytest.raises(MemoryError):
+            loss_of(wrapped, share(inputs), share(targets)).backward()
+        hook.remove()
+        optimizer.zero_grad()
+        loss_of(wrapped, share(inputs), share(targets)).backward()
+        optimizer.step()
+        alone.zero_grad()
+        loss_of(reference, inputs, targets).backward()
+        alone.step()
+    assert_same_weights(model, reference)
+
+
+@everywhere
 def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
     """So that the memory which backward took for them is free for the next ones."""
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
