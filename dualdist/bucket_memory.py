@@ -35,9 +35,17 @@ class BucketMemory:
         self.flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
         # .data: a version counter for each; see Accumulated.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
+        self._uses = self._count_uses()
+
+    def _count_uses(self) -> int:
+        """Return how many tensors there are that show this memory, and this look at it."""
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     def is_held(self) -> bool:
-        """Return whether somebody keeps an old gradient that stands here."""
+        """Return whether somebody keeps an old gradient that stands here, or a tensor made from one, as by detach()."""
+        pairs = sum(param.tensor.is_complex() and self.holds(param) for param in self._params)
+        if self._count_uses() > self._uses + pairs:
+            return True
         for number, view in enumerate(self._views):
             kept = sys.getrefcount(view) > _references_to_a_view
             if kept and self._params[number].tensor.grad is not view:

@@ -65,6 +65,7 @@ def lay_out(
     share a bucket; the others are on their own. cap_mb: how many MiB make a bucket; the first is
     smaller.
     """
+    paired = {index for index, param in enumerate(params) if param.is_complex()}
     params = [as_real(param) for param in params]
     cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
     buckets: list[Bucket] = []
@@ -73,7 +74,7 @@ def lay_out(
         single = [[index] for index in range(len(params)) if index not in grouped]
         for members in [*groups, *single][::-1]:
             for alike in _alike(params, members[::-1]):
-                buckets.append(_bucket(params, alike, left_out))
+                buckets.append(_bucket(params, alike, left_out, paired))
         return buckets
     for alike in _alike(params, range(len(params))[::-1]):
         pending: list[int] = []
@@ -82,10 +83,10 @@ def lay_out(
             pending.append(index)
             size += params[index].numel() * params[index].element_size()
             if size >= limit:
-                buckets.append(_bucket(params, pending, left_out))
+                buckets.append(_bucket(params, pending, left_out, paired))
                 pending, size, limit = [], 0, cap
         if pending:
-            buckets.append(_bucket(params, pending, left_out))
+            buckets.append(_bucket(params, pending, left_out, paired))
     return buckets
 
 
@@ -96,7 +97,9 @@ def _alike(params: Sequence[torch.Tensor], order: Sequence[int]) -> list[list[in
     return list(alike.values())
 
 
-def _bucket(params: Sequence[torch.Tensor], members: Sequence[int], left_out: set[int]) -> Bucket:
+def _bucket(
+    params: Sequence[torch.Tensor], members: Sequence[int], left_out: set[int], paired: set[int]
+) -> Bucket:
     slots, start = [], 0
     for index in members:
         shape, stride = params[index].shape, params[index].stride()
@@ -104,6 +107,8 @@ def _bucket(params: Sequence[torch.Tensor], members: Sequence[int], left_out: se
             shape, stride = torch.Size([0]), (1,)
         elif not _is_dense(params[index]):
             stride = torch.empty(shape, device="meta").stride()
+        if index in paired:
+            start += start % 2  # where complex numbers may begin
         slots.append(Slot(index, start, shape, stride))
         start += shape.numel()
     return Bucket(tuple(slots), start, params[members[0]].dtype, params[members[0]].device)

@@ -53,6 +53,9 @@ class SyncOptions:
     """Who combines them, for errors."""
 
 
+_alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
+
+
 class GradSync:
     """Combines the gradients of some parameters over a process set, in every backward that completes them."""
 
@@ -80,6 +83,7 @@ class GradSync:
         In a first backward it is not known whether one gradient is completed once: see `_begin_again`.
         """
         self._repeats = False
+        """Whether a gradient is completed several times, or somebody else combines it as well."""
         self.add(named)
         if owner is not None:
             weakref.finalize(owner, self.release).atexit = False
@@ -89,11 +93,15 @@ class GradSync:
 
         In an elastic job that waits for the first gradients: a process that comes later makes its optimizer by itself.
         """
-        self._params += [Accumulated(name, tensor) for name, tensor in named]
+        params = [*self._params, *(Accumulated(name, tensor) for name, tensor in named)]
+        if not current().launch.elastic:
+            self._enter_world(
+                params
+            )  # others may go on with the old ones: nothing is changed before all agree
+        self._params = params
+        self._note_others()
         self.watch()
         self._lay_out()
-        if not current().launch.elastic:
-            self._enter_world()
 
     def watch(self) -> None:
         """Hook onto the parameters that need gradients by now."""
@@ -101,6 +109,15 @@ class GradSync:
         for index, param in enumerate(self._params):
             if param.hook is None and param.tensor.requires_grad:
                 param.hook = param.tensor.register_post_accumulate_grad_hook(_hook(here, index))
+
+    def _note_others(self) -> None:
+        """Find the synchronisations that combine some of these parameters too, each after a copy of the gradient."""
+        own = {id(param.tensor) for param in self._params}
+        for other in _alive:
+            if other is not self and any(id(param.tensor) in own for param in other._params):
+                self._repeats = other._repeats = True
+                self._early = other._early = False
+        _alive.add(self)
 
     def _lay_out(self) -> None:
         tensors = [param.tensor for param in self._params]
@@ -119,13 +136,13 @@ class GradSync:
         self._wrong: list[str] = []
         """What has become of parameters that were moved or replaced."""
 
-    def _enter_world(self) -> None:
+    def _enter_world(self, params: Sequence[Accumulated]) -> None:
         """Make this synchronisation known to the ranks of the world that is joined now, and compare its layout."""
         context = current()
         options = self.options
         layout = tuple(
             (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.tensor.device.type)
-            for p in self._params
+            for p in params
         )
         call = Call(
             options.owner,
@@ -251,7 +268,7 @@ class GradSync:
         """Send what is not under way yet, wait for all of it, and put the results into the gradients."""
         try:
             if self._place < 0:
-                self._enter_world()
+                self._enter_world(self._params)
             while len(self._works) < len(self._buckets):
                 self._send_next()
             group = channel_of(self.options.process_set).gradients
@@ -313,7 +330,7 @@ class GradSync:
 
     def _send_next(self, empty: bool = False) -> None:
         if self._place < 0:
-            self._enter_world()
+            self._enter_world(self._params)
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
         memory = self._memory_of(place)

@@ -57,7 +57,11 @@ class _Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         number = len(self.param_groups) - 1
-        self._sync.add([(f"group{number}.{place}", param) for place, param in enumerate(group["params"])])
+        try:
+            self._sync.add([(f"group{number}.{place}", param) for place, param in enumerate(group["params"])])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
         self._sync.fill()
 
     def __reduce__(self) -> Any:
@@ -113,6 +117,8 @@ def DistributedOptimizer(
             f"`gradient_predivide_factor` must be 1 unless `op` is Average, but is "
             f"{gradient_predivide_factor} instead."
         )
+    if gradient_predivide_factor == 0:
+        raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"`op` must be Average, Sum or Adasum for an optimizer, but is {op!r} instead.")
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
@@ -122,19 +128,18 @@ def DistributedOptimizer(
     passes = _at_least_one(backward_passes_per_step)
     named = _named_parameters(optimizer, named_parameters)
     members = _groups(groups if groups is not None else num_groups or None, [param for _, param in named])
+    reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
+    sync: Any = _Alone()
+    if process_set.included() and op == Adasum:
+        sync = AdasumStep(optimizer, compression, passes, process_set)
+    elif process_set.included():
+        options = SyncOptions(reduction, compression, passes, process_set, sparse_as_dense)
+        sync = GradSync(named, options, members, optimizer)
+        sync.fill()  # as Horovod does: scripts may read gradients before the first backward
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": __name__})
     distributed: Any = optimizer
-    distributed._base, distributed._skipping = base, False
-    reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
-    if not process_set.included():
-        distributed._sync = _Alone()
-    elif op == Adasum:
-        distributed._sync = AdasumStep(optimizer, compression, passes, process_set)
-    else:
-        options = SyncOptions(reduction, compression, passes, process_set, sparse_as_dense)
-        distributed._sync = GradSync(named, options, members, optimizer)
-        distributed._sync.fill()  # as Horovod does: scripts may read gradients before the first backward
+    distributed._base, distributed._skipping, distributed._sync = base, False, sync
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return optimizer

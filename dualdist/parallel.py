@@ -48,7 +48,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Raises:
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
-        TypeError: `module` is distributed already, or has a part that is.
+        TypeError, ValueError: an argument is wrong, such as a `module` that is distributed already.
     """
 
     def __init__(
@@ -67,21 +67,15 @@ class DistributedDataParallel(torch.nn.Module):
         static_graph: bool = False,
     ) -> None:
         super().__init__()
+        _check(module, device_ids, process_group, bucket_cap_mb)
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self._device = torch.device(device_ids[0]) if device_ids else None
         self._process_set = process_group if process_group is not None else global_process_set
         self._sync: GradSync | None = None
         self._joining = False
-        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-            raise TypeError(
-                "`module` must not be distributed already, nor have such a part, but does. Wrap the whole model once."
-            )
-        self._wrapped = [
-            (part._parameters, name, param, place)
-            for place, part in module.named_modules()
-            for name, param in part._parameters.items()
-        ]
+        self._wrapped = {id(param): param for param in module.parameters()}
+        self._parts = _parts_of(module)
         if self._process_set.included():
             if init_sync:
                 self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
@@ -113,9 +107,12 @@ class DistributedDataParallel(torch.nn.Module):
         self._sync.watch()
         if self.broadcast_buffers and self.training and not self._joining:
             self._broadcast(dict(self.module.named_buffers()))
-        for held, name, param, place in self._wrapped:
-            if held.get(name) is not param:
-                self._sync.refuse(f"{f'{place}.{name}'.lstrip('.')!r} is another one now")
+        if all(_ids(part) == ids for part, ids in self._parts):
+            return
+        for name, param in self.module.named_parameters():
+            if id(param) not in self._wrapped:
+                self._sync.refuse(f"{name!r} is another one now")
+        self._parts = _parts_of(self.module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied and pickled: the copy would train alone."""
@@ -184,3 +181,30 @@ def _with_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any)
         name = key[len(prefix) :]
         if name in own or not name.startswith(_PREFIX):
             state_dict[prefix + _PREFIX + name] = state_dict.pop(key)
+
+
+def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: float | None) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"`module` must be a torch.nn.Module, but is {type(module).__name__} instead.")
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise TypeError(
+            "`module` must not be distributed already, nor have such a part, but does. Wrap the whole model once."
+        )
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise TypeError(f"`device_ids` must be a list of one device or None, but is {device_ids!r} instead.")
+    if process_group is not None and not isinstance(process_group, ProcessSet):
+        raise TypeError(
+            f"`process_group` must be a ProcessSet or None, but is {type(process_group).__name__} instead. "
+            "Make one with add_process_set(ranks)."
+        )
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise ValueError(f"`bucket_cap_mb` must be positive or None, but is {bucket_cap_mb} instead.")
+
+
+def _parts_of(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
+    return [(part, _ids(part)) for part in module.modules()]
+
+
+def _ids(part: torch.nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return which parameters and parts a module has; cheaper than walking through all names."""
+    return tuple(map(id, part._parameters.values())), tuple(map(id, part._modules.values()))

@@ -514,6 +514,59 @@ def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
     assert before[1:] == after[1:] == [after[0]] * 2
 
 
+@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@everywhere
+def test_parameters_that_are_wrapped_twice_have_the_same_gradients(style: str) -> None:
+    """As after a change of optimizers in mid-training, while something holds the old one."""
+    model = nn.Linear(1, 1, bias=False)
+    if style == "optimizers":
+        kept: Any = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0)) for _ in range(2)]
+    else:
+        kept = [hvd.DistributedDataParallel(model) for _ in range(2)]
+    for number in range(1, 4):
+        model.zero_grad()
+        model(torch.full((1, 1), number * (hvd.rank() + 1.0))).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.item() == pytest.approx(number * (hvd.size() + 1) / 2, rel=1e-6)
+    assert len(kept) == 2
+
+
+@everywhere
+def test_complex_and_real_parameters_together() -> None:
+    waves, reals = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([waves, reals], lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((waves * (1 - 2j)).real.sum() + reals.sum()).mul(hvd.rank() + 1.0).backward()
+        assert waves.grad is not None and reals.grad is not None
+        mean = (hvd.size() + 1) / 2
+        torch.testing.assert_close(waves.grad, torch.full((2,), mean * (1 + 2j), dtype=torch.complex64))
+        torch.testing.assert_close(reals.grad, torch.full((3,), mean))
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda grad: grad,
+    "detach": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "numpy": lambda grad: grad.numpy(),
+    "row": lambda grad: grad[0],
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@everywhere
+def test_gradients_that_somebody_keeps_stay_what_they_were(kind: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = hvd.DistributedDataParallel(model)
+    kept = []
+    for number in range(4):
+        wrapped.zero_grad()
+        wrapped(torch.full((1, 1), float(number))).sum().backward()
+        assert model.weight.grad is not None
+        kept.append(KEPT[kind](model.weight.grad))
+    assert [float(grad.item()) for grad in kept] == [0.0, 1.0, 2.0, 3.0]
+
+
 @everywhere
 def test_two_optimizers_that_take_turns() -> None:
     maker, judge = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -70,6 +71,14 @@ def replaced(model: Any) -> None:
     model[0].weight = nn.Parameter(torch.zeros(1, 1))
 
 
+def exchanged(model: Any) -> None:
+    model[0] = nn.Linear(1, 1, bias=False)
+
+
+def lengthened(model: Any) -> None:
+    model.append(nn.Linear(1, 1, bias=False))
+
+
 CHANGES = {
     "optimizer, moved": (
         in_optimizer,
@@ -78,6 +87,8 @@ CHANGES = {
     ),
     "ddp, moved": (in_module, moved, "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu"),
     "ddp, replaced": (in_module, replaced, "'0.weight' is another one now"),
+    "ddp, exchanged": (in_module, exchanged, "'0.weight' is another one now"),
+    "ddp, lengthened": (in_module, lengthened, "'1.weight' is another one now"),
 }
 
 
@@ -117,3 +128,59 @@ def test_a_module_is_wrapped_once() -> None:
     for module in (wrapped, nn.Sequential(wrapped)):
         with pytest.raises(TypeError, match="`module` must not be distributed already"):
             hvd.DistributedDataParallel(module)
+
+
+@everywhere
+def test_a_module_may_get_parts_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    wrapped = hvd.DistributedDataParallel(model)
+    for _ in range(2):
+        model.append(nn.Tanh())
+        wrapped(torch.ones(1, 1)).sum().backward()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "module": {"module": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
+    "device_ids": {"device_ids": 0},
+    "process_group": {"process_group": 3},
+    "bucket_cap_mb": {"bucket_cap_mb": 0},
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+@everywhere
+def test_an_argument_that_is_wrong_is_named(argument: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"`{argument}` must be"):
+        hvd.DistributedDataParallel(**{"module": nn.Linear(1, 1), **WRONG[argument]})
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_an_optimizer_that_could_not_be_wrapped_can_be_wrapped_again() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer: Any = torch.optim.SGD([weight], lr=1.0)
+    with pytest.raises(ValueError, match="`gradient_predivide_factor` must be"):
+        hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=0)
+    with pytest.raises(hvd.CollectiveMismatchError, match="prescale_factor"):
+        hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=2.0 if last() else 1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    weight.mul(hvd.rank() + 1.0).sum().backward()
+    optimizer.step()
+    assert weight.item() == -(hvd.size() + 1) / 2
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_parameters_that_one_rank_alone_adds_are_an_error_on_every_rank() -> None:
+    weight, more = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for turn in range(3):
+        with pytest.raises(hvd.CollectiveMismatchError) if turn == 1 else nullcontext():
+            if turn == 1 and last():
+                optimizer.add_param_group({"params": [more]})
+            optimizer.zero_grad()
+            weight.mul(hvd.rank() + 1.0).sum().backward()
+            optimizer.step()
+    assert len(optimizer.param_groups) == 1
+    assert weight.item() == -(hvd.size() + 1)
+    check_next_calls_work()

@@ -77,6 +77,7 @@ def test_a_wrong_option_ends_with_one_line_that_names_it(tmp_path: Path) -> None
     script = tmp_path / "every_mistake.py"  # one process for all: importing torch takes most of the time
     script.write_text(
         "import contextlib, io, json, runpy, sys\n"
+        "sys.path.insert(0, 'examples')\n"
         "for options in sys.argv[2:]:\n"
         "    said = io.StringIO()\n"
         "    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):\n"
