@@ -26,8 +26,7 @@ from .backends.base import Group, Work
 from .bucket_memory import BucketMemory
 from .buckets import Bucket, lay_out
 from .call_site import call_site
-from .collectives.move import gather_rows
-from .collectives.reduce import Reduction, scale_
+from .collectives.reduce import Reduction, scale_, sum_sparse
 from .collectives.wire import reduction_dtype
 from .compression import Compression, Compressor
 from .context import current
@@ -95,10 +94,8 @@ class GradSync:
         """
         params = [*self._params, *(Accumulated(name, tensor) for name, tensor in named)]
         if not current().launch.elastic:
-            self._enter_world(
-                params
-            )  # others may go on with the old ones: nothing is changed before all agree
-        self._params = params
+            self._enter_world(params)
+        self._params = params  # not before all agree: others may go on with the old ones
         self._note_others()
         self.watch()
         self._lay_out()
@@ -417,20 +414,10 @@ class GradSync:
 
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
         param = self._params[index].tensor
-        grad = self._contribution(index) if keep else None
-        mine = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.int64), param.new_zeros(0, *param.shape[1:]), param.shape,
-            check_invariants=False,
-        )  # fmt: skip
-        if grad is not None:
-            mine = grad.coalesce()
-        indices, values = gather_rows(group, [mine.indices().t().contiguous(), mine.values()])
+        combined = sum_sparse(group, self._contribution(index) if keep else None, param)
         if keep:
-            if self.options.reduction.op == Average:
-                values = values / group.size
-            param.grad = torch.sparse_coo_tensor(
-                indices.t(), values, param.shape, device=param.device, check_invariants=False
-            ).coalesce()
+            average = self.options.reduction.op == Average
+            param.grad = combined / group.size if average else combined
 
 
 def _hook(sync: weakref.ref[GradSync], index: int) -> Any:

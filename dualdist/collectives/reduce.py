@@ -17,9 +17,18 @@ from ..agreement import payload_capacity
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Call, Max, Min, Product, Sum
 from .adasum import adasum
+from .move import gather_rows
 from .wire import neutral, pack, reduction_dtype, unpack
 
-__all__ = ("Reduction", "contribute_nothing", "payload_of", "reduce_payloads", "reduce_tensors", "scale_")
+__all__ = (
+    "Reduction",
+    "contribute_nothing",
+    "payload_of",
+    "reduce_payloads",
+    "reduce_tensors",
+    "scale_",
+    "sum_sparse",
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,20 @@ def reduce_payloads(
     _finish(flat, reduction, group.size)
     with torch.no_grad():
         unpack(flat, tensors)
+
+
+def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return the sum of every member's sparse COO `tensor`, coalesced. None: nothing, in the shape of `like`."""
+    if tensor is None:
+        tensor = torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64), like.new_zeros(0, *like.shape[1:]), like.shape,
+            check_invariants=False,
+        )  # fmt: skip
+    mine = tensor.coalesce()
+    indices, values = gather_rows(group, [mine.indices().t().contiguous(), mine.values()])
+    return torch.sparse_coo_tensor(
+        indices.t(), values, like.shape, device=like.device, check_invariants=False
+    ).coalesce()
 
 
 def scale_(flat: torch.Tensor, factor: float) -> None:
