@@ -359,13 +359,13 @@ class GradSync:
     def _divides_first(self, bucket: Bucket, group: Group) -> bool:
         """Return whether gradients are divided for their average while they are copied, before the sum, as in DDP.
 
-        Not where that would round more: before a cast, or beside factors that the user has chosen.
+        Only where that rounds nothing, by a power of two and without a cast, and the user has not chosen the factors.
         """
         options = self.options
         sent_as_is = (
             options.compression is Compression.none and reduction_dtype(bucket.dtype, group) is bucket.dtype
         )
-        return options.reduction == Reduction(Average) and sent_as_is
+        return options.reduction == Reduction(Average) and sent_as_is and group.size.bit_count() == 1
 
     def _is_combined(self, index: int) -> bool:
         """Return whether the gradient was combined already, and nothing was added to it here since."""
