@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 import dualdist as hvd
 
-BATCH, PIXELS = 4, 96
+BATCH, PIXELS = 4, 224
 WINDOW = 3
 """An asynchronous save is made in the first of so many steps."""
-SAVES, WINDOWS = 6, 6
+SAVES, WINDOWS = 6, 4
 
 Times = dict[str, list[tuple[float, float]]]
 
