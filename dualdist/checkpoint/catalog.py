@@ -54,6 +54,8 @@ class Catalog:
         self._best = best
         self._file_system = file_system
         self._entries: list[Entry] = []
+        self._damaged: set[Path] = set()
+        """Files that were passed over: they stay for whoever wants to look, and are not among those to keep."""
 
     def open(self) -> None:
         """Make the folder, look at what it holds, and remove what a writer that was killed has left."""
@@ -95,12 +97,19 @@ class Catalog:
         """Return the serial number of the next checkpoint."""
         return 1 + max((entry.manifest.serial for entry in self._entries), default=0)
 
+    def pass_over(self, entries: Iterable[Entry]) -> None:
+        """Note that checkpoints are damaged."""
+        self._damaged.update(entry.path for entry in entries)
+
     def add(self, entry: Entry) -> None:
         """Note a checkpoint that is complete, and remove those that are too many."""
         self._entries = [*(known for known in self._entries if known.path != entry.path), entry]
+        self._damaged.discard(entry.path)
         if self._keep is None:
             return
-        kept = {entry.path for entry in [*self._entries[-self._keep :], *self.best_first()[:1]]}
+        sound = [known for known in self._entries if known.path not in self._damaged]
+        best = [known for known in self.best_first() if known in sound][:1]
+        kept = {entry.path for entry in [*sound[-self._keep :], *best]} | self._damaged
         for known in [known for known in self._entries if known.path not in kept]:
             self._remove(known.path)
         self._entries = [known for known in self._entries if known.path in kept]

@@ -47,8 +47,10 @@ class CheckpointManager:
         with hvd.checkpoint.CheckpointManager("checkpoints", state, every_steps=500) as manager:
             manager.restore_latest()
             for state["epoch"] in range(state["epoch"], epochs):
+                sampler.set_epoch(state["epoch"])
                 for images, labels in loader:
                     ...
+                    sampler.advance(len(images))
                     manager.step()
 
     Rank 0 writes and reads; the others need not see the folder. All methods are collective: every rank must call
@@ -261,7 +263,11 @@ class CheckpointManager:
 
     def _choose(self, candidates: Callable[[], Iterable[Entry]], file: MemoryFile) -> Entry | None:
         damaged = self._catalog.read()
-        return choose_sound(candidates(), damaged, file)
+        entries = list(candidates())
+        chosen = choose_sound(entries, damaged, file)
+        if chosen is not None:
+            self._catalog.pass_over(entries[: entries.index(chosen)])
+        return chosen
 
     def _restore(self, choose: Callable[[MemoryFile], Entry | None], strict: bool) -> Manifest | None:
         self.wait()

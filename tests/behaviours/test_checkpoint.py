@@ -155,6 +155,24 @@ def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_th
 
 
 @everywhere
+def test_damaged_files_are_not_among_those_to_keep(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"value": 0}
+    with warned(), CheckpointManager(folder(tmp_path), state, keep=2, every_steps=1) as manager:
+        manager.step()
+        manager.step()
+        if hvd.rank() == 0:
+            damage(tmp_path / "step-000000002.pt")
+        assert manager.restore_latest() is not None and manager.steps == 1
+        manager.steps = 10
+        manager.step()
+        if hvd.rank() == 0:
+            names = {path.name for path in tmp_path.iterdir()}
+            assert names >= {"step-000000001.pt", "step-000000011.pt"}
+            damage(tmp_path / "step-000000011.pt")
+        assert manager.restore_latest() is not None and manager.steps == 1
+
+
+@everywhere
 def test_what_is_saved_after_going_back_to_an_older_file_is_the_latest(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}
     with CheckpointManager(folder(tmp_path), state, every_steps=1) as manager:
