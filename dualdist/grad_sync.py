@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,28 +28,14 @@ from .buckets import Bucket, lay_out
 from .call_site import call_site
 from .collectives.reduce import Reduction, scale_, sum_sparse
 from .collectives.wire import reduction_dtype
-from .compression import Compression, Compressor
+from .compression import Compression
 from .context import current
 from .errors import CollectiveMismatchError, HorovodInternalError
-from .process_sets import ProcessSet, channel_of
-from .types import REDUCE_OP_NAMES, Average, Call, Sum
+from .process_sets import channel_of
+from .sync_options import SyncOptions
+from .types import Average, Call, Sum
 
-__all__ = ("GradSync", "SyncOptions")
-
-
-@dataclass(frozen=True)
-class SyncOptions:
-    """How gradients are combined."""
-
-    reduction: Reduction
-    compression: type[Compressor]
-    passes: int
-    process_set: ProcessSet
-    sparse_as_dense: bool = False
-    bucket_cap_mb: float | None = None
-    """How many MiB are sent at once; None: as in DDP."""
-    owner: str = "DistributedOptimizer"
-    """Who combines them, for errors."""
+__all__ = ("GradSync",)
 
 
 _alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
@@ -135,29 +121,11 @@ class GradSync:
 
     def _enter_world(self, params: Sequence[Accumulated]) -> None:
         """Make this synchronisation known to the ranks of the world that is joined now, and compare its layout."""
-        context = current()
         options = self.options
-        layout = tuple(
-            (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.tensor.device.type)
-            for p in params
-        )
-        call = Call(
-            options.owner,
-            (
-                ("parameters", layout),
-                ("op", REDUCE_OP_NAMES[options.reduction.op]),
-                ("prescale_factor", options.reduction.prescale_factor),
-                ("postscale_factor", options.reduction.postscale_factor),
-                ("compression", options.compression.__name__),
-                ("groups", self._groups and tuple(map(tuple, self._groups))),
-                ("bucket_cap_mb", options.bucket_cap_mb),
-                ("sparse_as_dense", options.sparse_as_dense),
-            ),
-            site=call_site(),
-        )
+        call = Call(options.owner, options.describe(params, self._groups), site=call_site())
         channel_of(options.process_set).run(call, lambda group, verdict: None)
         if self._place < 0:
-            known = context.grad_syncs[options.process_set.process_set_id]
+            known = current().grad_syncs[options.process_set.process_set_id]
             self._place = len(known)
             known.append(self)
 

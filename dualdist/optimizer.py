@@ -17,8 +17,9 @@ import torch
 from .adasum_optimizer import AdasumStep
 from .collectives.reduce import Reduction
 from .compression import Compression, Compressor
-from .grad_sync import GradSync, SyncOptions
+from .grad_sync import GradSync
 from .process_sets import ProcessSet, global_process_set
+from .sync_options import SyncOptions
 from .types import Adasum, Average, Sum
 
 __all__ = ("DistributedOptimizer",)

@@ -18,9 +18,10 @@ from .collectives.join import join
 from .collectives.reduce import Reduction
 from .compiling import not_compiled
 from .compression import Compression
-from .grad_sync import GradSync, SyncOptions
+from .grad_sync import GradSync
 from .parameters import broadcast_parameters
 from .process_sets import ProcessSet, global_process_set
+from .sync_options import SyncOptions
 from .types import Average
 
 __all__ = ("DistributedDataParallel",)

@@ -267,14 +267,13 @@ def build_scheduler(
 
 
 def fail(message: str) -> NoReturn:
-    """End with exit code 2 and one line on rank 0; the other ranks are silent."""
+    """End with exit code 2 and a line: that of rank 0, of another one when it alone has failed."""
     rank = 0
     with contextlib.suppress(hvd.ConfigurationError):
         rank = hvd.launch_info().rank
-    if rank == 0:
-        print(f"train.py: error: {message}\n", end="", file=sys.stderr, flush=True)
-    else:
+    if rank != 0:
         time.sleep(10)  # launchers end all ranks when one fails: let that be rank 0, after its line
+    print(f"train.py: error: {message}\n", end="", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

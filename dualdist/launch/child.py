@@ -57,7 +57,7 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
-    except Exception:
+    except Exception:  # the user's class decides what pickling raises
         return None
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import dualdist as hvd
 
 from ..world import everywhere
-from .test_training import assert_same_weights, batches, loss_of, share
+from .test_training import assert_same_weights, train_beside
 from .test_wrong_use import STYLES
 
 
@@ -28,11 +28,5 @@ def test_a_compiled_model_trains_as_one_process_does(style: str) -> None:
     wrapped, optimizer = STYLES[style](model)
     compiled = torch.compile(wrapped, backend="aot_eager")
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
-    for inputs, targets in batches(3):
-        optimizer.zero_grad()
-        loss_of(compiled, share(inputs), share(targets)).backward()
-        optimizer.step()
-        alone.zero_grad()
-        loss_of(reference, inputs, targets).backward()
-        alone.step()
+    train_beside(3, compiled, optimizer, reference, alone)
     assert_same_weights(model, reference)

@@ -50,6 +50,21 @@ def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e
         )
 
 
+def train_beside(
+    steps: int,
+    model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer,
+    reference: Callable[[torch.Tensor], torch.Tensor], alone: torch.optim.Optimizer,
+) -> None:  # fmt: skip
+    """Train a model with this rank's share of each batch, and a reference with the whole batch in this process."""
+    for inputs, targets in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model, share(inputs), share(targets)).backward()
+        optimizer.step()
+        alone.zero_grad()
+        loss_of(reference, inputs, targets).backward()
+        alone.step()
+
+
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -433,13 +448,7 @@ def test_checkpointed_parts_train_as_one_process_does(reentrant: bool) -> None:
 
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for inputs, targets in batches(3):
-        optimizer.zero_grad()
-        loss_of(forward, share(inputs), share(targets)).backward()
-        optimizer.step()
-        alone.zero_grad()
-        loss_of(reference, inputs, targets).backward()
-        alone.step()
+    train_beside(3, forward, optimizer, reference, alone)
     assert_same_weights(model, reference)
 
 
@@ -464,13 +473,7 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool)
 
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for inputs, targets in batches(4):
-        optimizer.zero_grad()
-        loss_of(through(model, keep=False), share(inputs), share(targets)).backward()
-        optimizer.step()
-        alone.zero_grad()
-        loss_of(through(reference, keep=True), inputs, targets).backward()
-        alone.step()
+    train_beside(4, through(model, keep=False), optimizer, through(reference, keep=True), alone)
     assert_same_weights(model, reference)
 
 
@@ -489,12 +492,7 @@ def test_a_backward_that_failed_on_every_rank_can_be_repeated() -> None:
         with pytest.raises(MemoryError):
             loss_of(wrapped, share(inputs), share(targets)).backward()
         hook.remove()
-        optimizer.zero_grad()
-        loss_of(wrapped, share(inputs), share(targets)).backward()
-        optimizer.step()
-        alone.zero_grad()
-        loss_of(reference, inputs, targets).backward()
-        alone.step()
+        train_beside(1, wrapped, optimizer, reference, alone)
     assert_same_weights(model, reference)
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from .needs import need
 
 __all__ = ("SSHD", "start_hosts")
 
@@ -44,11 +44,7 @@ Host *
 
 def start_hosts(folder: Path) -> str:
     """Return the value of DUALDIST_SSH with which hostA and hostB can be reached, `closed` and `silent` cannot."""
-    if SSHD is None:
-        reason = "no sshd; install it: apt-get install openssh-server"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    need(SSHD is not None, "needs sshd")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(
             exist_ok=True

@@ -12,6 +12,8 @@ import pytest
 from dualdist.cli import main, run
 from dualdist.cli.horovodrun import REFUSED, TUNING, Tuning, variables_of
 
+from ..launchers.needs import need
+
 HOROVODRUN = """
 --version -v --num-proc -np --check-build -cb --disable-cache --start-timeout --network-interfaces --network-interface
 --output-filename --verbose --config-file --ssh-port -p --ssh-identity-file -i --fusion-threshold-mb --cycle-time-ms
@@ -46,8 +48,8 @@ def test_every_option_of_horovodrun_is_known() -> None:
 
 def test_the_recorded_options_are_those_of_the_installed_horovodrun() -> None:
     found = importlib.util.find_spec("horovod")
-    if found is None or not found.submodule_search_locations:
-        pytest.skip("Horovod is not installed")
+    need(found is not None, "needs Horovod")
+    assert found is not None and found.submodule_search_locations
     source = Path(next(iter(found.submodule_search_locations))) / "runner" / "launch.py"
     recorded = set()
     for node in ast.walk(ast.parse(source.read_text())):
