@@ -15,7 +15,7 @@ from ..parallel import DistributedDataParallel
 from .file import replacing
 from .filesystem import FileSystem
 from .portable import on_host
-from .share import from_writer
+from .share import from_writer, on_all_ranks
 
 __all__ = ("export_weights",)
 
@@ -33,8 +33,10 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
     `torch.save(module.state_dict(), path)` writes, for `torch.load(path, weights_only=True)`. The file appears when it
     is complete. Of an AveragedModel the averages are written.
 
-    Collective: rank 0 writes. Raises CheckpointError on every rank when it could not.
+    Collective: rank 0 writes. Raises CheckpointError on every rank when it could not, TypeError for anything but a
+    module.
     """
+    on_all_ranks(lambda: _check(model))
     write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
 
     def export() -> None:
@@ -45,6 +47,11 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
             raise CheckpointError(f"`path` must be where a file can be written, but {error}.") from error
 
     from_writer(export)
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Any]:

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from ..basics import backend_name, rank, size, transport_name
+from ..basics import backend_name, size, transport_name
 from ..errors import CheckpointError
 from ..objects import broadcast_object, gather_object
 from .filesystem import FileSystem
 from .format import Manifest, copy_verified, write_checkpoint
 from .memory import MemoryFile
+from .names import few
 from .portable import on_host
+from .restoration import restore
 from .share import from_writer, on_all_ranks, send_file
-from .state import apply, check_state, collect, collect_own
+from .state import check_state, collect, collect_own
 
 __all__ = ("gather_own", "load", "make_manifest", "read_file", "read_values", "save")
 
@@ -46,8 +48,9 @@ def save(
 
     Raises:
         CheckpointError: on every rank, when it could not be written.
+        ValueError, TypeError: on every rank, when `state` is wrong or has other names there.
     """
-    on_all_ranks(lambda: check_state(state))
+    _agree_on_names(state)
     own = gather_own(state)
 
     def write() -> None:
@@ -81,16 +84,26 @@ def load(
 
     Raises:
         DamagedCheckpointError: the file is not as it was written, or holds what only running code could make.
-        CheckpointError: there is none, or it does not fit `state`. All on every rank.
+        CheckpointError: there is none, or it does not fit `state`, which is left as it was. All on every rank.
     """
     if state is not None:
-        on_all_ranks(lambda: check_state(state))
+        _agree_on_names(state)
     with MemoryFile() as file:
         from_writer(lambda: read_file(Path(path), file))
         values = read_values(file, path)
     if state is not None:
-        on_all_ranks(lambda: apply(state, values, strict=strict, rank=rank(), origin=path))
+        restore(state, values, strict=strict, origin=path)
     return values
+
+
+def _agree_on_names(state: Mapping[str, Any]) -> None:
+    names = on_all_ranks(lambda: check_state(state))
+    for place, other in enumerate(names):
+        if other != names[0]:
+            differing = sorted(set(other) ^ set(names[0]))
+            raise ValueError(
+                f"`state` must have the same names on all ranks, but ranks 0 and {place} differ in {few(differing)}."
+            )
 
 
 def read_file(path: Path, file: MemoryFile) -> Manifest:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..basics import rank
 from ..collectives import allreduce
 from ..errors import CheckpointError
 from ..types import Max
@@ -25,11 +24,12 @@ from .format import Manifest, write_checkpoint
 from .functions import gather_own, make_manifest, read_file, read_values
 from .memory import MemoryFile
 from .portable import HostCopy, on_host
+from .restoration import restore
 from .rng import RandomState
 from .schedule import Schedule
 from .share import from_writer, is_writer, on_all_ranks
 from .signals import Preempted, SignalWatch
-from .state import apply, check_state, collect
+from .state import check_state, collect
 
 __all__ = ("CheckpointManager",)
 
@@ -100,12 +100,12 @@ class CheckpointManager:
         self._random = {_RANDOM: RandomState()} if random_state else {}
         self._schedule = Schedule(every_steps, every_seconds, agree_every, bool(signals) or asynchronous)
         self._file_system = file_system or FileSystem()
-        self._catalog = Catalog(Path(directory), keep, best and Best(*best), self._file_system)
         options = on_all_ranks(lambda: self._check(keep, best, asynchronous, exit_code))
         if any(other != options[0] for other in options):
             raise ValueError(
                 f"The options of a manager must be equal on all ranks, but are {options} instead."
             )
+        self._catalog = Catalog(Path(directory), keep, best and Best(*best), self._file_system)
         from_writer(self._open)
         self._exit_code = exit_code
         self._watch = SignalWatch(signals)
@@ -196,7 +196,9 @@ class CheckpointManager:
             )
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` must be at least 1 or None, but is {keep} instead.")
-        if best is not None and best[1] not in ("max", "min"):
+        if best is not None and (
+            not isinstance(best, tuple | list) or len(best) != 2 or best[1] not in ("max", "min")
+        ):
             raise ValueError(f"`best` must be a metric and 'max' or 'min', but is {best!r} instead.")
         if not 0 <= exit_code < 256:
             raise ValueError(f"`exit_code` must be at least 0 and less than 256, but is {exit_code} instead.")
@@ -277,6 +279,6 @@ class CheckpointManager:
                 return None
             values = read_values(file, entry.path)
         everything = self._everything()
-        on_all_ranks(lambda: apply(everything, values, strict=strict, rank=rank(), origin=entry.path))
+        restore(everything, values, strict=strict, origin=entry.path)
         self.steps = self._saved_step = entry.manifest.step or 0
         return entry.manifest

@@ -23,8 +23,9 @@ from ..checkpoint.format import write_checkpoint
 from ..checkpoint.functions import make_manifest, read_values
 from ..checkpoint.memory import MemoryFile
 from ..checkpoint.portable import on_host
+from ..checkpoint.restoration import restore
 from ..checkpoint.share import from_writer, on_all_ranks
-from ..checkpoint.state import apply, collect, collect_own
+from ..checkpoint.state import collect, collect_own
 from ..errors import CheckpointError
 
 __all__ = ("Commits", "InMemory")
@@ -102,7 +103,7 @@ class Commits:
             if rank() != owner:
                 file.clear()
             values = read_values(file, f"commit {newest}", owner)
-        on_all_ranks(lambda: apply(objects, values, strict=True, rank=rank(), origin=f"commit {newest}"))
+        restore(objects, values, strict=True, origin=f"commit {newest}")
         self._number = newest
         if rank() == 0:
             logger.warning("Going on from commit %d, which rank %d has read.", newest, owner)

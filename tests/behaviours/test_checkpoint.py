@@ -341,6 +341,28 @@ def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all
 
 
 @everywhere
+def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(tmp_path: Path) -> None:
+    path, last = folder(tmp_path) / "a.pt", hvd.size() - 1
+    state = make_state("optimizer")
+    train(state, 2)
+    save(path, {**state, "broken": Broken(-1)})
+    fresh = make_state("optimizer", seed=3)
+    before = repr([value.state_dict() for value in fresh.values() if hasattr(value, "state_dict")])
+    with pytest.raises(hvd.CheckpointError, match="`broken` could not load its state"):
+        load(path, {**fresh, "broken": Broken(last)})
+    assert repr([value.state_dict() for value in fresh.values() if hasattr(value, "state_dict")]) == before
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_names_that_differ_between_ranks_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    state = {"epoch": 1} | ({"extra": 2} if hvd.rank() == hvd.size() - 1 else {})
+    with pytest.raises(ValueError, match=r"must have the same names on all ranks, .* differ in extra"):
+        save(folder(tmp_path) / "a.pt", state)
+    assert not (tmp_path / "a.pt").exists()
+
+
+@everywhere
 def test_a_file_that_is_not_there_or_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(hvd.CheckpointError, match=r"can be read, but .*No such file"):
         load(folder(tmp_path) / "a.pt")
@@ -364,6 +386,15 @@ def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: P
         (ValueError, hvd.CheckpointError), match="`keep` must be at least 1 or None, but is 0"
     ):
         CheckpointManager(folder(tmp_path), {}, keep=0 if last else 1)
+    for best in ("accuracy", ("accuracy", "high"), ("accuracy",), 3):
+        with pytest.raises(
+            (ValueError, hvd.CheckpointError), match="`best` must be a metric and 'max' or 'min'"
+        ):
+            CheckpointManager(folder(tmp_path), {}, best=best)  # type: ignore[arg-type]
+    with pytest.raises(
+        (TypeError, hvd.CheckpointError), match=r"`model` must be a torch\.nn\.Module, but is a"
+    ):
+        hvd.checkpoint.export_weights(tmp_path / "a.pt", {} if last else torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises((TypeError, hvd.CheckpointError), match="`state` must be a dictionary from names"):
         CheckpointManager(folder(tmp_path), [] if last else {})  # type: ignore[arg-type]
     with pytest.raises(

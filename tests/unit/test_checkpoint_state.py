@@ -18,7 +18,8 @@ from dualdist.checkpoint.format import copy_verified, write_checkpoint
 from dualdist.checkpoint.memory import MemoryFile
 from dualdist.checkpoint.names import fit
 from dualdist.checkpoint.portable import HostCopy, on_host
-from dualdist.checkpoint.state import apply, collect
+from dualdist.checkpoint.restoration import Restoration
+from dualdist.checkpoint.state import collect
 from dualdist.errors import CheckpointError
 
 
@@ -29,6 +30,13 @@ def stored(value: Any, tmp_path: Path) -> Any:
     with MemoryFile() as file:
         copy_verified(tmp_path / "a.pt", file.write)
         return file.load("a.pt")["value"]
+
+
+def apply(state: dict[str, Any], values: dict[str, Any], *, strict: bool = True, rank: int = 0) -> None:
+    """Load what one rank finds in the file a.pt."""
+    restoration = Restoration(state, values, strict=strict, rank=rank, origin="a.pt")
+    restoration.load_objects()
+    restoration.load_the_rest()
 
 
 def net() -> nn.Sequential:
@@ -143,7 +151,7 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_weights_load_with_and_without_wrappers(source: str, target: str) -> None:
     saved, model = WRAPPED[source](net()), net()
     state = {"model": WRAPPED[target](model)}
-    apply(state, collect({"model": saved}, []), strict=True, rank=0, origin="a.pt")
+    apply(state, collect({"model": saved}, []))
     theirs = list(saved.state_dict().values())
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), theirs, strict=True))
 
@@ -157,7 +165,7 @@ def test_names_that_wrappers_would_make_equal_are_left_alone() -> None:
 def test_averaged_weights_come_back() -> None:
     saved, fresh = AveragedModel(net()), AveragedModel(net())
     saved.update_parameters(net())
-    apply({"ema": fresh}, collect({"ema": saved}, []), strict=True, rank=0, origin="a.pt")
+    apply({"ema": fresh}, collect({"ema": saved}, []))
     assert fresh.n_averaged == 1
     assert torch.equal(next(fresh.parameters()), next(saved.parameters()))
 
@@ -171,7 +179,7 @@ def test_a_strict_error_lists_all_that_does_not_fit_and_changes_nothing() -> Non
     values = collect({"model": larger, "optimizer": two, "ema": {}}, [])
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
     with pytest.raises(CheckpointError) as caught:
-        apply(state, values, strict=True, rank=0, origin="a.pt")
+        apply(state, values)
     assert str(caught.value) == (
         "Checkpoint a.pt must fit the state, but does not: it has no `epoch`; it has `ema`, which the state has not; "
         "`model` has 2 unexpected (more.weight, more.bias) and 7 of another shape (0.weight: (4, 2) instead of (3, 2), "
@@ -185,10 +193,82 @@ def test_what_fits_is_loaded_when_it_need_not_be_all(caplog: pytest.LogCaptureFi
     head = nn.Sequential(*[*net()][:2], nn.Linear(3, 5))
     model = net()
     state = {"model": model, "epoch": 3}
-    apply(state, collect({"model": head, "step": 1}, []), strict=False, rank=0, origin="a.pt")
+    apply(state, collect({"model": head, "step": 1}, []), strict=False)
     assert torch.equal(model.state_dict()["0.weight"], head.state_dict()["0.weight"])
     assert state["epoch"] == 3
     assert "2 of another shape (2.weight: (5, 3) instead of (1, 3), 2.bias" in caplog.text
+
+
+def stepped(kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of one parameter after one step."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = kind([parameter], lr=0.1, **options)  # type: ignore[call-arg]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    return optimizer
+
+
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("own", "saved"), [(SGD, ADAM), (ADAM, SGD), (torch.optim.RMSprop, ADAM), (torch.optim.Rprop, SGD)]
+)
+def test_the_state_of_another_class_of_optimizer_does_not_fit(
+    own: type[torch.optim.Optimizer], saved: type[torch.optim.Optimizer]
+) -> None:
+    optimizer = stepped(own)
+    before = repr(optimizer.state_dict())
+    with pytest.raises(
+        CheckpointError, match=f"`optimizer` has the state of another class of optimizer than {own.__name__}"
+    ):
+        apply({"optimizer": optimizer}, collect({"optimizer": stepped(saved)}, []))
+    assert repr(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize(("own", "saved"), [(SGD, SGD), (ADAM, ADAMW), (ADAMW, ADAM)])
+def test_the_state_of_an_optimizer_loads_also_without_options_that_came_later(
+    own: type[torch.optim.Optimizer], saved: type[torch.optim.Optimizer]
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = own([parameter], lr=0.5)  # type: ignore[call-arg]
+    values = collect({"optimizer": stepped(saved)}, [])
+    for group in values["optimizer"]["param_groups"]:
+        del group["fused"]
+    apply({"optimizer": optimizer}, values)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Picky:
+    """Takes what it is given, and says afterwards that it was wrong."""
+
+    def __init__(self, value: int) -> None:
+        self.value = [value]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value[:] = state["value"]
+        if self.value != [1]:
+            raise ValueError("the reason")
+
+
+def test_what_was_loaded_before_a_failure_is_given_back() -> None:
+    model, optimizer, scaler = net(), stepped(ADAM), torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = {"model": model, "epoch": 1, "optimizer": optimizer, "scaler": scaler, "picky": Picky(1)}
+    before = repr(on_host(collect(state, []), "state"))
+    saved = {
+        "model": net(), "epoch": 2, "optimizer": stepped(ADAM, betas=(0.5, 0.5)), "scaler": torch.amp.GradScaler("cpu"),
+        "picky": Picky(2),
+    }  # fmt: skip
+    restoration = Restoration(state, collect(saved, []), strict=True, rank=0, origin="a.pt")
+    with pytest.raises(CheckpointError, match=r"`picky` could not load its state from a.pt: .*the reason"):
+        restoration.load_objects()
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5), "the optimizer has loaded by then"
+    restoration.undo()
+    assert repr(on_host(collect(state, []), "state")) == before
 
 
 def draws() -> list[float]:
@@ -211,7 +291,7 @@ def test_a_rank_without_a_state_of_its_own_gets_numbers_of_its_own_each_time_the
     values = collect(state, [{"random": state["random"].state_dict()}])
     seen = []
     for rank in (0, 1, 2, 1, 2):
-        apply(state, values, strict=True, rank=rank, origin="a.pt")
+        apply(state, values, rank=rank)
         seen.append(draws())
     assert seen[1:3] == seen[3:]
     assert len({tuple(numbers) for numbers in seen[:3]}) == 3
