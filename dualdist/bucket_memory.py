@@ -14,56 +14,62 @@ from .collectives.reduce import scale_
 __all__ = ("BucketMemory",)
 
 
-def _references_in_a_loop() -> int:
-    """Return how many references there are to what only a list holds, seen from a loop over it."""
-    for _, only in enumerate([object()]):
-        return sys.getrefcount(only)
-    raise AssertionError
-
-
-_references_to_a_view = _references_in_a_loop()
-
 LARGE_BYTES = 1 << 20
 """What a gradient has on the average where scaling each while it is copied is faster than scaling all in the cache."""
 
 
 class BucketMemory:
-    """The memory of one bucket. `params` and `grads` are in the order of its slots."""
+    """The memory of one bucket. Whatever there is of each parameter is in the order of its slots."""
 
     def __init__(self, bucket: Bucket, params: Sequence[Accumulated]) -> None:
-        self._params = params
+        self.params = params
         self.flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+        self.counts = self.flat[bucket.numel :]
+        """How many ranks contribute to each gradient: to all of them a dense one, then to all of them a sparse one."""
+        self._all_dense = torch.tensor([1.0, 0.0], dtype=bucket.dtype).repeat_interleave(len(params))
         # .data: a version counter for each; see Accumulated.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
+        self._gradients = [
+            torch.view_as_complex(view) if param.tensor.is_complex() else view
+            for param, view in zip(params, self._views, strict=True)
+        ]
+        self._has_pairs = any(param.tensor.is_complex() for param in params)
         self._uses = self._count_uses()
+        self._references = self._count_references()
 
     def _count_uses(self) -> int:
         """Return how many tensors there are that show this memory, and this look at it."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
+    def _count_references(self) -> list[int]:
+        return [sys.getrefcount(gradient) for gradient in self._gradients]
+
     def is_held(self) -> bool:
         """Return whether somebody keeps an old gradient that stands here, or a tensor made from one, as by detach()."""
-        pairs = sum(param.tensor.is_complex() and self.holds(param) for param in self._params)
-        if self._count_uses() > self._uses + pairs:
+        if self._count_uses() > self._uses:
             return True
-        for number, view in enumerate(self._views):
-            kept = sys.getrefcount(view) > _references_to_a_view
-            if kept and self._params[number].tensor.grad is not view:
-                return True
-        return False
+        references = self._count_references()
+        return references != self._references and any(
+            now > before and param.tensor.grad is not gradient
+            for now, before, param, gradient in zip(
+                references, self._references, self.params, self._gradients, strict=True
+            )
+        )
 
     @torch.no_grad()
     def fill(self, grads: Sequence[torch.Tensor | None], factor: float) -> None:
         """Write `factor` times `grads`, zeros for none; what stands there and is still in use moves out."""
         targets, sources = [], []
-        for param, view, grad in zip(self._params, self._views, grads, strict=True):
+        for param, view, grad in zip(self.params, self._views, grads, strict=True):
             if grad is not None and not grad.is_sparse:
                 targets.append(view)
-                sources.append(as_real(grad))
+                sources.append(grad)
                 continue
             if self.holds(param):
                 param.tensor.grad = param.tensor.grad.clone()  # type: ignore[union-attr]
             view.zero_()
+        if self._has_pairs:
+            sources = [as_real(source) for source in sources]
         if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(targets):
             number = torch.tensor(factor, dtype=torch.float64)
             for target, source in zip(targets, sources, strict=True):
@@ -72,20 +78,23 @@ class BucketMemory:
             torch._foreach_copy_(targets, sources)
             scale_(self.flat, factor)
 
-    def put(self, number: int) -> None:
-        """Make what stands at a slot the gradient of its parameter."""
-        tensor, combined = self._params[number].tensor, self._views[number]
-        if tensor.grad is combined:
-            return
-        if tensor.is_complex():
-            combined = torch.view_as_complex(combined)
-        if tensor.grad is not None and tensor.grad.is_sparse:  # sparse_as_dense
-            combined = combined.to_sparse(tensor.grad.sparse_dim())
-        tensor.grad = combined
+    def count(self, dense: Sequence[bool], sparse: Sequence[bool]) -> None:
+        """Write which gradients this rank contributes to."""
+        told = self._all_dense if all(dense) else torch.tensor([*dense, *sparse], dtype=self.flat.dtype)
+        self.counts.copy_(told)
+
+    def put(self, chosen: Sequence[float]) -> None:
+        """Make what stands here the gradients of the parameters that are chosen by a number other than zero."""
+        for param, combined, is_chosen in zip(self.params, self._gradients, chosen, strict=True):
+            tensor = param.tensor
+            if is_chosen and (grad := tensor.grad) is not combined:
+                if grad is not None and grad.is_sparse:  # sparse_as_dense
+                    combined = combined.to_sparse(grad.sparse_dim())
+                tensor.grad = combined
 
     def drop(self) -> None:
         """Take the gradients away that stand here."""
-        for param in self._params:
+        for param in self.params:
             if self.holds(param):
                 param.tensor.grad = None
 

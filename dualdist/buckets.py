@@ -38,8 +38,8 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 class Bucket:
     """Some parameters whose gradients are sent together.
 
-    Behind the gradients stand two numbers per parameter, summed along with them: how many ranks contribute a dense
-    gradient, and how many a sparse one. So all ranks know which gradients exist without asking.
+    Behind the gradients stand two numbers per parameter, summed along with them: for each how many ranks contribute a
+    dense gradient, then for each how many a sparse one. So all ranks know which gradients exist without asking.
     """
 
     slots: tuple[Slot, ...]

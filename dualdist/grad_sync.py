@@ -148,11 +148,14 @@ class GradSync:
     def fire(self, index: int) -> None:
         """Take the gradient that backward has just completed for the parameter at `index`."""
         param, task = self._params[index], torch._C._current_graph_task_id()
-        combined = self._sent and param.passes == 0
-        if param.accumulated() and combined:
-            self._check_repeatable(param)
-        if not self.enabled:
-            return
+        if self.enabled and self.options.needs_no_count:
+            param.passes = 1
+        else:
+            combined = self._sent and param.passes == 0
+            if param.accumulated() and combined:
+                self._check_repeatable(param)
+            if not self.enabled:
+                return
         if index in self._fired:
             self._begin_again(index)
         if task not in self._tasks:  # reentrant checkpoints nest: each task has an end of its own
@@ -250,7 +253,8 @@ class GradSync:
         self._early = not self._repeats
         for param in self._params:
             param.passes = 0
-            param.note()
+            if not self.options.needs_no_count:
+                param.note()
         self._sent = True
 
     def refuse(self, reason: str) -> None:
@@ -299,15 +303,17 @@ class GradSync:
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
         memory = self._memory_of(place)
-        grads = [None if empty else self._contribution(slot.param) for slot in bucket.slots]
+        grads = [None if empty else self._contribution(param) for param in memory.params]
         memory.fill(grads, 1 / group.size if self._divides_first(bucket, group) else 1.0)
-        counts = [0.0] * 2 * len(grads)
-        for number, (slot, grad) in enumerate(zip(bucket.slots, grads, strict=True)):
-            if grad is not None and not self._is_combined(slot.param):
-                counts[2 * number + grad.is_sparse] = 1.0
-                if self._early and not grad.is_sparse:
-                    memory.put(number)
-        memory.flat[bucket.numel :].copy_(torch.tensor(counts))
+        dense, sparse = [], []
+        for param, grad in zip(memory.params, grads, strict=True):
+            is_new = grad is not None and not self._is_combined(param)
+            is_sparse = grad is not None and grad.is_sparse
+            dense.append(is_new and not is_sparse)
+            sparse.append(is_new and is_sparse)
+        memory.count(dense, sparse)
+        if self._early:
+            memory.put(dense)
         wire = self._to_wire(memory.flat, group)
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
         lane = f"{self._place}.{place}"
@@ -335,17 +341,17 @@ class GradSync:
         )
         return options.reduction == Reduction(Average) and sent_as_is and group.size.bit_count() == 1
 
-    def _is_combined(self, index: int) -> bool:
+    def _is_combined(self, param: Accumulated) -> bool:
         """Return whether the gradient was combined already, and nothing was added to it here since."""
-        return self._sent and self._params[index].passes == 0
+        return self._sent and param.passes == 0
 
-    def _contribution(self, index: int) -> torch.Tensor | None:
+    def _contribution(self, param: Accumulated) -> torch.Tensor | None:
         """Return what this rank sends. A combined gradient goes again into an average, where others add to theirs."""
-        if moved := self._params[index].moved():
+        if moved := param.moved():
             self._wrong.append(moved)
             return None
-        grad = self._params[index].tensor.grad
-        if grad is None or (self._is_combined(index) and self.options.reduction.op != Average):
+        grad = param.tensor.grad
+        if grad is None or (self._is_combined(param) and self.options.reduction.op != Average):
             return None
         if grad.is_sparse and self.options.sparse_as_dense:
             return grad.to_dense()
@@ -367,13 +373,12 @@ class GradSync:
             if wire.data_ptr() != memory.flat.data_ptr():
                 memory.flat.copy_(wire)
             counts = wire[bucket.numel :].tolist()
-            sparse.update(slot.param for slot, count in zip(bucket.slots, counts[1::2], strict=True) if count)
-            if not keep:
+            is_dense, is_sparse = counts[: len(bucket.slots)], counts[len(bucket.slots) :]
+            sparse.update(slot.param for slot, count in zip(bucket.slots, is_sparse, strict=True) if count)
+            if keep:
+                memory.put(is_dense)
+            else:
                 memory.drop()
-                continue
-            for number, count in enumerate(counts[::2]):
-                if count:
-                    memory.put(number)
         for index in sorted(sparse):
             self._combine_sparse(group, index, keep)
         if sparse - self._sparse:
@@ -381,8 +386,9 @@ class GradSync:
             self._lay_out()
 
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
+        contribution = self._contribution(self._params[index]) if keep else None
         param = self._params[index].tensor
-        combined = sum_sparse(group, self._contribution(index) if keep else None, param)
+        combined = sum_sparse(group, contribution, param)
         if keep:
             average = self.options.reduction.op == Average
             param.grad = combined / group.size if average else combined

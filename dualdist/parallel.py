@@ -76,7 +76,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._sync: GradSync | None = None
         self._joining = False
         self._wrapped = {id(param): param for param in module.parameters()}
-        self._parts = _parts_of(module)
+        self._parts = list(module.modules())
+        self._held = _held_by(self._parts)
         if self._process_set.included():
             if init_sync:
                 self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
@@ -107,13 +108,15 @@ class DistributedDataParallel(torch.nn.Module):
             return
         self._sync.watch()
         if self.broadcast_buffers and self.training and not self._joining:
-            self._broadcast(dict(self.module.named_buffers()))
-        if all(_ids(part) == ids for part, ids in self._parts):
+            if any(part._buffers for part in self._parts):
+                self._broadcast(dict(self.module.named_buffers()))
+        if _held_by(self._parts) == self._held:
             return
         for name, param in self.module.named_parameters():
             if id(param) not in self._wrapped:
                 self._sync.refuse(f"{name!r} is another one now")
-        self._parts = _parts_of(self.module)
+        self._parts = list(self.module.modules())
+        self._held = _held_by(self._parts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied and pickled: the copy would train alone."""
@@ -202,10 +205,8 @@ def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: floa
         raise ValueError(f"`bucket_cap_mb` must be positive or None, but is {bucket_cap_mb} instead.")
 
 
-def _parts_of(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    return [(part, _ids(part)) for part in module.modules()]
-
-
-def _ids(part: torch.nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return which parameters and parts a module has; cheaper than walking through all names."""
-    return tuple(map(id, part._parameters.values())), tuple(map(id, part._modules.values()))
+def _held_by(parts: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the ids of the parameters and parts of `parts`; cheaper than walking through all names."""
+    return [
+        id(value) for part in parts for held in (part._parameters, part._modules) for value in held.values()
+    ]

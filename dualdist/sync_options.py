@@ -10,7 +10,7 @@ from .accumulation import Accumulated
 from .collectives.reduce import Reduction
 from .compression import Compressor
 from .process_sets import ProcessSet
-from .types import REDUCE_OP_NAMES
+from .types import REDUCE_OP_NAMES, Average
 
 __all__ = ("SyncOptions",)
 
@@ -28,6 +28,11 @@ class SyncOptions:
     """How many MiB are sent at once; None: as in DDP."""
     owner: str = "DistributedOptimizer"
     """Who combines them, for errors."""
+
+    @property
+    def needs_no_count(self) -> bool:
+        """Whether it is all the same how many backwards have added to a gradient: each is combined, again and again."""
+        return self.passes == 1 and self.reduction.op == Average
 
     def describe(
         self, params: Sequence[Accumulated], groups: Sequence[Sequence[int]] | None
