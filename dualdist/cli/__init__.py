@@ -28,13 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for name, purpose in _COMMANDS.items():
         module = importlib.import_module(f".{name}", __name__)
-        module.add_arguments(
-            commands.add_parser(
-                name, help=purpose, description=module.__doc__, allow_abbrev=False,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+        command = commands.add_parser(
+            name, help=purpose, description=module.__doc__, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-    args = parser.parse_args(argv)
+        module.add_arguments(command)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # told with the usage of the subcommand
+        commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(importlib.import_module(f".{args.subcommand}", __name__).execute(args))
     except ConfigurationError as error:

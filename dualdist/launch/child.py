@@ -46,10 +46,27 @@ def _run(task: int) -> bytes:
     process._inheriting = True  # type: ignore[attr-defined] # so that a script without a guard does not start more
     try:
         multiprocessing.spawn.prepare(preparation)
-        function, args = pickle.loads(work)
+        function, args = _unpickled(work)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
-    return pickle.dumps(function(*args))
+    result = function(*args)
+    try:
+        return pickle.dumps(result)
+    except Exception as error:  # the user's class decides what pickling raises
+        raise TypeError(
+            f"`function` must return what can be pickled, but returned a {type(result).__name__} instead: {error}."
+        ) from error
+
+
+def _unpickled(work: bytes) -> Any:
+    try:
+        return pickle.loads(work)
+    except AttributeError as error:
+        if "Can't get attribute" not in str(error):  # pickle's words
+            raise
+        raise AttributeError(
+            f"{error}. What is spawned must be defined in its file outside `if __name__ == '__main__':`."
+        ) from error
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -67,9 +67,11 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 def assign(hosts: Sequence[Host], size: int | None) -> list[Slot]:
     """Return the slots of ranks 0 to `size` - 1, or of all slots, in the order of the hosts.
 
-    Raises ConfigurationError when there are fewer slots than processes.
+    Raises ConfigurationError when there are fewer slots than processes, or no processes.
     """
     total = sum(host.slots for host in hosts)
+    if size is not None and size < 1:
+        raise ConfigurationError(f"`-np` must be at least 1, but is {size} instead.")
     size = total if size is None else size
     if not 1 <= size <= total:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from ..errors import ConfigurationError
+
 __all__ = ("Output",)
 
 _NAMES = {1: "stdout", 2: "stderr"}
@@ -74,10 +76,12 @@ class Output:
         self._timestamps = timestamps
         self._streams: dict[tuple[int, int], _Lines] = {}
         if folder is not None:
-            for rank in range(size):
-                self._rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
-                for name in _NAMES.values():
-                    (self._rank_folder(folder, rank) / name).write_bytes(b"")
+            try:
+                self._make_files(folder)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"`--output` must be a folder that can be written, but: {error}."
+                ) from error
 
     def __enter__(self) -> Output:
         return self
@@ -111,6 +115,12 @@ class Output:
         if self._folder is not None:
             copy = open(self._rank_folder(self._folder, rank) / _NAMES[stream], "ab")
         return _Lines(f"[1,{rank}]<{_NAMES[stream]}>:", target, copy, self._timestamps)
+
+    def _make_files(self, folder: Path) -> None:
+        for rank in range(self._size):
+            self._rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
+            for name in _NAMES.values():
+                (self._rank_folder(folder, rank) / name).write_bytes(b"")
 
     def _rank_folder(self, folder: Path, rank: int) -> Path:
         return folder / f"rank.{str(rank).zfill(len(str(self._size - 1)))}"

@@ -100,7 +100,7 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words() -> None:
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(TypeError, match="lock"):
+    with pytest.raises(TypeError, match="must return what can be pickled, but returned a lock instead"):
         hvd.spawn(spawned.return_unsendable, nprocs=1)
 
 
@@ -184,3 +184,16 @@ def test_a_script_without_a_guard_is_told_so_instead_of_starting_ever_more_proce
     monkeypatch.setitem(sys.modules, "__main__", script)
     with pytest.raises(RuntimeError, match="if __name__ == '__main__':"):
         hvd.spawn(print, nprocs=1)
+
+
+def test_a_function_under_the_guard_is_told_to_come_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(spawned.block, "__module__", "__main__")
+    monkeypatch.setattr(script, "block", spawned.block, raising=False)
+    with pytest.raises(AttributeError, match="must be defined in its file outside `if __name__"):
+        hvd.spawn(spawned.block, nprocs=1)

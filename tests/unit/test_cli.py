@@ -117,6 +117,7 @@ def test_a_value_out_of_range_is_refused_by_name(row: Tuning, capsys: pytest.Cap
         (["--hostfile", "/nowhere/hosts", "true"], "/nowhere/hosts"),
         (["-np", "1", "--transport", "mpi", "true"], "mpirun"),
         (["-np", "1", "--gloo", "--transport", "nccl", "true"], "--gloo"),
+        (["-np", "1", "--output", "/dev/null", "true"], "--output"),
         (["-np", "1", "--env", "NO_SUCH_VARIABLE", "true"], "NO_SUCH_VARIABLE"),
         (["-np", "1", "--start-timeout", "0", "true"], "--start-timeout"),
         (
@@ -138,4 +139,5 @@ def test_an_unknown_option_and_an_abbreviation_are_errors(capsys: pytest.Capture
     for option in ("--frobnicate", "--verb"):
         with pytest.raises(SystemExit):
             main(["run", "-np", "1", option, "true"])
-        assert option in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert option in told and told.startswith("usage: dualdist run -np")
