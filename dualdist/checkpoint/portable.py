@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ("HostCopy", "cloned", "on_host")
+__all__ = ("HostCopy", "check_containers", "cloned", "on_host")
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_CONTAINERS = (list, tuple, set, dict, OrderedDict, Counter)
 Place = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns the tensor that stands for a tensor of the live state; the text says where in the state it is."""
 
@@ -21,6 +22,21 @@ def on_host(value: Any, where: str) -> Any:
     Raises TypeError, which quotes `where`, for anything that `torch.load(weights_only=True)` would refuse.
     """
     return _Walk(_compact).portable(value, where)
+
+
+def check_containers(value: Any, where: str) -> None:
+    """Raise TypeError, which quotes `where`, for a container in `value` that would come back as one of another type."""
+    if isinstance(value, list | tuple | set | frozenset | Mapping) and type(value) not in _CONTAINERS:
+        raise TypeError(
+            f"`{where}` must be a container that comes back as it was (list, tuple, set, dict, OrderedDict, Counter), "
+            f"but is a {type(value).__name__} instead. Convert it."
+        )
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_containers(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            check_containers(item, f"{where}[{place}]")
 
 
 def cloned(value: Any) -> Any:
@@ -81,7 +97,7 @@ class _Walk:
             return number()
         raise TypeError(
             f"`{where}` must be a tensor, a number, a string, or a list, tuple, set or dictionary of them, but is "
-            f"a {type(value).__module__}.{type(value).__qualname__} instead. Convert it in its state_dict()."
+            f"a {type(value).__module__}.{type(value).__qualname__} instead. Convert it, an object in its state_dict()."
         )
 
     def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
@@ -94,7 +110,7 @@ class _Walk:
         if isinstance(value, Counter):
             return Counter(items)
         if not hasattr(value, "_metadata"):
-            return items
+            return OrderedDict(items) if type(value) is OrderedDict else items
         versioned: Any = OrderedDict(items)  # the versions of a module's parts, by which old states are read
         versioned._metadata = self.portable(value._metadata, f"{where}._metadata")
         return versioned

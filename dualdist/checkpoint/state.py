@@ -10,6 +10,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from .names import few
+from .portable import check_containers
 
 __all__ = ("RANKS", "check_state", "collect", "collect_own", "is_per_rank", "is_stateful")
 
@@ -35,6 +36,8 @@ def check_state(state: Any) -> list[str]:
         raise TypeError(
             f"`state` must be a dictionary from names to objects and values, but is {state!r} instead."
         )
+    for name, value in state.items():
+        _check_plain(name, value)
     plain = [name for name, value in state.items() if not is_stateful(value)]
     if plain and not isinstance(state, MutableMapping):
         raise TypeError(
@@ -56,5 +59,11 @@ def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[
         if is_per_rank(value):
             values[name] = {RANKS: [states[name] for states in own]}
         else:
+            _check_plain(name, value)
             values[name] = value.state_dict() if is_stateful(value) else value
     return values
+
+
+def _check_plain(name: str, value: Any) -> None:
+    if not is_stateful(value):
+        check_containers(value, f"state[{name!r}]")

@@ -25,7 +25,7 @@ from ..checkpoint.memory import MemoryFile
 from ..checkpoint.portable import on_host
 from ..checkpoint.restoration import restore
 from ..checkpoint.share import from_writer, on_all_ranks
-from ..checkpoint.state import collect, collect_own
+from ..checkpoint.state import collect, collect_own, is_stateful
 from ..errors import CheckpointError
 
 __all__ = ("Commits", "InMemory")
@@ -72,9 +72,11 @@ class Commits:
     def save(self, objects: Mapping[str, Any]) -> None:
         """Write one more commit, on one process of each node. Every rank must call it; none waits for another.
 
-        It warns, and training goes on, when that fails: other nodes may have it, and the one before is kept.
+        It warns, and training goes on, when that fails: other nodes may have it, and the one before is kept. Raises
+        TypeError on every rank that has a plain value which cannot be written, not the writers alone.
         """
         self._number += 1
+        self._portable({name: value for name, value in objects.items() if not is_stateful(value)})
         if not self._writes:
             return
         manifest = make_manifest(self._number, {}, self._number)

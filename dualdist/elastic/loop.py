@@ -11,11 +11,14 @@ from ..basics import init, shutdown
 from ..context import current
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 from .restarting import restarting
-from .state import State
+from .state import State, commits_made
 
 __all__ = ("run", "run_fn")
 
 logger = logging.getLogger("dualdist")
+
+_MOST_FAILURES = 10
+"""After so many in a row without a commit, training fails for a reason of its own; horovodrun has --reset-limit."""
 
 T = TypeVar("T")
 
@@ -26,7 +29,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     The wrapper shares the state and calls `func`. When a collective raises HorovodInternalError, every rank goes back
     to the state's last commit; on HostsUpdatedInterrupt they keep what they have. Then every rank leaves the world,
     joins it anew with the arguments of the first `init()`, calls the reset callbacks, and calls `func` again. Process
-    sets that were added later must be added again in a reset callback. Any other exception ends the process.
+    sets that were added later must be added again in a reset callback. Any other exception ends the process, and so
+    does the HorovodInternalError that is the tenth in a row without a commit in between.
 
     Collective: every rank must call it, after `init()`, with a `State` as first argument. What it can recover from is
     said in the docstring of this package.
@@ -47,6 +51,11 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        if not all(callable(getattr(state, name, None)) for name in ("sync", "restore", "on_reset")):
+            raise TypeError(
+                f"`state` must be a TorchState or another State, but is a {type(state).__name__} instead."
+            )
+        failures, made = 0, commits_made(state)
         backend = current().backend
         backend.add_host_listener(state)
         skip_sync = False
@@ -57,6 +66,11 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                         state.sync()
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
+                    failures, made = failures + 1 if made == commits_made(state) else 1, commits_made(state)
+                    if failures == _MOST_FAILURES:
+                        raise HorovodInternalError(
+                            f"Training has failed {failures} times in a row without a commit, the last time: {error}"
+                        ) from error
                     logger.warning("Going back to the last commit, as a collective has failed: %s", error)
                     state.restore()
                     skip_sync = False

@@ -23,6 +23,8 @@ __all__ = ("restarting",)
 
 _numbers = itertools.count()
 """Every `run` of a program has commits of its own."""
+_lifelines = itertools.count()
+"""Ranks find each other under a name that no earlier lifeline in this world had."""
 
 
 @contextlib.contextmanager
@@ -84,6 +86,6 @@ class _Lifeline:
         context = current()
         backend = context.backend
         self._mesh = Mesh(
-            backend.store, "lifeline", range(backend.size), backend.rank, backend.address,
+            backend.store, f"lifeline-{next(_lifelines)}", range(backend.size), backend.rank, backend.address,
             context.settings.stall_timeout_seconds,
         )  # fmt: skip

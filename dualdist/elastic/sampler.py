@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 from collections.abc import Iterator, Sized
@@ -13,6 +14,8 @@ import torch
 from ..basics import rank, size
 
 __all__ = ("ElasticSampler",)
+
+logger = logging.getLogger("dualdist")
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -31,6 +34,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_num = 0
+        self._warned = False
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -41,6 +45,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed a batch of `batch_size` samples."""
+        if self.processed_num >= len(self.dataset) and self.rank == 0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "ElasticSampler: all %d samples of epoch %d were processed before this batch. Call set_epoch() at the "
+                "end of each epoch: after a reset nothing is left to train on otherwise.",
+                len(self.dataset), self.epoch,
+            )  # fmt: skip
         self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

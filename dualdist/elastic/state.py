@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..basics import rank
+from ..checkpoint.state import is_stateful
 from ..errors import HostsUpdatedInterrupt
 from ..objects import broadcast_object
-from ..parameters import broadcast_optimizer_state, broadcast_parameters
-from ..samplers import DealingSampler
-from .sampler import ElasticSampler
+from .handlers import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    get_handler_registry,
+    handler_of,
+    set_handler_registry,
+)
 
 if TYPE_CHECKING:
     from .commits import Commits
@@ -36,6 +43,7 @@ __all__ = (
     "StateHandler",
     "TorchState",
     "attach",
+    "commits_made",
     "detach",
     "get_handler_registry",
     "set_handler_registry",
@@ -60,11 +68,14 @@ class State:
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._commits_made = 0
         self._commits: Commits | None = None
         """Where `commit` also writes, when `run` finds that the launcher starts all processes anew."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Have `callbacks` called whenever the world was joined anew, such as one that scales the learning rate."""
+        if callable(callbacks):
+            raise TypeError("`callbacks` must be a list of functions, but is one function instead.")
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -86,6 +97,7 @@ class State:
         """
         self.save()
         self._persist()
+        self._commits_made += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -140,15 +152,22 @@ def detach(state: State) -> None:
     state._commits = None
 
 
+def commits_made(state: Any) -> int:
+    """Return how often `commit` has returned or is about to, 0 for a state of another class than State."""
+    return state._commits_made if isinstance(state, State) else 0
+
+
 class ObjectState(State):
-    """Plain values, each an attribute. They are shared by pickle.
+    """Plain values, each an attribute. They are shared by pickle: objects that know of each other go into a TorchState.
 
     kwargs: the attributes and their values. Lists, dictionaries, sets, tuples, bytearrays and tensors are copied when
     they are saved and restored; any other value is kept as the object it is, so changes inside it are not undone.
+    Raises ValueError for a name that State needs for itself.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
+        _check_names(kwargs)
         self._set_attrs(kwargs)
         self._saved_state = {name: _kept(value) for name, value in kwargs.items()}
 
@@ -175,7 +194,7 @@ class ObjectState(State):
         objects = self._objects()
         commits.check(objects)
         if commits.resume(objects):
-            self._set_attrs({name: objects[name] for name in self._saved_state})
+            self._set_attrs({name: value for name, value in objects.items() if not is_stateful(value)})
             self.on_reset()
         self._commits = commits
 
@@ -191,6 +210,12 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if hasattr(State, name):
+            raise ValueError(f"A value must not be named {name!r}, which State has. Choose another name.")
+
+
 def _kept(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value
 
@@ -199,8 +224,9 @@ class TorchState(ObjectState):
     """Models, optimizers, samplers and plain values, each an attribute under its keyword.
 
     model, optimizer: any number of them; more can be given as kwargs. kwargs: what has a handler (modules, optimizers,
-    samplers, see `set_handler_registry`) is saved and shared by that, all else as in ObjectState.
-    Setting an attribute that has a handler to another object saves that.
+    samplers, see `set_handler_registry`) is saved and shared by that, what has `state_dict` and `load_state_dict`
+    (schedulers, GradScaler) by these, all else as in ObjectState. Setting an attribute that has a handler to another
+    object saves that. Raises ValueError as ObjectState does, TypeError for what has a state of its own on each rank.
     """
 
     def __init__(
@@ -210,7 +236,8 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
-        handlers = {name: _handler(value) for name, value in values.items()}
+        _check_names(values)
+        handlers = {name: handler_of(name, value) for name, value in values.items()}
         self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
         for name, handler in self._handlers.items():
             super().__setattr__(name, handler.value)
@@ -245,91 +272,3 @@ class TorchState(ObjectState):
         if handler is not None:
             handler.set_value(value)
         super().__setattr__(name, value)
-
-
-class StateHandler:
-    """How one kind of object is saved, restored and shared; the base of those in the registry."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def save(self) -> None:
-        """Keep a copy of the object's state in host memory. Local."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Give the object the state that was saved last. Local."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give the object rank 0's state. Collective."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt the object to a new world. Local."""
-
-    def set_value(self, value: Any) -> None:
-        """Look after another object from now on, and save it."""
-        self.value = value
-        self.save()
-
-
-class _StateDictHandler(StateHandler):
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.save()
-
-    def save(self) -> None:
-        self._saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self._saved))
-
-
-class ModelStateHandler(_StateDictHandler):
-    """Parameters and buffers of a torch.nn.Module."""
-
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-
-
-class OptimizerStateHandler(_StateDictHandler):
-    """State and options of a torch.optim.Optimizer."""
-
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
-
-
-class SamplerStateHandler(_StateDictHandler):
-    """Epoch and progress of an ElasticSampler or one of dualdist.samplers."""
-
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
-
-    def reset(self) -> None:
-        self.value.reset()
-
-
-Registry = list[tuple[type, type[StateHandler]]]
-
-_registry: Registry = [
-    (torch.nn.Module, ModelStateHandler),
-    (torch.optim.Optimizer, OptimizerStateHandler),
-    (ElasticSampler, SamplerStateHandler),
-    (DealingSampler, SamplerStateHandler),
-]
-
-
-def get_handler_registry() -> Registry:
-    """Return the pairs (type, handler) that `TorchState` goes by; the first that fits is taken."""
-    return _registry
-
-
-def set_handler_registry(registry: Registry) -> None:
-    """Make `TorchState` go by other pairs (type, handler) from now on."""
-    global _registry
-    _registry = registry
-
-
-def _handler(value: Any) -> StateHandler | None:
-    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)

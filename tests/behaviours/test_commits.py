@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +19,7 @@ import torch
 
 import dualdist as hvd
 from dualdist.checkpoint import FileSystem
-from dualdist.elastic import TorchState
+from dualdist.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry
 from dualdist.elastic.commits import Commits
 from dualdist.elastic.state import attach
 
@@ -151,6 +153,79 @@ def test_a_value_that_cannot_be_written_is_an_error_at_the_start_on_every_rank(t
         attach(state, opened(tmp_path))
 
 
+@contextmanager
+def restarted_by_torchrun(tmp_path: Path) -> Iterator[Path]:
+    """Join a world whose launcher starts all processes anew; its commits are in the folder of rank 0."""
+    folder = hvd.broadcast_object(str(tmp_path))
+    hvd.shutdown()
+    try:
+        with (
+            patch.dict(os.environ, {"DUALDIST_ELASTIC_DIR": folder}),
+            patch.object(sys, "argv", ["train"]),
+            warned(),
+        ):
+            hvd.init()
+            yield Path(folder)
+    finally:
+        hvd.shutdown()
+        hvd.init()
+
+
+@pytest.mark.engines("torch-gloo")
+@everywhere
+def test_one_run_after_the_other_and_one_inside_the_other(tmp_path: Path) -> None:
+    @hvd.elastic.run
+    def count(state: Any, inner: Any = None) -> int:
+        while state.batch < 3:
+            state.batch += 1
+            state.commit()
+        return int(state.batch if inner is None else count(inner))
+
+    with restarted_by_torchrun(tmp_path):
+        for _ in range(10):
+            assert count(TorchState(batch=0)) == 3
+        assert count(TorchState(batch=0), TorchState(batch=1)) == 3
+
+
+@everywhere
+def test_what_has_a_handler_of_its_own_goes_on_from_the_commit(tmp_path: Path) -> None:
+    class ListHandler(StateHandler):
+        def save(self) -> None:
+            self.saved = list(self.value)
+
+        def restore(self) -> None:
+            self.value[:] = self.saved
+
+        def sync(self) -> None:
+            self.value[:] = hvd.broadcast_object(self.value)
+
+    before = get_handler_registry()
+    set_handler_registry([(list, ListHandler), *before])
+    try:
+        state = TorchState(log=[])
+        attach(state, opened(tmp_path))
+        state.log.append(1)
+        state.commit()
+        fresh = TorchState(log=[])
+        with warned():
+            attach(fresh, opened(tmp_path))
+        fresh.log.append(2)
+        fresh.restore()
+        assert fresh.log == [1]
+    finally:
+        set_handler_registry(before)
+
+
+@everywhere
+def test_a_value_that_can_be_written_no_longer_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    state = TorchState(step=0)
+    tmp_path = Path(hvd.broadcast_object(str(tmp_path)))  # so that rank 0 writes for all
+    attach(state, Commits(tmp_path, True, FileSystem()))
+    state.step = object()
+    with pytest.raises(TypeError, match=r"`state\['step'\]` must be a tensor"):
+        state.commit()
+
+
 @pytest.mark.engines("torch-gloo")
 @everywhere
 def test_a_failure_that_all_survive_restarts_nothing(tmp_path: Path) -> None:
@@ -166,24 +241,13 @@ def test_a_failure_that_all_survive_restarts_nothing(tmp_path: Path) -> None:
                 hvd.allreduce(torch.ones(1 + hvd.rank()))
             state.commit()
 
-    folder = hvd.broadcast_object(str(tmp_path))
-    hvd.shutdown()
-    try:
-        with (
-            patch.dict(os.environ, {"DUALDIST_ELASTIC_DIR": folder}),
-            patch.object(sys, "argv", ["train"]),
-            warned(),
-        ):
-            hvd.init()
-            state = make_state(batch=0)
-            train(state)
-    finally:
-        hvd.shutdown()
-        hvd.init()
+    with restarted_by_torchrun(tmp_path) as folder:
+        state = make_state(batch=0)
+        train(state)
     assert tries == [0, 2]
     assert weight(state) == weight_after(4)
     hvd.barrier()
-    assert sorted(path.name for path in Path(folder).glob("run-*/*")) == [
+    assert sorted(path.name for path in folder.glob("run-*/*")) == [
         "step-000000003.pt",
         "step-000000004.pt",
     ]

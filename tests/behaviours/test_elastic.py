@@ -181,6 +181,95 @@ def test_other_errors_pass_through() -> None:
 
 
 @everywhere
+def test_what_fails_ten_times_without_a_commit_fails_for_good() -> None:
+    calls = []
+
+    @run
+    def train(state: Any) -> None:
+        calls.append(state.step)
+        state.step += 1
+        if state.step <= 3:
+            state.commit()
+        raise hvd.HorovodInternalError("each time")
+
+    with (
+        warned(),
+        pytest.raises(hvd.HorovodInternalError, match=r"10 times in a row without a commit.*: each time"),
+    ):
+        train(TorchState(step=0))
+    assert calls == [0, 1, 2, *[3] * 9]
+
+
+@everywhere
+def test_objects_with_a_state_dict_stay_those_they_were_and_go_back_to_the_commit() -> None:
+    failures = iter([4])
+
+    @run
+    def train(state: Any) -> None:
+        assert state.schedule.optimizer is state.optimizer
+        failure = next(failures, None)
+        while state.batch < BATCHES:
+            train_batch(state)
+            state.schedule.step()
+            state.scaler.update(2.0**state.schedule.last_epoch)
+            if state.batch == failure:
+                raise hvd.HorovodInternalError("lost a rank")
+            if state.batch == 3:
+                state.commit()
+
+    state = make_state(batch=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 1.0 / (1 + step))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))  # makes its tensors
+    state = TorchState(state.model, state.optimizer, batch=0, schedule=schedule, scaler=scaler)
+    with warned():
+        train(state)
+    assert (state.schedule, state.scaler) == (schedule, scaler)
+    assert schedule.last_epoch == BATCHES
+    assert scaler.get_scale() == 2.0**BATCHES
+    assert state.optimizer.param_groups[0]["lr"] == RATE / (1 + BATCHES)
+
+
+class OfEachRank:
+    per_rank = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@everywhere
+def test_wrong_use_is_an_error_that_says_what_is_wanted() -> None:
+    with pytest.raises(TypeError, match=r"`state` must be a TorchState or another State, but is a dict"):
+        run(lambda state: None)({})
+    with pytest.raises(TypeError, match="`callbacks` must be a list of functions"):
+        TorchState().register_reset_callbacks(print)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must not be named 'save', which State has"):
+        TorchState(save=1)
+    with pytest.raises(
+        TypeError, match="`numbers` must be equal on all ranks, but is a OfEachRank with a state"
+    ):
+        TorchState(numbers=OfEachRank())
+
+
+@everywhere
+def test_a_sampler_without_set_epoch_is_told_on_rank_0_once() -> None:
+    sampler = ElasticSampler(range(5))
+    with warned() as messages:
+        for batch in range(3 * len(sampler)):
+            sampler.record_batch(batch, 1)
+    assert len(messages) == (1 if hvd.rank() == 0 else 0)
+    assert all("all 5 samples of epoch 0" in message for message in messages)
+    with warned() as messages:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for batch in range(len(sampler)):
+                sampler.record_batch(batch, 1)
+    assert not messages
+
+
+@everywhere
 def test_sync_takes_rank_0s_state_and_saves_it() -> None:
     state = make_state(batch=hvd.rank(), log=[hvd.rank()])
     torch.nn.init.constant_(state.model.weight, 1.0 + hvd.rank())

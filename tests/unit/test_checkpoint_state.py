@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import ChainMap, Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def net() -> nn.Sequential:
 
 VALUES = [
     None, True, 3, 2.5, 1j, "text", b"bytes", [1, [2]], (1, (2,)), {1, 2}, {"a": {"b": 1}, 2: 3, (1, 2): 4},
-    Counter("aab"), torch.float16, torch.Size([2, 3]), torch.device("cpu"), float("inf"),
+    Counter("aab"), OrderedDict(b=1, a=2), torch.float16, torch.Size([2, 3]), torch.device("cpu"), float("inf"),
 ]  # fmt: skip
 
 
@@ -84,6 +84,21 @@ def test_tensors_come_back_equal(tensor: torch.Tensor, way: Any, tmp_path: Path)
 def test_a_value_that_could_not_be_loaded_is_refused_when_it_is_saved(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`state\['a'\]\[1\]` must "):
         on_host({"a": [0, value]}, "state")
+
+
+class Names(list[str]):
+    """A list with methods of its own, which would come back without them."""
+
+
+@pytest.mark.parametrize(
+    "value", [defaultdict(list), frozenset({1}), Names(), ChainMap({})], ids=lambda v: type(v).__name__
+)
+def test_a_plain_container_that_would_come_back_as_another_is_refused(value: Any) -> None:
+    told = (
+        rf"`state\['a'\]\[1\]\['b'\]` must be a container that comes back .* a {type(value).__name__} instead"
+    )
+    with pytest.raises(TypeError, match=told):
+        collect({"a": [0, {"b": value}]}, [])
 
 
 def test_numpy_numbers_are_saved_as_plain_ones(tmp_path: Path) -> None:
