@@ -13,7 +13,10 @@ _VERSION = "_dualdist_version"
 
 
 class Accumulated:
-    """One parameter, and how many backwards have added to its gradient since ranks combined theirs."""
+    """One parameter, and how many backwards have added to its gradient since ranks combined theirs.
+
+    Where that makes no difference (SyncOptions.needs_no_count) `passes` is 0 or 1, and the gradient's mark may be old.
+    """
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name

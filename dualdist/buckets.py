@@ -104,7 +104,7 @@ def _bucket(
     for index in members:
         shape, stride = params[index].shape, params[index].stride()
         if index in left_out:
-            shape, stride = torch.Size([0]), (1,)
+            shape, stride = (torch.Size([0, 2]), (2, 1)) if index in paired else (torch.Size([0]), (1,))
         elif not _is_dense(params[index]):
             stride = torch.empty(shape, device="meta").stride()
         if index in paired:

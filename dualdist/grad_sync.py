@@ -24,11 +24,10 @@ import torch
 from .accumulation import Accumulated
 from .backends.base import Group, Work
 from .bucket_memory import BucketMemory
-from .buckets import Bucket, lay_out
+from .buckets import lay_out
 from .call_site import call_site
-from .collectives.reduce import Reduction, scale_, sum_sparse
+from .collectives.reduce import scale_, sum_sparse
 from .collectives.wire import reduction_dtype
-from .compression import Compression
 from .context import current
 from .errors import CollectiveMismatchError, HorovodInternalError
 from .process_sets import channel_of
@@ -251,9 +250,10 @@ class GradSync:
         finally:
             self._start_over()
         self._early = not self._repeats
+        counts = not self.options.needs_no_count
         for param in self._params:
             param.passes = 0
-            if not self.options.needs_no_count:
+            if counts:
                 param.note()
         self._sent = True
 
@@ -304,7 +304,7 @@ class GradSync:
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
         memory = self._memory_of(place)
         grads = [None if empty else self._contribution(param) for param in memory.params]
-        memory.fill(grads, 1 / group.size if self._divides_first(bucket, group) else 1.0)
+        memory.fill(grads, 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0)
         dense, sparse = [], []
         for param, grad in zip(memory.params, grads, strict=True):
             is_new = grad is not None and not self._is_combined(param)
@@ -329,17 +329,6 @@ class GradSync:
             bucket = self._buckets[place]
             self._memory[place] = BucketMemory(bucket, [self._params[slot.param] for slot in bucket.slots])
         return self._memory[place]
-
-    def _divides_first(self, bucket: Bucket, group: Group) -> bool:
-        """Return whether gradients are divided for their average while they are copied, before the sum, as in DDP.
-
-        Only where that rounds nothing, by a power of two and without a cast, and the user has not chosen the factors.
-        """
-        options = self.options
-        sent_as_is = (
-            options.compression is Compression.none and reduction_dtype(bucket.dtype, group) is bucket.dtype
-        )
-        return options.reduction == Reduction(Average) and sent_as_is and group.size.bit_count() == 1
 
     def _is_combined(self, param: Accumulated) -> bool:
         """Return whether the gradient was combined already, and nothing was added to it here since."""
@@ -368,7 +357,7 @@ class GradSync:
         for (place, bucket), (wire, work) in zip(enumerate(self._buckets), self._works, strict=True):
             work.wait()
             memory = self._memory[place]
-            divides = reduction.op == Average and not self._divides_first(bucket, group)
+            divides = reduction.op == Average and not self.options.divides_first(bucket.dtype, group)
             scale_(wire[: bucket.numel], reduction.postscale_factor / (group.size if divides else 1))
             if wire.data_ptr() != memory.flat.data_ptr():
                 memory.flat.copy_(wire)

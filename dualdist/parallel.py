@@ -76,8 +76,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._sync: GradSync | None = None
         self._joining = False
         self._wrapped = {id(param): param for param in module.parameters()}
-        self._parts = list(module.modules())
-        self._held = _held_by(self._parts)
+        self._look_at_parts()
         if self._process_set.included():
             if init_sync:
                 self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
@@ -107,14 +106,19 @@ class DistributedDataParallel(torch.nn.Module):
         if self._sync is None or not self._sync.enabled or not torch.is_grad_enabled():
             return
         self._sync.watch()
-        if self.broadcast_buffers and self.training and not self._joining:
-            if any(part._buffers for part in self._parts):
-                self._broadcast(dict(self.module.named_buffers()))
-        if _held_by(self._parts) == self._held:
+        is_changed = _held_by(self._parts) != self._held
+        if is_changed:
+            self._look_at_parts()
+        has_buffers = any(part._buffers for part in self._parts)
+        if has_buffers and self.broadcast_buffers and self.training and not self._joining:
+            self._broadcast(dict(self.module.named_buffers()))
+        if not is_changed:
             return
         for name, param in self.module.named_parameters():
             if id(param) not in self._wrapped:
                 self._sync.refuse(f"{name!r} is another one now")
+
+    def _look_at_parts(self) -> None:
         self._parts = list(self.module.modules())
         self._held = _held_by(self._parts)
 

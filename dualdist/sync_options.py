@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .accumulation import Accumulated
+from .backends.base import Group
 from .collectives.reduce import Reduction
-from .compression import Compressor
+from .collectives.wire import reduction_dtype
+from .compression import Compression, Compressor
 from .process_sets import ProcessSet
 from .types import REDUCE_OP_NAMES, Average
 
@@ -31,8 +35,16 @@ class SyncOptions:
 
     @property
     def needs_no_count(self) -> bool:
-        """Whether it is all the same how many backwards have added to a gradient: each is combined, again and again."""
+        """Whether each backward is combined, and may be again: then versions of gradients are not looked at."""
         return self.passes == 1 and self.reduction.op == Average
+
+    def divides_first(self, dtype: torch.dtype, group: Group) -> bool:
+        """Return whether gradients are divided for their average while they are copied, before the sum, as in DDP.
+
+        Only where that rounds nothing, by a power of two and without a cast, and the user has not chosen the factors.
+        """
+        sent_as_is = self.compression is Compression.none and reduction_dtype(dtype, group) is dtype
+        return self.reduction == Reduction(Average) and sent_as_is and group.size.bit_count() == 1
 
     def describe(
         self, params: Sequence[Accumulated], groups: Sequence[Sequence[int]] | None

@@ -84,7 +84,8 @@ def load(
 
     Raises:
         DamagedCheckpointError: the file is not as it was written, or holds what only running code could make.
-        CheckpointError: there is none, or it does not fit `state`, which is left as it was. All on every rank.
+        CheckpointError: there is none, or it does not fit `state`, which is left as it was (but for modules, when the
+            `load_state_dict` of one raised). All on every rank.
     """
     if state is not None:
         _agree_on_names(state)

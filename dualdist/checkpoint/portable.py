@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ("HostCopy", "check_containers", "cloned", "on_host")
+__all__ = ("HostCopy", "check_containers", "check_portable", "cloned", "on_host")
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, Counter)
@@ -26,6 +26,8 @@ def on_host(value: Any, where: str) -> Any:
 
 def check_containers(value: Any, where: str) -> None:
     """Raise TypeError, which quotes `where`, for a container in `value` that would come back as one of another type."""
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, list | tuple | set | frozenset | Mapping) and type(value) not in _CONTAINERS:
         raise TypeError(
             f"`{where}` must be a container that comes back as it was (list, tuple, set, dict, OrderedDict, Counter), "
@@ -34,14 +36,19 @@ def check_containers(value: Any, where: str) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             check_containers(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set):
         for place, item in enumerate(value):
-            check_containers(item, f"{where}[{place}]")
+            check_containers(item, where if isinstance(value, set) else f"{where}[{place}]")
+
+
+def check_portable(value: Any, where: str) -> None:
+    """Raise TypeError as `on_host` does, without moving a tensor."""
+    _Walk(lambda tensor, where: tensor).portable(value, where)
 
 
 def cloned(value: Any) -> Any:
-    """Return a copy of what was loaded, tensors included, that does not keep the file in memory."""
-    return _Walk(lambda tensor, where: tensor.clone()).portable(value, "state")
+    """Return a copy in host memory, tensors included: of what was loaded, one that does not keep the file there."""
+    return _Walk(lambda tensor, where: tensor.to("cpu", copy=True)).portable(value, "state")
 
 
 class HostCopy:

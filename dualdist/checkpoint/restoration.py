@@ -8,7 +8,6 @@ shapes are known to fit by then. Plain values come last.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -38,17 +37,18 @@ def restore(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool
     """Give the objects of `state` their part of `values`, and set its plain values. Collective over the world.
 
     strict: False loads what fits, and warns of the rest. origin: the file, for messages. Raises CheckpointError on
-    every rank, with everything as it was before, unless it comes from a module's own `load_state_dict`.
+    every rank, with everything as it was before, but for modules when it comes from the `load_state_dict` of one.
     """
     found: list[Restoration] = []
     on_all_ranks(lambda: found.append(Restoration(state, values, strict=strict, rank=rank(), origin=origin)))
     own = found[0]
     try:
         on_all_ranks(own.load_objects)
-    except CheckpointError:
+        on_all_ranks(own.load_modules)
+    except BaseException:  # also when a rank has ended meanwhile
         own.undo()
         raise
-    on_all_ranks(own.load_the_rest)
+    own.set_plain()
 
 
 class Restoration:
@@ -64,7 +64,8 @@ class Restoration:
         self._modules: dict[str, Load] = {}
         self._plain: dict[str, Any] = {}
         self._former: dict[str, Any] = {}
-        """What the objects had before they were loaded."""
+        """What objects had before they were loaded, of those that can tell."""
+        self._begun: list[str] = []
         problems = _of_names(state, values)
         for name in [name for name in state if name in values]:
             misfits = self._plan(name, values[name], rank)
@@ -80,27 +81,33 @@ class Restoration:
     def load_objects(self) -> None:
         """Load all but modules and plain values. Raises CheckpointError; call `undo` then."""
         for name in self._objects:
-            with self._named(name):
+            with contextlib.suppress(Exception):  # the user's class decides when it can tell
                 self._former[name] = _copied(self._state[name])
         for name, load in self._objects.items():
+            self._begun.append(name)
             with self._named(name):
                 load()
 
-    def load_the_rest(self) -> None:
-        """Load the modules and set the plain values. Raises CheckpointError."""
+    def load_modules(self) -> None:
+        """Load the modules. Raises CheckpointError; call `undo` then."""
         for name, load in self._modules.items():
             with self._named(name):
                 load()
+
+    def set_plain(self) -> None:
+        """Set the plain values."""
         if isinstance(self._state, MutableMapping):
             self._state.update({name: cloned(value) for name, value in self._plain.items()})
 
     def undo(self) -> None:
-        """Give the objects back what they had."""
-        for name, former in self._former.items():
+        """Give the objects that have begun to load back what they had."""
+        for name in self._begun:
             try:
-                self._state[name].load_state_dict(former)
+                if name not in self._former:
+                    raise RuntimeError("its state_dict() failed before")
+                self._state[name].load_state_dict(self._former[name])
             except Exception as error:  # as in _named
-                logger.error("`%s` could not be brought back to what it was: %r", name, error)
+                logger.error("`%s` could not be brought back to what it was: %s", name, error)
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
@@ -125,16 +132,15 @@ class Restoration:
         load, misfits = (
             _plan_per_rank(value, saved, rank) if is_per_rank(value) else _plan_object(value, saved)
         )
-        if not misfits:
+        if load is not None:
             self._objects[name] = load
         return misfits
 
 
 def _copied(value: Any) -> Any:
+    """Return a copy of the state of `value`; of an optimizer the state itself, since loading one replaces it."""
     state = value.state_dict()
-    return (
-        state if isinstance(value, torch.optim.Optimizer) else copy.deepcopy(state)
-    )  # it replaces what it had
+    return state if isinstance(value, torch.optim.Optimizer) else cloned(state)
 
 
 def _of_names(state: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
@@ -151,20 +157,20 @@ def _plan_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> tuple[Loa
     return lambda: module.load_state_dict(fitting, strict=not misfits), misfits
 
 
-def _plan_object(value: Any, saved: Mapping[str, Any]) -> tuple[Load, list[str]]:
+def _plan_object(value: Any, saved: Mapping[str, Any]) -> tuple[Load | None, list[str]]:
     misfits = _of_groups(value, saved) if isinstance(value, torch.optim.Optimizer) else []
-    return lambda: value.load_state_dict(cloned(saved)), misfits
+    return None if misfits else lambda: value.load_state_dict(cloned(saved)), misfits
 
 
-def _plan_per_rank(value: Any, saved: Mapping[str, Any], rank: int) -> tuple[Load, list[str]]:
+def _plan_per_rank(value: Any, saved: Mapping[str, Any], rank: int) -> tuple[Load | None, list[str]]:
     states = saved.get(RANKS)
     if not isinstance(states, list) or not states:
-        return list, ["no states of single ranks in the file"]
+        return None, ["no states of single ranks in the file"]
     if rank < len(states):
         return lambda: value.load_state_dict(cloned(states[rank])), []
     derive = getattr(value, "load_derived", None)
     if derive is None:
-        return list, [f"{len(states)} ranks' states in the file, none for rank {rank}, and no load_derived()"]
+        return None, [f"{len(states)} ranks' states in the file, none for rank {rank}, and no load_derived()"]
     return lambda: derive(cloned(states), rank), []
 
 

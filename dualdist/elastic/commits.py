@@ -22,10 +22,10 @@ from ..checkpoint.filesystem import FileSystem
 from ..checkpoint.format import write_checkpoint
 from ..checkpoint.functions import make_manifest, read_values
 from ..checkpoint.memory import MemoryFile
-from ..checkpoint.portable import on_host
+from ..checkpoint.portable import check_portable, on_host
 from ..checkpoint.restoration import restore
 from ..checkpoint.share import from_writer, on_all_ranks
-from ..checkpoint.state import collect, collect_own, is_stateful
+from ..checkpoint.state import collect, is_stateful
 from ..errors import CheckpointError
 
 __all__ = ("Commits", "InMemory")
@@ -67,7 +67,7 @@ class Commits:
 
     def check(self, objects: Mapping[str, Any]) -> None:
         """Raise TypeError on every rank unless `objects` can be written. Collective over the world."""
-        on_all_ranks(lambda: self._check(objects))
+        on_all_ranks(lambda: check_portable(collect(objects, []), "state"))
 
     def save(self, objects: Mapping[str, Any]) -> None:
         """Write one more commit, on one process of each node. Every rank must call it; none waits for another.
@@ -76,13 +76,14 @@ class Commits:
         TypeError on every rank that has a plain value which cannot be written, not the writers alone.
         """
         self._number += 1
-        self._portable({name: value for name, value in objects.items() if not is_stateful(value)})
+        plain = {name: value for name, value in objects.items() if not is_stateful(value)}
+        check_portable(collect(plain, []), "state")
         if not self._writes:
             return
         manifest = make_manifest(self._number, {}, self._number)
         path = self._catalog.path_of(self._number)
         try:
-            write_checkpoint(path, self._portable(objects), manifest, self._file_system)
+            write_checkpoint(path, on_host(collect(objects, []), "state"), manifest, self._file_system)
         except OSError as error:
             logger.warning(
                 "Commit %d was not saved on the node of rank %d: %s. %s",
@@ -130,10 +131,3 @@ class Commits:
             logger.warning("Rank %d has no commit: %s", rank(), error)
             return 0
         return entry.manifest.serial if entry is not None else 0
-
-    def _check(self, objects: Mapping[str, Any]) -> None:
-        self._portable(objects)
-
-    @staticmethod
-    def _portable(objects: Mapping[str, Any]) -> Any:
-        return on_host(collect(objects, [collect_own(objects)]), "state")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..basics import rank
 from ..checkpoint.state import is_per_rank, is_stateful
 from ..objects import broadcast_object
 from ..parameters import broadcast_optimizer_state, broadcast_parameters
@@ -23,7 +24,7 @@ __all__ = (
     "SamplerStateHandler",
     "StateHandler",
     "get_handler_registry",
-    "handler_of",
+    "handler_class",
     "set_handler_registry",
 )
 
@@ -85,7 +86,10 @@ class _StatefulHandler(_StateDictHandler):
     """Whatever has a state_dict."""
 
     def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        state = self.value.state_dict() if rank() == 0 else None
+        self.value.load_state_dict(
+            copy.deepcopy(broadcast_object(state))
+        )  # the root gets back the very object
 
 
 class SamplerStateHandler(_StatefulHandler):
@@ -116,14 +120,14 @@ def set_handler_registry(registry: Registry) -> None:
     _registry = registry
 
 
-def handler_of(name: str, value: Any) -> StateHandler | None:
-    """Return what looks after `value`, None for a plain one. Raises TypeError for what cannot be shared."""
+def handler_class(name: str, value: Any) -> type[StateHandler] | None:
+    """Return what looks after things like `value`, None for plain ones. Raises TypeError for what cannot be shared."""
     for kind, handler in _registry:
         if isinstance(value, kind):
-            return handler(value)
+            return handler
     if is_per_rank(value):
         raise TypeError(
             f"`{name}` must be equal on all ranks, but is a {type(value).__name__} with a state for each rank instead. "
             "Leave it out: ranks come and go."
         )
-    return _StatefulHandler(value) if is_stateful(value) else None
+    return _StatefulHandler if is_stateful(value) else None

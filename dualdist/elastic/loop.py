@@ -38,6 +38,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        _check_state(state)
         if not current().launch.restarts:
             return run_fn(func, _rejoin)(state, *args, **kwargs)
         with restarting(state) as rejoin:
@@ -51,10 +52,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        if not all(callable(getattr(state, name, None)) for name in ("sync", "restore", "on_reset")):
-            raise TypeError(
-                f"`state` must be a TorchState or another State, but is a {type(state).__name__} instead."
-            )
+        _check_state(state)
         failures, made = 0, commits_made(state)
         backend = current().backend
         backend.add_host_listener(state)
@@ -66,7 +64,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                         state.sync()
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
-                    failures, made = failures + 1 if made == commits_made(state) else 1, commits_made(state)
+                    before, made = made, commits_made(state)
+                    failures = failures + 1 if made is not None and made == before else 1
                     if failures == _MOST_FAILURES:
                         raise HorovodInternalError(
                             f"Training has failed {failures} times in a row without a commit, the last time: {error}"
@@ -82,6 +81,13 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
             backend.remove_host_listener(state)
 
     return wrapper
+
+
+def _check_state(state: Any) -> None:
+    if not all(callable(getattr(state, name, None)) for name in ("sync", "restore", "on_reset")):
+        raise TypeError(
+            f"`state` must be a TorchState or another State, but is a {type(state).__name__} instead."
+        )
 
 
 def _rejoin() -> None:

@@ -34,13 +34,13 @@ def restarting(state: State) -> Iterator[Callable[[], None]]:
     Raises TypeError when a value of `state` cannot be written, CheckpointError when the folder cannot be used or the
     commit does not fit. All on every rank.
     """
-    attach(state, _open_commits(next(_numbers)))
+    former = attach(state, _open_commits(next(_numbers)))
     lifeline = _Lifeline()
     try:
         yield lifeline.rejoin
     finally:
         lifeline.close()
-        detach(state)
+        detach(state, former)
 
 
 def _open_commits(number: int) -> Commits:

@@ -26,7 +26,7 @@ from .handlers import (
     SamplerStateHandler,
     StateHandler,
     get_handler_registry,
-    handler_of,
+    handler_class,
     set_handler_registry,
 )
 
@@ -69,8 +69,6 @@ class State:
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits_made = 0
-        self._commits: Commits | None = None
-        """Where `commit` also writes, when `run` finds that the launcher starts all processes anew."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Have `callbacks` called whenever the world was joined anew, such as one that scales the learning rate."""
@@ -115,14 +113,6 @@ class State:
     def _persist(self) -> None:
         """Write the state where it outlives the processes, if this job has use for that. Local."""
 
-    def _go_on(self, commits: Commits) -> None:
-        """Take over the newest of `commits`, and have `commit` write more of them. Collective."""
-        if self._rank() == 0:
-            logger.warning(
-                "A %s is not saved outside its processes: when torchrun starts them anew, training begins anew, too. "
-                "Use an ObjectState or a TorchState.", type(self).__name__,
-            )  # fmt: skip
-
     def save(self) -> None:
         """Keep a copy of the state in host memory. Local."""
         raise NotImplementedError
@@ -139,22 +129,34 @@ class State:
         """Adapt to a new world, before `sync`. Local."""
 
 
-def attach(state: State, commits: Commits) -> None:
+def attach(state: Any, commits: Commits) -> Commits | None:
     """Go on from the newest of `commits`, if there is one, and have `state.commit` write more of them. Collective.
 
-    Raises TypeError when a value cannot be written, CheckpointError when a commit does not fit. Both on every rank.
+    Returns those that it wrote until now. Raises TypeError when a value cannot be written, CheckpointError when a
+    commit does not fit. Both on every rank.
     """
+    if not isinstance(state, ObjectState):
+        if rank() == 0:
+            logger.warning(
+                "A %s is not saved outside its processes: when torchrun starts them anew, training begins anew, too. "
+                "Use an ObjectState or a TorchState.", type(state).__name__,
+            )  # fmt: skip
+        return None
+    former = state._commits
     state._go_on(commits)
+    return former
 
 
-def detach(state: State) -> None:
-    """Have `state.commit` write nothing any more. Local."""
-    state._commits = None
+def detach(state: Any, former: Commits | None) -> None:
+    """Have `state.commit` write what it wrote before `attach`. Local."""
+    if isinstance(state, ObjectState):
+        state._commits = former
 
 
-def commits_made(state: Any) -> int:
-    """Return how often `commit` has returned or is about to, 0 for a state of another class than State."""
-    return state._commits_made if isinstance(state, State) else 0
+def commits_made(state: Any) -> int | None:
+    """Return how many commits `state` has made, None when its class does not say."""
+    counts = isinstance(state, State) and type(state).commit is State.commit
+    return state._commits_made if counts else None
 
 
 class ObjectState(State):
@@ -167,7 +169,9 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
-        _check_names(kwargs)
+        self._commits: Commits | None = None
+        """Where `commit` also writes, when `run` finds that the launcher starts all processes anew."""
+        _check_names(kwargs, vars(self))
         self._set_attrs(kwargs)
         self._saved_state = {name: _kept(value) for name, value in kwargs.items()}
 
@@ -191,10 +195,12 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _go_on(self, commits: Commits) -> None:
+        """Take over the newest of `commits`, and have `commit` write more of them. Collective."""
         objects = self._objects()
         commits.check(objects)
         if commits.resume(objects):
             self._set_attrs({name: value for name, value in objects.items() if not is_stateful(value)})
+            self.save()
             self.on_reset()
         self._commits = commits
 
@@ -210,9 +216,9 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-def _check_names(names: Iterable[str]) -> None:
+def _check_names(names: Iterable[str], private: Iterable[str] = ()) -> None:
     for name in names:
-        if hasattr(State, name):
+        if hasattr(TorchState, name) or (name.startswith("_") and name in private):
             raise ValueError(f"A value must not be named {name!r}, which State has. Choose another name.")
 
 
@@ -237,8 +243,8 @@ class TorchState(ObjectState):
     ) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
         _check_names(values)
-        handlers = {name: handler_of(name, value) for name, value in values.items()}
-        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
+        kinds = {name: handler_class(name, value) for name, value in values.items()}
+        self._handlers = {name: kind(values[name]) for name, kind in kinds.items() if kind is not None}
         for name, handler in self._handlers.items():
             super().__setattr__(name, handler.value)
         plain = {name: value for name, value in values.items() if name not in self._handlers}
@@ -268,7 +274,19 @@ class TorchState(ObjectState):
             handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        handler = self.__dict__.get("_handlers", {}).get(name)
-        if handler is not None:
-            handler.set_value(value)
+        if "_saved_state" in self.__dict__ and (name in self._handlers or name in self._saved_state):
+            self._look_after(name, value)
         super().__setattr__(name, value)
+
+    def _look_after(self, name: str, value: Any) -> None:
+        """Have `value`, which is new under a known name, saved as its kind is."""
+        kind, handler = handler_class(name, value), self._handlers.get(name)
+        if kind is None:
+            self._handlers.pop(name, None)
+            self._saved_state.setdefault(name, _kept(value))
+        elif type(handler) is kind:
+            handler.set_value(value)
+        else:
+            self._saved_state.pop(name, None)
+            self._handlers[name] = kind(value)
+            self._handlers[name].save()

@@ -62,7 +62,8 @@ def _unpickled(work: bytes) -> Any:
     try:
         return pickle.loads(work)
     except AttributeError as error:
-        if "Can't get attribute" not in str(error):  # pickle's words
+        # pickle's words: Can't get attribute 'f' on <module '__mp_main__' from ...>
+        if "_main__'" not in str(error):
             raise
         raise AttributeError(
             f"{error}. What is spawned must be defined in its file outside `if __name__ == '__main__':`."

@@ -335,22 +335,64 @@ def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all
     ):
         save(path, {"a": object()})
     save(path, {"a": Broken(-1)})
-    with pytest.raises(hvd.CheckpointError, match=r"`a` could not load its state from .*the reason"):
+    with (
+        warned(),
+        pytest.raises(hvd.CheckpointError, match=r"`a` could not load its state from .*the reason"),
+    ):
         load(path, {"a": Broken(last)})
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
+class Refusing:
+    """Takes a state on no rank but the last."""
+
+    taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+        if self.taken and hvd.rank() == hvd.size() - 1:
+            raise RuntimeError("the reason")
+
+
+class RefusingModule(torch.nn.Linear):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if hvd.rank() == hvd.size() - 1:
+            raise RuntimeError("the reason")
+        return super().load_state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["object", "module"])
 @everywhere
-def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(tmp_path: Path) -> None:
-    path, last = folder(tmp_path) / "a.pt", hvd.size() - 1
-    state = make_state("optimizer")
+def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(late: bool, tmp_path: Path) -> None:
+    path = folder(tmp_path) / "a.pt"
+    state: dict[str, Any] = {
+        **make_state("optimizer"),
+        "epoch": 1,
+        "refusing": Refusing(),
+        "z": torch.nn.Linear(1, 1),
+    }
     train(state, 2)
-    save(path, {**state, "broken": Broken(-1)})
-    fresh = make_state("optimizer", seed=3)
-    before = repr([value.state_dict() for value in fresh.values() if hasattr(value, "state_dict")])
-    with pytest.raises(hvd.CheckpointError, match="`broken` could not load its state"):
-        load(path, {**fresh, "broken": Broken(last)})
-    assert repr([value.state_dict() for value in fresh.values() if hasattr(value, "state_dict")]) == before
+    state["refusing"].taken = 0 if late else 1
+    save(path, state)
+    fresh = {**make_state("optimizer", seed=3), "epoch": 7, "refusing": Refusing()}
+    fresh["z"] = RefusingModule(1, 1) if late else torch.nn.Linear(1, 1)
+
+    def told() -> str:
+        modules = () if late else ("model", "z")
+        return repr([
+            value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in fresh.items() if name in modules or not isinstance(value, torch.nn.Module)
+        ])  # fmt: skip
+
+    before = told()
+    with pytest.raises(
+        hvd.CheckpointError, match=f"`{'z' if late else 'refusing'}` could not load its state"
+    ):
+        load(path, fresh)
+    assert told() == before
 
 
 @pytest.mark.ranks(2, 3)

@@ -6,6 +6,7 @@ Every rank has a folder of its own here, as every node has. tests/launchers/test
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def goes_on_from(tmp_path: Path) -> Any:
 def test_training_goes_on_from_the_last_commit(tmp_path: Path) -> None:
     commit_batches(tmp_path, 3)
     state = goes_on_from(tmp_path)
+    state.restore()
     assert (weight(state), state.batch, state.log) == (weight_after(3), 3, [1, 2, 3])
     train_batch(state)
     state.commit()
@@ -185,6 +187,30 @@ def test_one_run_after_the_other_and_one_inside_the_other(tmp_path: Path) -> Non
         for _ in range(10):
             assert count(TorchState(batch=0)) == 3
         assert count(TorchState(batch=0), TorchState(batch=1)) == 3
+        with pytest.raises(TypeError, match="`state` must be a TorchState or another State, but is a dict"):
+            count({})
+
+
+@pytest.mark.engines("torch-gloo")
+@everywhere
+def test_a_run_inside_another_with_the_same_state_leaves_it_its_commits(tmp_path: Path) -> None:
+    @hvd.elastic.run
+    def inner(state: Any) -> None:
+        state.batch = 1
+        state.commit()
+
+    @hvd.elastic.run
+    def outer(state: Any) -> None:
+        inner(state)
+        state.batch = 2
+        state.commit()
+
+    with restarted_by_torchrun(tmp_path) as folder:
+        with patch("dualdist.elastic.restarting._numbers", itertools.count()):
+            outer(TorchState(batch=0))
+        hvd.barrier()
+        batches = [torch.load(next(folder.glob(f"run-{number}/*")))["batch"] for number in (0, 1)]
+    assert batches == [2, 1]
 
 
 @everywhere

@@ -9,7 +9,7 @@ from torch import nn
 import dualdist as hvd
 
 from ..world import everywhere
-from .test_training import assert_same_weights, train_beside
+from .test_training import assert_same_weights, batches, train_beside
 from .test_wrong_use import STYLES
 
 
@@ -28,5 +28,5 @@ def test_a_compiled_model_trains_as_one_process_does(style: str) -> None:
     wrapped, optimizer = STYLES[style](model)
     compiled = torch.compile(wrapped, backend="aot_eager")
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
-    train_beside(3, compiled, optimizer, reference, alone)
+    train_beside(batches(3), compiled, optimizer, reference, alone)
     assert_same_weights(model, reference)

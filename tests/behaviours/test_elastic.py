@@ -219,6 +219,7 @@ def test_objects_with_a_state_dict_stay_those_they_were_and_go_back_to_the_commi
 
     state = make_state(batch=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 1.0 / (1 + step))
+    schedule.last_epoch = 10 * hvd.rank()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))  # makes its tensors
     state = TorchState(state.model, state.optimizer, batch=0, schedule=schedule, scaler=scaler)
@@ -228,6 +229,64 @@ def test_objects_with_a_state_dict_stay_those_they_were_and_go_back_to_the_commi
     assert schedule.last_epoch == BATCHES
     assert scaler.get_scale() == 2.0**BATCHES
     assert state.optimizer.param_groups[0]["lr"] == RATE / (1 + BATCHES)
+
+
+class Log:
+    """Fills what it has, as some do, instead of replacing it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entries": self.entries}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries.clear()
+        self.entries.update(state["entries"])
+
+
+@everywhere
+def test_an_object_that_gives_out_what_it_has_is_shared_on_rank_0_too() -> None:
+    state = TorchState(log=Log())
+    state.log.entries["rank"] = hvd.rank()
+    state.sync()
+    assert state.log.entries == {"rank": 0}
+
+
+@everywhere
+def test_a_name_may_get_an_object_with_a_state_later_and_lose_it_again() -> None:
+    state = make_state(batch=0, schedule=None)
+    state.schedule = schedule = torch.optim.lr_scheduler.StepLR(state.optimizer, 1)
+    state.sync()
+    assert state.schedule is schedule and schedule.optimizer is state.optimizer
+    schedule.last_epoch = 7
+    state.restore()
+    assert schedule.last_epoch == 0
+    state.schedule = None
+    state.save()
+    state.sync()
+    state.restore()
+    assert state.schedule is None
+
+
+@everywhere
+def test_a_state_that_keeps_no_count_of_its_commits_may_fail_often() -> None:
+    class Own(TorchState):
+        def commit(self) -> None:
+            self.save()
+            self.check_host_updates()
+
+    @run
+    def train(state: Any) -> None:
+        while state.step < 20:
+            state.step += 1
+            state.commit()
+            raise hvd.HorovodInternalError("each time")
+
+    state = Own(step=0)
+    with warned() as messages:
+        train(state)
+    assert (state.step, len(messages)) == (20, 20)
 
 
 class OfEachRank:
@@ -245,8 +304,9 @@ def test_wrong_use_is_an_error_that_says_what_is_wanted() -> None:
         run(lambda state: None)({})
     with pytest.raises(TypeError, match="`callbacks` must be a list of functions"):
         TorchState().register_reset_callbacks(print)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must not be named 'save', which State has"):
-        TorchState(save=1)
+    for name in ("save", "_commits", "_go_on"):
+        with pytest.raises(ValueError, match=f"must not be named '{name}', which State has"):
+            TorchState(**{name: 1})  # type: ignore[arg-type]
     with pytest.raises(
         TypeError, match="`numbers` must be equal on all ranks, but is a OfEachRank with a state"
     ):

@@ -57,6 +57,16 @@ def test_no_sync_accumulates_until_a_backward_outside() -> None:
 
 
 @everywhere
+def test_buffers_of_a_part_that_came_later_are_those_of_rank_0() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    wrapped = hvd.DistributedDataParallel(model)
+    model[1] = nn.BatchNorm1d(2, affine=False, momentum=0.0)
+    model[1].running_mean.fill_(float(hvd.rank()))  # type: ignore[operator]
+    wrapped(torch.ones(2, 2))
+    assert model[1].running_mean.tolist() == [0.0, 0.0]  # type: ignore[operator]
+
+
+@everywhere
 def test_buffers_are_those_of_rank_0_in_training_alone() -> None:
     wrapped = hvd.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
     norm: Any = wrapped.module

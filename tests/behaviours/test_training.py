@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -51,12 +51,12 @@ def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e
 
 
 def train_beside(
-    steps: int,
+    given: Iterable[tuple[torch.Tensor, torch.Tensor]],
     model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer,
     reference: Callable[[torch.Tensor], torch.Tensor], alone: torch.optim.Optimizer,
 ) -> None:  # fmt: skip
     """Train a model with this rank's share of each batch, and a reference with the whole batch in this process."""
-    for inputs, targets in batches(steps):
+    for inputs, targets in given:
         optimizer.zero_grad()
         loss_of(model, share(inputs), share(targets)).backward()
         optimizer.step()
@@ -242,6 +242,44 @@ def test_passes_per_step_can_change() -> None:
     assert weight.grad.item() == 2 * mean
     with pytest.raises(ValueError, match="backward_passes_per_step"):
         optimizer.set_backward_passes_per_step(0)
+
+
+@everywhere
+def test_passes_per_step_can_change_while_gradients_are_kept() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
+
+    def backward() -> float:
+        weight.mul(mine).sum().backward()
+        assert weight.grad is not None
+        return weight.grad.item()
+
+    assert backward() == pytest.approx(mean)
+    assert backward() == pytest.approx(2 * mean)
+    optimizer.set_backward_passes_per_step(2)
+    assert backward() == pytest.approx(2 * mean + mine)
+    assert backward() == pytest.approx(4 * mean)
+    optimizer.set_backward_passes_per_step(1)
+    assert backward() == pytest.approx(5 * mean)
+
+
+@everywhere
+def test_gradients_kept_from_a_step_accumulate_without_synchronization() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = hvd.DistributedDataParallel(model)
+    mine, mean = torch.tensor([[hvd.rank() + 1.0]]), (hvd.size() + 1) / 2
+    for number in range(3):
+        wrapped(mine).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.item() == pytest.approx((3 * number + 1) * mean)
+        with wrapped.no_sync():
+            for _ in range(2):
+                wrapped(mine).sum().backward()
+        assert model.weight.grad.item() == pytest.approx((3 * number + 1) * mean + 2 * mine.item())
+        wrapped(mine).sum().backward()
+        assert model.weight.grad.item() == pytest.approx((3 * number + 4) * mean)
+        model.weight.grad = model.weight.grad - mean  # another tensor
 
 
 @everywhere
@@ -448,7 +486,7 @@ def test_checkpointed_parts_train_as_one_process_does(reentrant: bool) -> None:
 
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    train_beside(3, forward, optimizer, reference, alone)
+    train_beside(batches(3), forward, optimizer, reference, alone)
     assert_same_weights(model, reference)
 
 
@@ -473,7 +511,7 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool)
 
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    train_beside(4, through(model, keep=False), optimizer, through(reference, keep=True), alone)
+    train_beside(batches(4), through(model, keep=False), optimizer, through(reference, keep=True), alone)
     assert_same_weights(model, reference)
 
 
@@ -492,7 +530,7 @@ def test_a_backward_that_failed_on_every_rank_can_be_repeated() -> None:
         with pytest.raises(MemoryError):
             loss_of(wrapped, share(inputs), share(targets)).backward()
         hook.remove()
-        train_beside(1, wrapped, optimizer, reference, alone)
+        train_beside([(inputs, targets)], wrapped, optimizer, reference, alone)
     assert_same_weights(model, reference)
 
 

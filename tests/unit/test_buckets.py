@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
+from dualdist.accumulation import Accumulated
+from dualdist.bucket_memory import BucketMemory
 from dualdist.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, as_real, lay_out
 
 
@@ -44,10 +47,14 @@ def test_groups_share_a_bucket_and_the_others_are_alone() -> None:
     assert sorted(members(mixed, [[0, 1]])) == [[0], [1]]
 
 
-def test_sparse_gradients_keep_their_counts_but_no_room() -> None:
-    (bucket,) = lay_out(params((100, 4), (2,)), {0}, None)
-    assert bucket.numel == 2 and bucket.length == 2 + 2 * 2
-    assert [slot.shape.numel() for slot in bucket.slots] == [2, 0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_sparse_gradients_keep_their_counts_but_no_room(dtype: torch.dtype) -> None:
+    tensors = params((100, 4), (2,), dtype=dtype)
+    (bucket,) = lay_out(tensors, {0}, None)
+    numbers = 2 * dtype.itemsize // bucket.dtype.itemsize
+    assert bucket.numel == numbers and bucket.length == numbers + 2 * 2
+    assert [slot.shape.numel() for slot in bucket.slots] == [numbers, 0]
+    BucketMemory(bucket, [Accumulated("b", tensors[1]), Accumulated("a", tensors[0])])
 
 
 def test_views_have_the_memory_layout_of_their_parameter() -> None:

@@ -36,7 +36,8 @@ def apply(state: dict[str, Any], values: dict[str, Any], *, strict: bool = True,
     """Load what one rank finds in the file a.pt."""
     restoration = Restoration(state, values, strict=strict, rank=rank, origin="a.pt")
     restoration.load_objects()
-    restoration.load_the_rest()
+    restoration.load_modules()
+    restoration.set_plain()
 
 
 def net() -> nn.Sequential:
@@ -47,6 +48,11 @@ VALUES = [
     None, True, 3, 2.5, 1j, "text", b"bytes", [1, [2]], (1, (2,)), {1, 2}, {"a": {"b": 1}, 2: 3, (1, 2): 4},
     Counter("aab"), OrderedDict(b=1, a=2), torch.float16, torch.Size([2, 3]), torch.device("cpu"), float("inf"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_plain_value_of_a_state_may_be_saved(value: Any) -> None:
+    assert collect({"a": value}, []) == {"a": value}
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -99,6 +105,8 @@ def test_a_plain_container_that_would_come_back_as_another_is_refused(value: Any
     )
     with pytest.raises(TypeError, match=told):
         collect({"a": [0, {"b": value}]}, [])
+    with pytest.raises(TypeError, match=r"`state\['a'\]` must be a container .* a frozenset instead"):
+        collect({"a": {frozenset({1})}}, [])
 
 
 def test_numpy_numbers_are_saved_as_plain_ones(tmp_path: Path) -> None:
@@ -271,12 +279,11 @@ class Picky:
 
 
 def test_what_was_loaded_before_a_failure_is_given_back() -> None:
-    model, optimizer, scaler = net(), stepped(ADAM), torch.amp.GradScaler("cpu", init_scale=4.0)
-    state = {"model": model, "epoch": 1, "optimizer": optimizer, "scaler": scaler, "picky": Picky(1)}
+    optimizer, scaler = stepped(ADAM), torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = {"optimizer": optimizer, "scaler": scaler, "picky": Picky(1)}
     before = repr(on_host(collect(state, []), "state"))
     saved = {
-        "model": net(), "epoch": 2, "optimizer": stepped(ADAM, betas=(0.5, 0.5)), "scaler": torch.amp.GradScaler("cpu"),
-        "picky": Picky(2),
+        "optimizer": stepped(ADAM, betas=(0.5, 0.5)), "scaler": torch.amp.GradScaler("cpu"), "picky": Picky(2),
     }  # fmt: skip
     restoration = Restoration(state, collect(saved, []), strict=True, rank=0, origin="a.pt")
     with pytest.raises(CheckpointError, match=r"`picky` could not load its state from a.pt: .*the reason"):
@@ -284,6 +291,24 @@ def test_what_was_loaded_before_a_failure_is_given_back() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.5), "the optimizer has loaded by then"
     restoration.undo()
     assert repr(on_host(collect(state, []), "state")) == before
+
+
+class Shy(Picky):
+    """Does not tell its state at this time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not now")
+
+
+def test_what_cannot_tell_its_state_now_may_load_one(caplog: pytest.LogCaptureFixture) -> None:
+    state = {"shy": Shy(0)}
+    apply(state, {"shy": {"value": [1]}})
+    assert state["shy"].value == [1]
+    restoration = Restoration(state, {"shy": {"value": [2]}}, strict=True, rank=0, origin="a.pt")
+    with pytest.raises(CheckpointError, match="the reason"):
+        restoration.load_objects()
+    restoration.undo()
+    assert "`shy` could not be brought back" in caplog.text
 
 
 def draws() -> list[float]:
