@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .accumulation import Accumulated
+from .announcement import announce
 from .backends.base import Group, Work
 from .bucket_memory import BucketMemory
 from .buckets import lay_out
@@ -59,6 +60,8 @@ class GradSync:
         """Whether backward combines; while it does not, gradients accumulate."""
         self._place = -1
         """Its name to the other ranks, while the world knows of it."""
+        self._buckets_sent = 0
+        """Since then; compared at the end of each backward, since a rank that repeats one alone is ahead for good."""
         self._sent = False
         """Whether gradients were combined since the last step."""
         self._early = False
@@ -137,6 +140,7 @@ class GradSync:
     def forget_world(self) -> None:
         """Be as new to the next world, where others may know nothing of this one."""
         self._place = -1
+        self._buckets_sent = 0
         self._sparse = set()
         for param in self._params:
             param.settle()
@@ -240,7 +244,9 @@ class GradSync:
                 self._send_next()
             group = channel_of(self.options.process_set).gradients
             try:
-                wrong = self._announce()
+                wrong = announce(
+                    self.options.process_set, self._place, self._buckets_sent, is_wrong=bool(self._wrong)
+                )
             except CollectiveMismatchError:
                 self._receive(group, keep=False)  # the others see the data through before they raise as well
                 raise
@@ -283,20 +289,6 @@ class GradSync:
         self._receive(channel_of(self.options.process_set).gradients, keep=False)
         self._start_over()
 
-    def _announce(self) -> list[int]:
-        """Return the ranks whose parameters were moved."""
-        channel = channel_of(self.options.process_set)
-        call = Call(
-            "gradient synchronization",
-            (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._place)),
-            site=call_site(),
-            extra=bool(self._wrong),
-            joinable=True,
-            under_way=True,
-        )
-        extras = channel.run(call, lambda group, verdict: verdict.extras)
-        return [rank for rank, moved in zip(channel.group.ranks, extras, strict=True) if moved]
-
     def _send_next(self, empty: bool = False) -> None:
         if self._place < 0:
             self._enter_world(self._params)
@@ -318,6 +310,7 @@ class GradSync:
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
         lane = f"{self._place}.{place}"
         work = group.allreduce_(wire, Sum, lane=lane)
+        self._buckets_sent += 1
         names = (self._params[slot.param].name for slot in bucket.slots)
         flight = current().timeline.flight(work, f"gradients.{lane}", names, memory.flat.device.type)
         self._works.append((wire, flight))

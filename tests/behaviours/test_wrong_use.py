@@ -184,3 +184,30 @@ def test_parameters_that_one_rank_alone_adds_are_an_error_on_every_rank() -> Non
     assert len(optimizer.param_groups) == 1
     assert weight.item() == -(hvd.size() + 1)
     check_next_calls_work()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.engines(
+    "torch-gloo", "torch-mpi", "horovod-gloo"
+)  # Horovod keeps its MPI, and what is pending there
+@everywhere
+def test_a_backward_that_one_rank_repeats_alone_is_an_error_on_every_rank() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+    wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    if hvd.rank() == 0:
+        hook = model[1].register_full_backward_hook(fail)  # the last layer's gradients are under way by then
+        with pytest.raises(MemoryError):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        hook.remove()
+        model.zero_grad()
+    with pytest.raises(
+        hvd.HorovodInternalError, match=r"not sent the same buckets .*\(sent until now: rank 0: "
+    ):
+        wrapped(torch.ones(1, 2)).sum().backward()
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

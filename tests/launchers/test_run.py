@@ -278,7 +278,13 @@ def test_a_signal_to_the_launcher_ends_every_process_on_every_host(
     source = FAMILY + (
         "if os.environ['DUALDIST_RANK'] == '1': os.kill(int(sys.argv[1]), int(sys.argv[2]))\nsignal.pause()\n"
     )
-    ended = run("-H", "localhost:1,hostA:1", *python(source, str(os.getpid()), str(int(number))))
+    before = signal.signal(
+        number, lambda *_: None
+    )  # whoever started us may ignore it, and then the launcher does
+    try:
+        ended = run("-H", "localhost:1,hostA:1", *python(source, str(os.getpid()), str(int(number))))
+    finally:
+        signal.signal(number, before)
     assert ended.code == 128 + number
     assert f"dualdist run: received {number.name}; ending all processes.\n" in ended.errors
     assert families().left(0) == []
