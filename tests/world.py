@@ -151,6 +151,7 @@ class World:
         return kept | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,
+            "HOROVOD_STALL_CHECK_DISABLE": "1",  # Horovod would tell for ever of what a test left pending
             **self.engine.environment,
             **self._environment,
         }

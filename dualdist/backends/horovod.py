@@ -130,6 +130,10 @@ class HorovodBackend(Backend):
     _kept = False
     """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
 
+    _numbers = itertools.count()
+    """Of the groups since Horovod was started. After a stall, what was sent in a former world may still wait for its
+    partners, under a name with the number of its group."""
+
     _launchers_server_used = False
     """Whether horovodrun's rendezvous server has served a world of this process: it keeps addresses of that one, since
     it forgets who has finished in one scope as soon as another is complete (horovod/runner/http/http_server.py:132)."""
@@ -145,7 +149,6 @@ class HorovodBackend(Backend):
         self._help = help
         self._adopted = adopted
         self._elastic = launch.elastic
-        self._numbers = itertools.count()
         self._sets = _process_sets()
         self._store: dist.Store | None = None
         self.address = LOOPBACK
@@ -192,6 +195,7 @@ class HorovodBackend(Backend):
                 variables |= help.variables
             with environment(variables), _wrapped():
                 hvd.init()
+            cls._numbers = itertools.count()
             started = cls(launch, settings, env, help, adopted=False)
             undone.pop_all()
         return started
