@@ -3,8 +3,10 @@
     horovodrun --gloo -np 2 python benchmarks/step.py
     horovodrun --gloo -np 2 python benchmarks/step.py --backend horovod
 
-Times are medians over the steps of rank 0; the ratios compare steps of the same run. Each turn has an order of its own,
-since a step is slower behind some contestants than behind others. Needs real Horovod.
+Times are medians over the steps of rank 0, and a ratio is the median over the rounds, so that a machine which is slower
+for some seconds counts little. Each round has an order of its own, since a step is slower behind some contestants than
+behind others; and where the models are small each contestant has three of them, since the steps of equal models in one
+process differ by up to 20 %, wherever they happen to lie. Needs real Horovod.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def many() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(120)]), torch.randn(4, 32)
 
 
-MODELS = {"small CNN": (cnn, 10), "MLP of 200 MB": (mlp, 2), "240 small tensors": (many, 10)}
-"""name -> (how to make it, how many steps make a turn)"""
+MODELS = {"small CNN": (cnn, 10, 3), "MLP of 200 MB": (mlp, 2, 1), "240 small tensors": (many, 10, 3)}
+"""name -> (how to make it, how many steps make a turn, how many of them each contestant has)"""
 
 
 def main() -> None:
@@ -62,12 +64,12 @@ def main() -> None:
         print(
             f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step"
         )
-    for name, (make, turn) in MODELS.items():
+    for name, (make, turn, copies) in MODELS.items():
         torch.manual_seed(0)
-        steps: dict[str, Step] = {}
-        for style, wrap in styles(gloo).items():
+        steps: list[tuple[str, Step]] = []
+        for style, wrap in copies * list(styles(gloo).items()):
             model, batch = make()
-            steps[style] = step_of(*wrap(model), batch)
+            steps.append((style, step_of(*wrap(model), batch)))
         compare(name, steps, settings.rounds, turn)
     hvd.shutdown()
 
@@ -107,25 +109,35 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
     return step
 
 
-def compare(name: str, steps: dict[str, Step], rounds: int, turn: int) -> None:
+def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) -> None:
     """Print a row: the median step of each contestant, and ours over the others'."""
-    seconds: dict[str, list[float]] = {style: [] for style in steps}
-    order, shuffler = list(steps.items()), random.Random(0)  # the same on all ranks
-    for _ in range(rounds + 1):
+    ms: dict[str, list[float]] = {style: [] for style, _ in steps}  # the median of each round
+    order, shuffler = list(steps), random.Random(0)  # the same on all ranks
+    for number in range(rounds + 1):
         shuffler.shuffle(order)
+        taken: dict[str, list[float]] = {style: [] for style in ms}
         for style, step in order:
             hvd.barrier()
             for _ in range(turn):
                 began = time.perf_counter()
                 step()
-                seconds[style].append(time.perf_counter() - began)
-    ms = {style: 1e3 * statistics.median(taken[turn:]) for style, taken in seconds.items()}
+                taken[style].append(1e3 * (time.perf_counter() - began))
+        if number > 0:  # the first is for warming up
+            for style, times in taken.items():
+                ms[style].append(statistics.median(times))
     if hvd.rank() != 0:
         return
-    print(f"{name}: " + ", ".join(f"{style} {taken:.2f}" for style, taken in ms.items()))
+    print(
+        f"{name}: " + ", ".join(f"{style} {statistics.median(medians):.2f}" for style, medians in ms.items())
+    )
     for style in ("optimizer", "module"):
-        ratios = ", ".join(f"{ms[style] / ms[peer]:.2f} x {peer}" for peer in ("DDP", "Horovod"))
-        print(f"    dualdist's {style} style: {ratios}")
+        ratios = [f"{ratio(ms[style], ms[peer]):.2f} x {peer}" for peer in ("DDP", "Horovod")]
+        print(f"    dualdist's {style} style: {', '.join(ratios)}")
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median over the rounds."""
+    return statistics.median(mine / yours for mine, yours in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":
