@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class SyncOptions:
     owner: str = "DistributedOptimizer"
     """Who combines them, for errors."""
 
-    @property
+    @functools.cached_property  # each gradient asks
     def needs_no_count(self) -> bool:
         """Whether each backward is combined, and may be again: then versions of gradients are not looked at."""
         return self.passes == 1 and self.reduction.op == Average

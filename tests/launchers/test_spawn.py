@@ -175,13 +175,19 @@ def test_a_parent_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
         parent.communicate()
 
 
+def pretend_to_be(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Make the script `path` the main module, which the processes run first."""
+    script = ModuleType("__main__")
+    script.__file__ = str(path)
+    path.write_text(text)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    return script
+
+
 def test_a_script_without_a_guard_is_told_so_instead_of_starting_ever_more_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = ModuleType("__main__")
-    script.__file__ = str(tmp_path / "script.py")
-    (tmp_path / "script.py").write_text("import dualdist\ndualdist.spawn(print, nprocs=1)\n")
-    monkeypatch.setitem(sys.modules, "__main__", script)
+    pretend_to_be(tmp_path / "script.py", "import dualdist\ndualdist.spawn(print, nprocs=1)\n", monkeypatch)
     with pytest.raises(RuntimeError, match="if __name__ == '__main__':"):
         hvd.spawn(print, nprocs=1)
 
@@ -189,10 +195,7 @@ def test_a_script_without_a_guard_is_told_so_instead_of_starting_ever_more_proce
 def test_a_function_under_the_guard_is_told_to_come_out_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = ModuleType("__main__")
-    script.__file__ = str(tmp_path / "script.py")
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.setitem(sys.modules, "__main__", script)
+    script = pretend_to_be(tmp_path / "script.py", "", monkeypatch)
     monkeypatch.setattr(spawned.block, "__module__", "__main__")
     monkeypatch.setattr(script, "block", spawned.block, raising=False)
     with pytest.raises(AttributeError, match="must be defined in its file outside `if __name__"):
