@@ -61,7 +61,3 @@ class Accumulated:
         old = self.tensor
         self.tensor = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
         self.tensor.untyped_storage().resize_(0)
-
-    def is_uncombined(self) -> bool:
-        """Return whether the gradient holds something that the other ranks have not seen."""
-        return self.passes > 0 or (self.hook is None and self.tensor.grad is not None)

@@ -9,6 +9,7 @@ calls differ), or again (a member failed a call of its own that nobody else made
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import struct
@@ -24,7 +25,6 @@ __all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_c
 
 ACTIVE, JOINED, FAILED = range(3)
 _MESSAGE = struct.Struct("<16sB7xqq")  # digest, state, the call's free number, time
-_COMPARED = 24
 _PAYLOAD_BYTES = 2048
 _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
@@ -67,21 +67,20 @@ def payload_capacity(size: int) -> int:
 
 def agree(mesh: Mesh, entry: Entry) -> Verdict:
     """Return the members' verdict on what each of them came with. Collective over the members."""
-    identity = repr(entry.call.identity).encode()
-    digest = hashlib.blake2b(identity, digest_size=16).digest()
+    digest, payload = _digest(entry.call.identity), entry.call.payload
     message = _MESSAGE.pack(digest, entry.state, entry.call.extra, time.time_ns())
-    frame = len(message) + payload_capacity(mesh.size)
-    messages = mesh.exchange((message + entry.call.payload).ljust(frame, b"\0"))
-    arrivals = tuple(_MESSAGE.unpack_from(other)[3] for other in messages)
-    if entry.state == ACTIVE and all(other[:_COMPARED] == message[:_COMPARED] for other in messages):
-        extras = tuple(_MESSAGE.unpack_from(other)[2] for other in messages)
-        end = len(message) + len(entry.call.payload)
-        payloads = tuple(other[len(message) : end] for other in messages)
+    messages = mesh.exchange(message + payload)
+    digests, states, extras, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
+    if set(states) == {ACTIVE} and set(digests) == {digest}:
+        payloads = tuple(other[len(message) :] for other in messages)
         return Verdict(entry.call, extras=extras, payloads=payloads, arrivals=arrivals)
-    payload = pickle.dumps(entry)
-    lengths = [int.from_bytes(part, "little") for part in mesh.exchange(len(payload).to_bytes(8, "little"))]
-    entries = [pickle.loads(part) for part in mesh.exchange(payload.ljust(max(lengths), b"\0"))]
+    entries = [pickle.loads(other) for other in mesh.exchange(pickle.dumps(entry))]
     return replace(resolve(entries, mesh.ranks), arrivals=arrivals)
+
+
+@functools.lru_cache
+def _digest(identity: tuple[object, ...]) -> bytes:
+    return hashlib.blake2b(repr(identity).encode(), digest_size=16).digest()
 
 
 def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:

@@ -42,7 +42,7 @@ class BucketMemory:
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     def _count_references(self) -> list[int]:
-        return [sys.getrefcount(gradient) for gradient in self._gradients]
+        return list(map(sys.getrefcount, self._gradients))
 
     def is_held(self) -> bool:
         """Return whether somebody keeps an old gradient that stands here, or a tensor made from one, as by detach()."""
@@ -57,17 +57,16 @@ class BucketMemory:
         )
 
     @torch.no_grad()
-    def fill(self, grads: Sequence[torch.Tensor | None], factor: float) -> None:
-        """Write `factor` times `grads`, zeros for none; what stands there and is still in use moves out."""
-        targets, sources = [], []
-        for param, view, grad in zip(self.params, self._views, grads, strict=True):
-            if grad is not None and not grad.is_sparse:
-                targets.append(view)
-                sources.append(grad)
-                continue
-            if self.holds(param):
-                param.tensor.grad = param.tensor.grad.clone()  # type: ignore[union-attr]
-            view.zero_()
+    def fill(
+        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float
+    ) -> Sequence[bool]:
+        """Write `factor` times `grads`, zeros for none; what stands there and is still in use moves out.
+
+        Those that are new count as contributed by this rank. Returns which of them are dense.
+        """
+        sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
+        is_whole = len(sources) == len(grads)
+        targets = self._views if is_whole else self._clear(grads)
         if self._has_pairs:
             sources = [as_real(source) for source in sources]
         if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(targets):
@@ -77,11 +76,29 @@ class BucketMemory:
         elif targets:
             torch._foreach_copy_(targets, sources)
             scale_(self.flat, factor)
+        if is_whole and all(is_new):
+            self.counts.copy_(self._all_dense)
+            return is_new
+        dense = [
+            new and grad is not None and not grad.is_sparse for new, grad in zip(is_new, grads, strict=True)
+        ]
+        sparse = [
+            new and grad is not None and grad.is_sparse for new, grad in zip(is_new, grads, strict=True)
+        ]
+        self.counts.copy_(torch.tensor([*dense, *sparse], dtype=self.flat.dtype))
+        return dense
 
-    def count(self, dense: Sequence[bool], sparse: Sequence[bool]) -> None:
-        """Write which gradients this rank contributes to."""
-        told = self._all_dense if all(dense) else torch.tensor([*dense, *sparse], dtype=self.flat.dtype)
-        self.counts.copy_(told)
+    def _clear(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Write zeros where `grads` has nothing dense; return where the others belong."""
+        targets = []
+        for param, view, grad in zip(self.params, self._views, grads, strict=True):
+            if grad is not None and not grad.is_sparse:
+                targets.append(view)
+                continue
+            if self.holds(param):
+                param.tensor.grad = param.tensor.grad.clone()  # type: ignore[union-attr]
+            view.zero_()
+        return targets
 
     def put(self, chosen: Sequence[float]) -> None:
         """Make what stands here the gradients of the parameters that are chosen by a number other than zero."""

@@ -7,11 +7,12 @@ one worker thread. Either way the members of the process set meet in the order i
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from .agreement import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
 from .backends.base import Group
@@ -26,6 +27,7 @@ __all__ = ("Channel", "Execute", "StandIn")
 
 _LAST_CALLS_SECONDS = 1.0
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
 """What to do with the group once the members agree."""
@@ -133,8 +135,7 @@ class Channel:
             if self._mesh.rank in verdict.raising:
                 raise CollectiveMismatchError(verdict.error)
             if verdict.call is not None:
-                with self._guarded(call), self._timeline.operation(self._name, call):
-                    return execute(self.group, verdict)
+                return self._guarded(call, self._execute, call, execute, verdict)
 
     def _answer(self, call: Call) -> int:
         while True:
@@ -144,8 +145,8 @@ class Channel:
                 self._joined = frozenset()
                 return self.group.ranks[max(verdict.joined - before)]
             if verdict.call is not None:
-                with self._guarded(verdict.call), self._timeline.operation(self._name, verdict.call):
-                    self._stand_in(verdict.call, self.group, verdict)
+                stand_in = functools.partial(self._stand_in, verdict.call)
+                self._guarded(verdict.call, self._execute, verdict.call, stand_in, verdict)
 
     def _notify(self, entry: Entry) -> None:
         with contextlib.suppress(
@@ -154,27 +155,35 @@ class Channel:
             self._agree(entry)
 
     def _agree(self, entry: Entry) -> Verdict:
-        with self._guarded(entry.call):
-            with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
-                verdict = agree(self._mesh, entry)
-                self._joined = verdict.joined
-                tell(verdict.arrivals)
-            for call in verdict.drained:
-                if call.identity != entry.call.identity:
-                    self._stand_in(call, self.group, verdict)
-            return verdict
+        return self._guarded(entry.call, self._negotiate, entry)
 
-    @contextlib.contextmanager
-    def _guarded(self, call: Call) -> Iterator[None]:
-        """Watch the body for a stall, and remember that nothing works after an engine's failure."""
+    def _negotiate(self, entry: Entry) -> Verdict:
+        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
+            verdict = agree(self._mesh, entry)
+            self._joined = verdict.joined
+            tell(verdict.arrivals)
+        for call in verdict.drained:
+            if call.identity != entry.call.identity:
+                self._stand_in(call, self.group, verdict)
+        return verdict
+
+    def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+        with self._timeline.operation(self._name, call):
+            return execute(self.group, verdict)
+
+    def _guarded(self, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `step(...)`; watch it for a stall, and remember that nothing works after an engine's failure."""
         if self._broken is not None:
             raise HorovodInternalError(
                 f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to start anew."
             )
         self._number += 1
         try:
-            with self._watch.waiting(self._name, self._number, call):
-                yield
+            self._watch.begin(self._name, self._number, call)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._watch.end(self._name)
         except StallError:
             missing = self._watch.missing(self._name, self._number)
             self._broken = f"{call} at {call.where} stalled; missing ranks: {missing}."

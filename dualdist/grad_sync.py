@@ -14,6 +14,7 @@ ranks, and a rank that has joined knows that it must take part.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -48,8 +49,8 @@ class GradSync:
         self,
         named: Sequence[tuple[str, torch.Tensor]],
         options: SyncOptions,
+        owner: Any,
         groups: Sequence[Sequence[int]] | None = None,
-        owner: Any = None,
     ) -> None:
         """Hook onto the parameters. owner: the optimizer or module for which this works, until that is gone."""
         self.options = options
@@ -72,8 +73,7 @@ class GradSync:
         self._repeats = False
         """Whether a gradient is completed several times, or somebody else combines it as well."""
         self.add(named)
-        if owner is not None:
-            weakref.finalize(owner, self.release).atexit = False
+        weakref.finalize(owner, self.release).atexit = False
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take in more parameters. Collective over the process set: the layout is compared between the ranks.
@@ -84,16 +84,22 @@ class GradSync:
         if not current().launch.elastic:
             self._enter_world(params)
         self._params = params  # not before all agree: others may go on with the old ones
+        self._unwatched = [index for index, param in enumerate(params) if param.hook is None]
         self._note_others()
         self.watch()
         self._lay_out()
 
     def watch(self) -> None:
         """Hook onto the parameters that need gradients by now."""
-        here = weakref.ref(self)
-        for index, param in enumerate(self._params):
-            if param.hook is None and param.tensor.requires_grad:
-                param.hook = param.tensor.register_post_accumulate_grad_hook(_hook(here, index))
+        still = []
+        for index in self._unwatched:
+            param = self._params[index]
+            if param.tensor.requires_grad:
+                hook = functools.partial(self._fire, index)
+                param.hook = param.tensor.register_post_accumulate_grad_hook(hook)
+            else:
+                still.append(index)
+        self._unwatched = still
 
     def _note_others(self) -> None:
         """Find the synchronisations that combine some of these parameters too, each after a copy of the gradient."""
@@ -148,31 +154,37 @@ class GradSync:
 
     # What backward does
 
-    def fire(self, index: int) -> None:
+    def _fire(self, index: int, _: torch.Tensor) -> None:
         """Take the gradient that backward has just completed for the parameter at `index`."""
-        param, task = self._params[index], torch._C._current_graph_task_id()
+        param = self._params[index]
         if self.enabled and self.options.needs_no_count:
             param.passes = 1
         else:
-            combined = self._sent and param.passes == 0
-            if param.accumulated() and combined:
-                self._check_repeatable(param)
+            self._count(param)
             if not self.enabled:
                 return
         if index in self._fired:
             self._begin_again(index)
+        task = torch._C._current_graph_task_id()
         if task not in self._tasks:  # reentrant checkpoints nest: each task has an end of its own
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._fired.add(index)
         if param.passes >= self.options.passes:
-            self._missing[self._bucket_of[index]] -= 1
-            while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
-                self._send_next()
+            place = self._bucket_of[index]
+            self._missing[place] -= 1
+            if self._missing[place] == 0:
+                self._send_complete()
 
-    def _check_repeatable(self, param: Accumulated) -> None:
-        if self.options.reduction.op == Average:  # averaging an average again changes nothing
-            return
+    def _send_complete(self) -> None:
+        while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
+            self._send_next()
+
+    def _count(self, param: Accumulated) -> None:
+        """Count one more gradient. Raises AssertionError where adding to a combined one makes it wrong."""
+        combined = self._is_combined(param)
+        if not (param.accumulated() and combined) or self.options.reduction.op == Average:
+            return  # averaging an average again changes nothing
         raise AssertionError(
             f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
             "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
@@ -212,14 +224,15 @@ class GradSync:
 
     def finish(self) -> None:
         """Combine what backward has left over, before a step. Collective when something is left."""
-        if not self._sent or any(param.is_uncombined() for param in self._params):
+        unseen = any(self._params[index].tensor.grad is not None for index in self._unwatched)
+        if not self._sent or unseen or any(param.passes for param in self._params):
             self.combine()
         self.watch()
 
     def fill(self) -> None:
         """Give parameters that no rank has used zeros, as Horovod does (horovod/torch/optimizer.py:177)."""
         for param in self._params:
-            if param.tensor.requires_grad and param.tensor.grad is None:
+            if param.tensor.grad is None and param.tensor.requires_grad:
                 param.tensor.grad = torch.zeros_like(param.tensor)
 
     def stepped(self) -> None:
@@ -296,14 +309,8 @@ class GradSync:
         bucket, group = self._buckets[place], channel_of(self.options.process_set).gradients
         memory = self._memory_of(place)
         grads = [None if empty else self._contribution(param) for param in memory.params]
-        memory.fill(grads, 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0)
-        dense, sparse = [], []
-        for param, grad in zip(memory.params, grads, strict=True):
-            is_new = grad is not None and not self._is_combined(param)
-            is_sparse = grad is not None and grad.is_sparse
-            dense.append(is_new and not is_sparse)
-            sparse.append(is_new and is_sparse)
-        memory.count(dense, sparse)
+        factor = 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0
+        dense = memory.fill(grads, [not self._is_combined(param) for param in memory.params], factor)
         if self._early:
             memory.put(dense)
         wire = self._to_wire(memory.flat, group)
@@ -356,7 +363,10 @@ class GradSync:
                 memory.flat.copy_(wire)
             counts = wire[bucket.numel :].tolist()
             is_dense, is_sparse = counts[: len(bucket.slots)], counts[len(bucket.slots) :]
-            sparse.update(slot.param for slot, count in zip(bucket.slots, is_sparse, strict=True) if count)
+            if any(is_sparse):
+                sparse.update(
+                    slot.param for slot, count in zip(bucket.slots, is_sparse, strict=True) if count
+                )
             if keep:
                 memory.put(is_dense)
             else:
@@ -374,12 +384,3 @@ class GradSync:
         if keep:
             average = self.options.reduction.op == Average
             param.grad = combined / group.size if average else combined
-
-
-def _hook(sync: weakref.ref[GradSync], index: int) -> Any:
-    def fire(_: torch.Tensor) -> None:
-        alive = sync()
-        if alive is not None:
-            alive.fire(index)
-
-    return fire

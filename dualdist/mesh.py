@@ -15,8 +15,9 @@ import json
 import secrets
 import select
 import socket
+import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,9 @@ _CONNECT_SECONDS = 5.0
 _TOKEN_BYTES = 16
 _LONGEST_POLL = 2**31 - 1
 """Milliseconds, as a C int."""
+_LENGTH = struct.Struct("<I")
+"""Stands before each message."""
+_READ_BYTES = 1 << 16
 
 
 class Mesh:
@@ -47,32 +51,27 @@ class Mesh:
         """Our place among the members."""
         self.size = len(self.ranks)
         self._timeout = timeout
-        self._peers: dict[int, socket.socket] = {}
+        self._peers: dict[int, _Peer] = {}
         if self.rank >= 0 and self.size > 1:
             self._connect(store, f"mesh/{name}", address)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Return every member's `message`, all of the same length, in rank order. Collective over the members.
+        """Return every member's `message`, in rank order. Collective over the members.
 
         Raises StallError when a member does not come in time, HorovodInternalError when one has left.
         """
-        blocks = [message]  # that of the member j places on at j
+        messages = [message]  # that of the member j places on at j
         deadline = time.monotonic() + self._timeout
         for distance in _powers_of_two(self.size):
             count = min(distance, self.size - distance)
             target = self._peers[(self.rank - distance) % self.size]
             source = self._peers[(self.rank + distance) % self.size]
-            received = _swap(target, b"".join(blocks[:count]), source, count * len(message), deadline)
-            blocks += [
-                received[start : start + len(message)] for start in range(0, len(received), len(message))
-            ]
-        return [blocks[(place - self.rank) % self.size] for place in range(self.size)]
+            messages += _swap(target, messages[:count], source, deadline)
+        return messages[self.size - self.rank :] + messages[: self.size - self.rank]
 
     def close(self) -> None:
         """Give the connections back. Local."""
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)  # whoever waits in it wakes, also a copy in a forked process
             peer.close()
         self._peers = {}
 
@@ -86,16 +85,13 @@ class Mesh:
                 for peer in sorted(place for place in peers if place > self.rank):
                     store.wait([f"{key}/{peer}"], timedelta(seconds=_left(deadline)))
                     host, port, peers_token = json.loads(store.get(f"{key}/{peer}"))
-                    self._peers[peer] = self._call(host, port, peers_token, deadline)
+                    self._peers[peer] = _Peer(self._call(host, port, peers_token, deadline))
                 self._accept(server, token, sum(place < self.rank for place in peers), deadline)
             except (OSError, RuntimeError) as error:
                 self.close()
                 raise HorovodInternalError(
                     f"Place {self.rank} of ranks {self.ranks} could not connect to its peers: {error}"
                 ) from error
-        for connection in self._peers.values():
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setblocking(False)
 
     def _call(self, host: str, port: int, token: str, deadline: float) -> socket.socket:
         """Connect to the peer that listens at `host`: who knows its token and answers, it is."""
@@ -123,8 +119,60 @@ class Mesh:
                 connection.close()
                 continue
             connection.sendall(b"\1")
-            self._peers[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = connection
+            self._peers[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = _Peer(connection)
             expected -= 1
+
+
+class _Peer:
+    """The connection to one peer, which may be ahead: what has come for the next exchange waits here."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self.socket = connection
+        self._unread = bytearray()
+
+    def send(self, message: memoryview) -> int:
+        """Return how many bytes of `message` could be sent without waiting."""
+        try:
+            return self.socket.send(message)
+        except BlockingIOError:
+            return 0
+
+    def take(self, count: int) -> list[bytes]:
+        """Return the next `count` messages, nothing while they have not come."""
+        messages = self._parse(count)
+        if messages:  # before the socket is asked: the peer may have left behind them
+            return messages
+        try:
+            part = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not part:
+            raise HorovodInternalError("a rank has left")
+        self._unread += part
+        return self._parse(count)
+
+    def _parse(self, count: int) -> list[bytes]:
+        spans, end = [], 0
+        for _ in range(count):
+            start = end + _LENGTH.size
+            if len(self._unread) < start:
+                return []
+            end = start + _LENGTH.unpack_from(self._unread, end)[0]
+            spans.append(slice(start, end))
+        if len(self._unread) < end:
+            return []
+        messages = [bytes(self._unread[span]) for span in spans]
+        del self._unread[:end]
+        return messages
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(
+                socket.SHUT_RDWR
+            )  # whoever waits in it wakes, also a copy in a forked process
+        self.socket.close()
 
 
 def _left(deadline: float) -> float:
@@ -132,35 +180,23 @@ def _left(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())
 
 
-def _powers_of_two(limit: int) -> Iterator[int]:
-    distance = 1
-    while distance < limit:
-        yield distance
-        distance *= 2
+def _powers_of_two(limit: int) -> list[int]:
+    return [1 << bit for bit in range((limit - 1).bit_length())]
 
 
-def _swap(
-    target: socket.socket, message: bytes, source: socket.socket, length: int, deadline: float
-) -> bytes:
-    """Send `message` to `target` while receiving `length` bytes from `source`; they may be the same."""
-    parts: list[bytes] = []
-    unsent, missing = memoryview(message), length
+def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: float) -> list[bytes]:
+    """Send `messages` to `target` and return as many from `source`; they may be the same."""
+    unsent = memoryview(b"".join([_LENGTH.pack(len(message)) + message for message in messages]))
+    taken: list[bytes] = []
     try:
         while True:
             if unsent:
-                with contextlib.suppress(BlockingIOError):
-                    unsent = unsent[target.send(unsent) :]
-            if not unsent and not missing:
-                return b"".join(parts)
-            if missing:
-                with contextlib.suppress(BlockingIOError):
-                    part = source.recv(missing)
-                    if not part:
-                        raise HorovodInternalError("a rank has left")
-                    parts.append(part)
-                    missing -= len(part)
-                    continue
-            _wait(target if unsent else None, source if missing else None, deadline)
+                unsent = unsent[target.send(unsent) :]
+            if not taken:
+                taken = source.take(len(messages))
+            if taken and not unsent:
+                return taken
+            _wait(target.socket if unsent else None, None if taken else source.socket, deadline)
     except (OSError, ValueError) as error:  # ValueError: closed by this process meanwhile
         raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
 

@@ -135,7 +135,7 @@ def DistributedOptimizer(
         sync = AdasumStep(optimizer, compression, passes, process_set)
     elif process_set.included():
         options = SyncOptions(reduction, compression, passes, process_set, sparse_as_dense)
-        sync = GradSync(named, options, members, optimizer)
+        sync = GradSync(named, options, optimizer, members)
         sync.fill()  # as Horovod does: scripts may read gradients before the first backward
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": __name__})

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 from .types import Call, Settings
@@ -54,14 +53,13 @@ class StallWatch:
         """Make the members of `line` known."""
         self._members[line] = ranks
 
-    @contextlib.contextmanager
-    def waiting(self, line: str, number: int, call: Call) -> Iterator[None]:
-        """Watch the body, the `number`-th collective of `line`."""
+    def begin(self, line: str, number: int, call: Call) -> None:
+        """Watch `call`, the `number`-th collective of `line`, from now on."""
         self._waiting[line] = (number, call, time.monotonic())
-        try:
-            yield
-        finally:
-            self._waiting.pop(line, None)
+
+    def end(self, line: str) -> None:
+        """Watch `line` no longer."""
+        self._waiting.pop(line, None)
 
     def missing(self, line: str, number: int) -> list[int]:
         """Return the ranks that have not said that they wait in the `number`-th collective of `line`."""
