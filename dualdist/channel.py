@@ -61,6 +61,11 @@ class Channel:
         self._broken: str | None = None
         watch.add_line(name, data.ranks)
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether a member had joined at the last agreement."""
+        return bool(self._joined)
+
     def run(self, call: Call, execute: Execute[T]) -> T:
         """Carry out `call` and return what `execute` returns. Collective over the process set.
 

@@ -34,6 +34,10 @@ class Work(ABC):
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
 
+    @abstractmethod
+    def wait_for(self, seconds: float) -> bool:
+        """Wait at most `seconds` (on CUDA: not at all); return whether `wait` would return at once. Never raises."""
+
 
 class Group(ABC):
     """A communicator of its own over some ranks of the world."""

@@ -51,8 +51,9 @@ def _wrapped() -> Iterator[None]:
 
 
 class _TorchWork(Work):
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work, device: torch.device) -> None:
         self._work = work
+        self._device = device
 
     def wait(self) -> None:
         with _wrapped():
@@ -60,6 +61,12 @@ class _TorchWork(Work):
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
+
+    def wait_for(self, seconds: float) -> bool:
+        if self._device.type == "cpu":  # NCCL would give up the collective
+            with contextlib.suppress(RuntimeError):  # late, or failed: `wait` tells
+                self._work.wait(timedelta(seconds=seconds))
+        return self.done()
 
 
 class _TorchGroup(Group):
@@ -77,23 +84,24 @@ class _TorchGroup(Group):
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         with _wrapped():
-            return _TorchWork(self._pg.allreduce([tensor], options))
+            return _TorchWork(self._pg.allreduce([tensor], options), tensor.device)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
         with _wrapped():
-            return _TorchWork(self._pg.broadcast([tensor], options))
+            return _TorchWork(self._pg.broadcast([tensor], options), tensor.device)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         with _wrapped():
-            return _TorchWork(self._pg._allgather_base(output, tensor))
+            return _TorchWork(self._pg._allgather_base(output, tensor), tensor.device)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         with _wrapped():
-            return _TorchWork(self._pg.alltoall_base(output, tensor, list(received), list(sent)))
+            work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
+        return _TorchWork(work, tensor.device)
 
     def close(self) -> None:
         if self._pg is not None and dist.is_initialized():
