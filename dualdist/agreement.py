@@ -9,7 +9,6 @@ calls differ), or again (a member failed a call of its own that nobody else made
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 import struct
@@ -67,20 +66,15 @@ def payload_capacity(size: int) -> int:
 
 def agree(mesh: Mesh, entry: Entry) -> Verdict:
     """Return the members' verdict on what each of them came with. Collective over the members."""
-    digest, payload = _digest(entry.call.identity), entry.call.payload
+    digest = hashlib.blake2b(repr(entry.call.identity).encode(), digest_size=16).digest()
     message = _MESSAGE.pack(digest, entry.state, entry.call.extra, time.time_ns())
-    messages = mesh.exchange(message + payload)
+    messages = mesh.exchange(message + entry.call.payload)
     digests, states, extras, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
     if set(states) == {ACTIVE} and set(digests) == {digest}:
         payloads = tuple(other[len(message) :] for other in messages)
         return Verdict(entry.call, extras=extras, payloads=payloads, arrivals=arrivals)
     entries = [pickle.loads(other) for other in mesh.exchange(pickle.dumps(entry))]
     return replace(resolve(entries, mesh.ranks), arrivals=arrivals)
-
-
-@functools.lru_cache
-def _digest(identity: tuple[object, ...]) -> bytes:
-    return hashlib.blake2b(repr(identity).encode(), digest_size=16).digest()
 
 
 def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:

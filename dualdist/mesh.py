@@ -168,10 +168,8 @@ class _Peer:
         return messages
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(
-                socket.SHUT_RDWR
-            )  # whoever waits in it wakes, also a copy in a forked process
+        with contextlib.suppress(OSError):  # whoever waits in it wakes, also a copy in a forked process
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
