@@ -60,9 +60,10 @@ class BucketMemory:
     def fill(
         self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float
     ) -> Sequence[bool]:
-        """Write `factor` times `grads`, zeros for none; what stands there and is still in use moves out.
+        """Write what this rank sends; return for which parameters it contributes a dense gradient.
 
-        Those that are new count as contributed by this rank. Returns which of them are dense.
+        grads: written `factor` times; zeros where there is none, or a sparse one; what stands there and is still in use
+        moves out. is_new: whether the gradient counts as contributed, for the counts behind the gradients.
         """
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)

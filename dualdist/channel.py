@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from .agreement import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
 from .backends.base import Group
@@ -27,7 +27,6 @@ __all__ = ("Channel", "Execute", "StandIn")
 
 _LAST_CALLS_SECONDS = 1.0
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
 """What to do with the group once the members agree."""
@@ -140,7 +139,7 @@ class Channel:
             if self._mesh.rank in verdict.raising:
                 raise CollectiveMismatchError(verdict.error)
             if verdict.call is not None:
-                return self._guarded(call, self._execute, call, execute, verdict)
+                return self._guarded(call, functools.partial(self._execute, call, execute, verdict))
 
     def _answer(self, call: Call) -> int:
         while True:
@@ -151,7 +150,7 @@ class Channel:
                 return self.group.ranks[max(verdict.joined - before)]
             if verdict.call is not None:
                 stand_in = functools.partial(self._stand_in, verdict.call)
-                self._guarded(verdict.call, self._execute, verdict.call, stand_in, verdict)
+                self._guarded(verdict.call, functools.partial(self._execute, verdict.call, stand_in, verdict))
 
     def _notify(self, entry: Entry) -> None:
         with contextlib.suppress(
@@ -160,7 +159,7 @@ class Channel:
             self._agree(entry)
 
     def _agree(self, entry: Entry) -> Verdict:
-        return self._guarded(entry.call, self._negotiate, entry)
+        return self._guarded(entry.call, functools.partial(self._negotiate, entry))
 
     def _negotiate(self, entry: Entry) -> Verdict:
         with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
@@ -176,8 +175,8 @@ class Channel:
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)
 
-    def _guarded(self, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return `step(...)`; watch it for a stall, and remember that nothing works after an engine's failure."""
+    def _guarded(self, call: Call, step: Callable[[], T]) -> T:
+        """Return `step()`; watch it for a stall, and remember that nothing works after an engine's failure."""
         if self._broken is not None:
             raise HorovodInternalError(
                 f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to start anew."
@@ -186,7 +185,7 @@ class Channel:
         try:
             self._watch.begin(self._name, self._number, call)
             try:
-                return step(*args, **kwargs)
+                return step()
             finally:
                 self._watch.end(self._name)
         except StallError:

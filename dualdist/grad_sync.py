@@ -76,8 +76,8 @@ class GradSync:
         """
         self._repeats = False
         """Whether a gradient is completed several times, or somebody else combines it as well."""
-        self.add(named)
         weakref.finalize(owner, self.release).atexit = False
+        self.add(named)
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take in more parameters. Collective over the process set: the layout is compared between the ranks.
@@ -210,12 +210,13 @@ class GradSync:
         for _, work in self._works:
             work.wait()
         place = self._bucket_of[index]
-        if place < len(self._works) and self._memory[place].holds(self._params[index]):
+        was_sent = place < len(self._works) and self._memory[place].holds(self._params[index])
+        self._start_over()
+        if was_sent:
             raise RuntimeError(
                 f"The gradient of {self._params[index].name!r} was completed again after it was sent. "
                 "Use checkpoint(..., use_reentrant=False); call zero_grad() before you repeat a backward that failed."
             )
-        self._start_over()
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:

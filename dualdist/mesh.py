@@ -140,7 +140,10 @@ class _Peer:
             return 0
 
     def take(self, count: int) -> list[bytes]:
-        """Return the next `count` messages, nothing while they have not come."""
+        """Return the next `count` messages, nothing while they have not come.
+
+        Raises HorovodInternalError when the peer has left.
+        """
         messages = self._parse(count)
         if messages:  # before the socket is asked: the peer may have left behind them
             return messages

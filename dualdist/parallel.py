@@ -8,8 +8,6 @@ names, so that a checkpoint fits with and without it.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -108,10 +106,11 @@ class DistributedDataParallel(torch.nn.Module):
         if self._sync is None or not self._sync.enabled or not torch.is_grad_enabled():
             return
         self._sync.watch()
-        is_changed = not self._holds_the_same()
+        is_changed = _held_by(self._parts) != self._held
         if is_changed:
             self._look_at_parts()
-        if any(self._buffers_held) and self.broadcast_buffers and self.training and not self._joining:
+        has_buffers = any(part._buffers for part in self._parts)
+        if has_buffers and self.broadcast_buffers and self.training and not self._joining:
             self._broadcast(dict(self.module.named_buffers()))
         if not is_changed:
             return
@@ -120,17 +119,8 @@ class DistributedDataParallel(torch.nn.Module):
                 self._sync.refuse(f"{name!r} is another one now")
 
     def _look_at_parts(self) -> None:
-        parts = list(self.module.modules())
-        self._buffers_held = [part._buffers for part in parts]
-        self._holders: list[dict[str, Any]] = [
-            held for part in parts for held in (part._parameters, part._modules)
-        ]
-        self._held = list(itertools.chain.from_iterable(map(dict.values, self._holders)))
-
-    def _holds_the_same(self) -> bool:
-        """Return whether there are the same parameters and parts as before; cheaper than walking through all names."""
-        now = itertools.chain.from_iterable(map(dict.values, self._holders))
-        return sum(map(len, self._holders)) == len(self._held) and all(map(operator.is_, now, self._held))
+        self._parts = list(self.module.modules())
+        self._held = _held_by(self._parts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied and pickled: the copy would train alone."""
@@ -217,3 +207,10 @@ def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: floa
         )
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
         raise ValueError(f"`bucket_cap_mb` must be positive or None, but is {bucket_cap_mb} instead.")
+
+
+def _held_by(parts: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the ids of the parameters and parts of `parts`; cheaper than walking through all names."""
+    return [
+        id(value) for part in parts for held in (part._parameters, part._modules) for value in held.values()
+    ]

@@ -36,7 +36,10 @@ class Work(ABC):
 
     @abstractmethod
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds` (on CUDA: not at all); return whether `wait` would return at once. Never raises."""
+        """Wait at most `seconds`, not at all where the engine can't; return whether `wait` would return at once.
+
+        A failure is left to `wait`.
+        """
 
 
 class Group(ABC):

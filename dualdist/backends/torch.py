@@ -64,8 +64,9 @@ class _TorchWork(Work):
 
     def wait_for(self, seconds: float) -> bool:
         if self._device.type == "cpu":  # NCCL would give up the collective
+            limit = timedelta(seconds=max(seconds, 0.001))  # none at all for gloo is no limit
             with contextlib.suppress(RuntimeError):  # late, or failed: `wait` tells
-                self._work.wait(timedelta(seconds=seconds))
+                self._work.wait(limit)
         return self.done()
 
 

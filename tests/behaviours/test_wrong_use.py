@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -139,6 +140,18 @@ def test_a_module_may_get_parts_without_parameters() -> None:
         wrapped(torch.ones(1, 1)).sum().backward()
 
 
+@everywhere
+def test_a_module_may_have_scripted_parts() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TorchScript is deprecated
+        scripted = torch.jit.script(nn.Linear(1, 1))
+    wrapped = hvd.DistributedDataParallel(nn.Sequential(scripted))
+    for _ in range(2):
+        scripted.zero_grad()
+        wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
+        assert scripted.weight.grad.item() == (hvd.size() + 1) / 2
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "module": {"module": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
     "device_ids": {"device_ids": 0},
@@ -186,6 +199,33 @@ def test_parameters_that_one_rank_alone_adds_are_an_error_on_every_rank() -> Non
     check_next_calls_work()
 
 
+@everywhere
+def test_a_backward_that_failed_is_not_repeated_on_top_of_what_it_has_sent() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+
+    def backward() -> None:
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+    backward()
+    model.zero_grad()
+    hook = model[1].register_full_backward_hook(fail)
+    with pytest.raises(MemoryError):
+        backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"completed again after it was sent\. .*call zero_grad\(\)"):
+        backward()
+    model.zero_grad()
+    backward()
+    expected = torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+    torch.testing.assert_close([param.grad for param in model.parameters()], list(expected))
+    check_next_calls_work()
+
+
+def fail(*_: object) -> None:
+    raise MemoryError
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_backward_that_one_rank_repeats_alone_is_an_error_on_every_rank() -> None:
@@ -199,10 +239,6 @@ def test_a_backward_that_one_rank_repeats_alone_is_an_error_on_every_rank() -> N
 def repeat_a_backward_on_rank_0() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
     if hvd.rank() == 0:
         hook = model[1].register_full_backward_hook(fail)  # the last layer's gradients are under way by then
         with pytest.raises(MemoryError):
