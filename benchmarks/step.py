@@ -5,8 +5,8 @@
 
 Times are medians over the steps of rank 0, and a ratio is the median over the rounds, so that a machine which is slower
 for some seconds counts little. Each round has an order of its own, since a step is slower behind some contestants than
-behind others; and where the models are small each contestant has three of them, since the steps of equal models in one
-process differ by up to 20 %, wherever they happen to lie. Needs real Horovod.
+behind others; and each contestant has several models, since the steps of equal models in one process differ by up to
+20 %, wherever they happen to lie. Needs real Horovod.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def many() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*[nn.Linear(32, 32) for _ in range(120)]), torch.randn(4, 32)
 
 
-MODELS = {"small CNN": (cnn, 10, 3), "MLP of 200 MB": (mlp, 2, 1), "240 small tensors": (many, 10, 3)}
+MODELS = {"small CNN": (cnn, 10, 3), "MLP of 200 MB": (mlp, 2, 2), "240 small tensors": (many, 10, 3)}
 """name -> (how to make it, how many steps make a turn, how many of them each contestant has)"""
 
 
