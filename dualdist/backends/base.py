@@ -36,7 +36,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`, not at all where the engine can't; return whether `wait` would return at once.
+        """Wait at most `seconds`, or not at all as the engine has it; return whether `wait` would return at once.
 
         A failure is left to `wait`.
         """
