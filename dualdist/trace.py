@@ -280,8 +280,9 @@ class _Flight(Work):
             self.land()
         return self._landed is None
 
-    def wait_for(self, seconds: float) -> bool:
-        return self._work.wait_for(seconds) and self.done()
+    def wait_for(self, seconds: float) -> None:
+        self._work.wait_for(seconds)
+        self.done()
 
     def land(self) -> None:
         """Tell that it is done, once."""

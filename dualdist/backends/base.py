@@ -34,12 +34,8 @@ class Work(ABC):
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
 
-    @abstractmethod
-    def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`, or not at all as the engine has it; return whether `wait` would return at once.
-
-        A failure is left to `wait`.
-        """
+    def wait_for(self, seconds: float) -> None:  # noqa: B027 - most engines go on at once
+        """Leave the machine to the collective for at most `seconds`, where that speeds it up. Never raises."""
 
 
 class Group(ABC):

@@ -69,9 +69,6 @@ class _HorovodWork(Work):
     def done(self) -> bool:
         return bool(hvd.poll(self._handle))
 
-    def wait_for(self, seconds: float) -> bool:
-        return self.done()  # Horovod's cycles leave time for other things
-
 
 class _HorovodGroup(Group):
     reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})

@@ -22,9 +22,6 @@ class _Done(Work):
     def done(self) -> bool:
         return True
 
-    def wait_for(self, seconds: float) -> bool:
-        return True
-
 
 class _LocalGroup(Group):
     reduce_dtypes = frozenset(

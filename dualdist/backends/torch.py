@@ -62,12 +62,11 @@ class _TorchWork(Work):
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
-    def wait_for(self, seconds: float) -> bool:
+    def wait_for(self, seconds: float) -> None:
         if self._device.type == "cpu":  # NCCL would give up the collective
             limit = timedelta(seconds=max(seconds, 0.001))  # none at all for gloo is no limit
             with contextlib.suppress(RuntimeError):  # late, or failed: `wait` tells
                 self._work.wait(limit)
-        return self.done()
 
 
 class _TorchGroup(Group):
