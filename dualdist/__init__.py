@@ -3,23 +3,6 @@
 from __future__ import annotations
 
 from . import checkpoint, elastic, lr, metrics, samplers, seeding
-from .basics import (
-    backend_name,
-    cross_rank,
-    cross_size,
-    device,
-    init,
-    is_homogeneous,
-    is_initialized,
-    launch_info,
-    launcher_name,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    transport_name,
-)
 from .collectives import (
     allgather,
     allgather_async,
@@ -52,7 +35,8 @@ from .collectives import (
     sparse_allreduce_async,
     synchronize,
 )
-from .compression import Compression
+from .collectives.compression import Compression
+from .collectives.objects import allgather_object, broadcast_object, gather_object, scatter_object
 from .errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -66,12 +50,31 @@ from .errors import (
     StallError,
     WorldMismatchError,
 )
-from .objects import allgather_object, broadcast_object, gather_object, scatter_object
-from .optimizer import DistributedOptimizer
-from .parallel import DistributedDataParallel
-from .parameters import broadcast_optimizer_state, broadcast_parameters
-from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .queries import (
+from .lifecycle import init, shutdown, start_timeline, stop_timeline
+from .processes.spawning import spawn
+from .samplers import DistributedSampler, split_by_rank
+from .seeding import seed_everything
+from .training.optimizer import DistributedOptimizer
+from .training.parallel import DistributedDataParallel
+from .training.parameters import broadcast_optimizer_state, broadcast_parameters
+from .training.sync_batch_norm import SyncBatchNorm
+from .types import Adasum, Average, Max, Min, Product, Sum
+from .world.context import device, is_initialized
+from .world.numbers import (
+    backend_name,
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    launch_info,
+    launcher_name,
+    local_rank,
+    local_size,
+    rank,
+    size,
+    transport_name,
+)
+from .world.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from .world.queries import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -83,12 +86,6 @@ from .queries import (
     nccl_built,
     rocm_built,
 )
-from .samplers import DistributedSampler, split_by_rank
-from .seeding import seed_everything
-from .spawning import spawn
-from .sync_batch_norm import SyncBatchNorm
-from .timeline import start_timeline, stop_timeline
-from .types import Adasum, Average, Max, Min, Product, Sum
 
 __all__ = (
     "Adasum",

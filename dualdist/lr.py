@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from .basics import size
+from .world.numbers import size
 
 __all__ = ("scaled", "warmup")
 

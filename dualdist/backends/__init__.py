@@ -12,13 +12,13 @@ from ..errors import BackendUnavailableError, ConfigurationError
 from ..launch import detect
 from ..types import Launch
 from .base import Backend, Group, Work
-from .real_horovod import is_imported, is_installed, real_horovod
+from .horovod.installed import is_imported, is_installed, real_horovod
 
 __all__ = ("BACKENDS", "TRANSPORTS", "Backend", "Group", "Work", "check_transport", "choose", "load")
 
 BACKENDS = {
     "torch": ("dualdist.backends.torch", "TorchBackend", "torch"),
-    "horovod": ("dualdist.backends.horovod", "HorovodBackend", "horovod"),
+    "horovod": ("dualdist.backends.horovod.backend", "HorovodBackend", "horovod"),
     "local": ("dualdist.backends.local", "LocalBackend", "torch"),
 }
 """name -> (module, class, the package it needs)."""

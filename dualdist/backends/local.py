@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..errors import ConfigurationError
-from ..launch import LOOPBACK
+from ..rendezvous import LOOPBACK
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
 from .built import built_into_torch

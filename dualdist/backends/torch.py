@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
-from ..launch import INTERFACE, interface_of
+from ..rendezvous import INTERFACE, interface_of
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
 from .built import built_into_torch
 from .environment import environment
-from .rendezvous import Meeting, meet, meet_in
+from .meeting import Meeting, meet, meet_in
 
 __all__ = ("TorchBackend",)
 

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+from .contents.rng import RandomState
 from .export import export_weights
-from .filesystem import FileSystem
-from .format import Manifest, read_manifest
-from .functions import load, save
 from .manager import CheckpointManager
-from .rng import RandomState
+from .save_and_load import load, save
 from .signals import Preempted
+from .storage.filesystem import FileSystem
+from .storage.format import Manifest, read_manifest
 
 __all__ = (
     "CheckpointManager",

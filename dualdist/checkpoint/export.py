@@ -11,11 +11,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import CheckpointError
-from ..parallel import DistributedDataParallel
-from .file import replacing
-from .filesystem import FileSystem
-from .portable import on_host
-from .share import from_writer, on_all_ranks
+from ..training.parallel import DistributedDataParallel
+from .contents.portable import on_host
+from .ranks import from_writer, on_all_ranks
+from .storage.file import replacing
+from .storage.filesystem import FileSystem
 
 __all__ = ("export_weights",)
 

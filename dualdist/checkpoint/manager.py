@@ -18,18 +18,18 @@ from ..collectives import allreduce
 from ..errors import CheckpointError
 from ..types import Max
 from .background import Background
-from .catalog import Best, Catalog, Entry, choose_sound
-from .filesystem import FileSystem
-from .format import Manifest, write_checkpoint
-from .functions import gather_own, make_manifest, read_file, read_values
-from .memory import MemoryFile
-from .portable import HostCopy, on_host
-from .restoration import restore
-from .rng import RandomState
+from .contents.portable import HostCopy, on_host
+from .contents.restoration import restore
+from .contents.rng import RandomState
+from .contents.state import check_state, collect
+from .ranks import from_writer, is_writer, on_all_ranks
+from .save_and_load import gather_own, make_manifest, read_file, read_values
 from .schedule import Schedule
-from .share import from_writer, is_writer, on_all_ranks
 from .signals import Preempted, SignalWatch
-from .state import check_state, collect
+from .storage.catalog import Best, Catalog, Entry, choose_sound
+from .storage.filesystem import FileSystem
+from .storage.format import Manifest, write_checkpoint
+from .storage.memory import MemoryFile
 
 __all__ = ("CheckpointManager",)
 

@@ -17,9 +17,10 @@ import torch
 
 from ..backends import BACKENDS, TRANSPORTS, choose, load
 from ..errors import ConfigurationError
-from ..launch import INTERFACE, LOOPBACK, detect
+from ..launch import detect
 from ..launch.environment import without_launchers
-from ..launch.interfaces import addresses, candidates
+from ..rendezvous import INTERFACE, LOOPBACK
+from ..rendezvous.interfaces import addresses, candidates
 from ..types import Launch
 from .version import version
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from ..backends import BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
-from ..launch.hosts import Host, parse_hostfile, parse_hosts
-from ..launch.run import RunOptions, run_job
+from ..processes.hosts import Host, parse_hostfile, parse_hosts
+from ..processes.job import RunOptions, run_job
 from .horovodrun import add_horovodrun_options, refuse, variables_of
 from .version import version
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from ..basics import backend_name, init, rank, shutdown, size, transport_name
 from ..collectives import allgather, allreduce
 from ..launch.environment import without_launchers
-from ..spawning import spawn
+from ..lifecycle import init, shutdown
+from ..processes.spawning import spawn
 from ..types import Sum
+from ..world.numbers import backend_name, rank, size, transport_name
 
 __all__ = ("attempt", "smoke")
 

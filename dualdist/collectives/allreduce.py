@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..agreement import Verdict
+from ..agreement.channel import Execute
+from ..agreement.verdict import Verdict
 from ..backends.base import Group
-from ..channel import Execute
-from ..compression import Compression, Compressor
-from ..context import current
-from ..process_sets import ProcessSet, channel_of, global_process_set
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
+from ..world.context import current
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .adasum import check_adasum_size
+from .compression import Compression, Compressor
 from .gather import allgather, allgather_async
 from .plan import Plan, check_tensor, differentiable, make_call, planned
 from .reduce import Reduction, payload_of, reduce_payloads, reduce_tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .move import exchange_rows
 from .plan import Plan, check_root, check_tensor, differentiable, make_call, planned
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..process_sets import ProcessSet, channel_of, global_process_set
 from ..types import Average
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .move import exchange_rows, gather_rows
 from .plan import Plan, check_root, check_tensor, differentiable, make_call, planned
 

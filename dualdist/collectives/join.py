@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..agreement import Verdict
+from ..agreement.verdict import Verdict
 from ..backends.base import Group
-from ..context import current
-from ..process_sets import ProcessSet, channel_of, global_process_set
 from ..types import Call
+from ..world.context import current
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .plan import Plan, make_call
 from .reduce import contribute_nothing
 

@@ -10,11 +10,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from ..call_site import call_site
-from ..channel import Channel, Execute
-from ..context import current
-from ..process_sets import ProcessSet, channel_of
+from ..agreement.call_site import call_site
+from ..agreement.channel import Channel, Execute
 from ..types import Call
+from ..world.context import current
+from ..world.process_sets import ProcessSet, channel_of
 
 __all__ = ("Plan", "check_root", "check_tensor", "describe", "differentiable", "make_call", "planned")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..agreement import payload_capacity
+from ..agreement.verdict import payload_capacity
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Call, Max, Min, Product, Sum
 from .adasum import adasum

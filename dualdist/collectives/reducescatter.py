@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..backends.base import Group
-from ..compression import Compression, Compressor
 from ..errors import HorovodInternalError
-from ..process_sets import ProcessSet, channel_of, global_process_set
 from ..types import REDUCE_OP_NAMES, Average, Sum
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allreduce import check_reduction, reduction_arguments
 from .broadcast import broadcast
+from .compression import Compression, Compressor
 from .gather import allgather
 from .move import split_rows
 from .plan import Plan, check_root, differentiable, make_call, planned

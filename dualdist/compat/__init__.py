@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ..backends.real_horovod import STAND_IN_FOLDER, lend_name
+from ..backends.horovod.installed import STAND_IN_FOLDER, lend_name
 from .environment import MARK, export_launch
 from .finder import StandInFinder
 

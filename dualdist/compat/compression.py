@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..compression import Compression, Compressor
+from ..collectives.compression import Compression, Compressor
 
 __all__ = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
 

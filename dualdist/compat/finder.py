@@ -19,7 +19,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.common.basics": ("dualdist.compat.lifecycle",),
     "horovod.common.elastic": ("dualdist.elastic",),
     "horovod.common.exceptions": ("dualdist.compat.exceptions",),
-    "horovod.common.process_sets": ("dualdist.process_sets",),
+    "horovod.common.process_sets": ("dualdist.world.process_sets",),
     "horovod.common.util": ("dualdist.compat.util",),
     "horovod.runner": ("dualdist.compat.package",),
     "horovod.torch": _API,

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 import dualdist
 
-from ..context import current
+from ..world.context import current
 from .environment import export_world
 
 __all__ = ("HorovodBasics", "init")

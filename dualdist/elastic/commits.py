@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..basics import rank
-from ..checkpoint.catalog import Catalog, Entry, choose_sound
-from ..checkpoint.filesystem import FileSystem
-from ..checkpoint.format import write_checkpoint
-from ..checkpoint.functions import make_manifest, read_values
-from ..checkpoint.memory import MemoryFile
-from ..checkpoint.portable import check_portable, on_host
-from ..checkpoint.restoration import restore
-from ..checkpoint.share import from_writer, on_all_ranks
-from ..checkpoint.state import collect, is_stateful
+from ..checkpoint.contents.portable import check_portable, on_host
+from ..checkpoint.contents.restoration import restore
+from ..checkpoint.contents.state import collect, is_stateful
+from ..checkpoint.ranks import from_writer, on_all_ranks
+from ..checkpoint.save_and_load import make_manifest, read_values
+from ..checkpoint.storage.catalog import Catalog, Entry, choose_sound
+from ..checkpoint.storage.filesystem import FileSystem
+from ..checkpoint.storage.format import write_checkpoint
+from ..checkpoint.storage.memory import MemoryFile
 from ..errors import CheckpointError
+from ..world.numbers import rank
 
 __all__ = ("Commits", "InMemory")
 

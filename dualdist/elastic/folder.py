@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..launch import ELASTIC_DIR, Starter, find_starter
+from ..launch import ELASTIC_DIR
+from ..rendezvous import Starter, find_starter
 
 __all__ = ("folder_of_commits", "make_private", "remove_abandoned")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ..basics import rank
-from ..checkpoint.state import is_per_rank, is_stateful
-from ..objects import broadcast_object
-from ..parameters import broadcast_optimizer_state, broadcast_parameters
+from ..checkpoint.contents.state import is_per_rank, is_stateful
+from ..collectives.objects import broadcast_object
 from ..samplers import DealingSampler
+from ..training.parameters import broadcast_optimizer_state, broadcast_parameters
+from ..world.numbers import rank
 from .sampler import ElasticSampler
 
 __all__ = (

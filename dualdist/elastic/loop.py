@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..basics import init, shutdown
-from ..context import current
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
+from ..lifecycle import init, shutdown
+from ..world.context import current
 from .restarting import restarting
 from .state import State, commits_made
 

@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from ..basics import init, shutdown
-from ..checkpoint.filesystem import FileSystem
-from ..checkpoint.share import on_all_ranks
-from ..context import current
+from ..agreement.connections import Mesh
+from ..checkpoint.ranks import on_all_ranks
+from ..checkpoint.storage.filesystem import FileSystem
 from ..errors import HorovodInternalError
 from ..launch import ELASTIC_DIR
-from ..mesh import Mesh
+from ..lifecycle import init, shutdown
+from ..world.context import current
 from .commits import Commits, InMemory
 from .folder import folder_of_commits, make_private, remove_abandoned
 from .state import State, attach, detach

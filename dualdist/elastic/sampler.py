@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..basics import rank, size
+from ..world.numbers import rank, size
 
 __all__ = ("ElasticSampler",)
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..basics import rank
-from ..checkpoint.state import is_stateful
+from ..checkpoint.contents.state import is_stateful
+from ..collectives.objects import broadcast_object
 from ..errors import HostsUpdatedInterrupt
-from ..objects import broadcast_object
+from ..world.numbers import rank
 from .handlers import (
     ModelStateHandler,
     OptimizerStateHandler,

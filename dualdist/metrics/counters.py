@@ -13,7 +13,7 @@ import torch
 
 from .. import types
 from ..collectives import allreduce, grouped_allreduce
-from ..process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 
 __all__ = ("ConfusionMatrix", "Mean", "Metric", "Sum", "compute")
 

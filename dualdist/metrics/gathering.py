@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import torch
 
-from ..basics import device
 from ..collectives import allgather, grouped_allgather
+from ..collectives.objects import allgather_object
 from ..collectives.plan import check_tensor
-from ..objects import allgather_object
-from ..process_sets import ProcessSet, channel_of, global_process_set
+from ..world.context import device
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 
 __all__ = ("gather_all_tensors", "gather_in_order")
 

@@ -5,7 +5,7 @@ It is started when dualdist runs on the backend horovod; on another one, `hvd.in
 
 from __future__ import annotations
 
-from ..backends.real_horovod import is_installed, real_horovod
+from ..backends.horovod.installed import is_installed, real_horovod
 from ..errors import BackendUnavailableError
 
 if not is_installed():

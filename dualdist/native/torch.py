@@ -10,9 +10,9 @@ from typing import cast
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..context import current
 from ..errors import BackendUnavailableError
-from ..process_sets import ProcessSet, global_process_set
+from ..world.context import current
+from ..world.process_sets import ProcessSet, global_process_set
 
 __all__ = ("DistributedDataParallel", "process_group")
 

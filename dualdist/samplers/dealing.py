@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..basics import rank as own_rank
-from ..basics import size
+from ..world.numbers import rank as own_rank
+from ..world.numbers import size
 
 __all__ = ("DealingSampler", "place_of")
 

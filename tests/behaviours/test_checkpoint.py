@@ -20,14 +20,7 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.checkpoint import (
-    CheckpointManager,
-    FileSystem,
-    Preempted,
-    load,
-    read_manifest,
-    save,
-)
+from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, load, read_manifest, save
 
 from ..faults import CountingFileSystem
 from ..training import STYLES, make_state, plain_losses, train

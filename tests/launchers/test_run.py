@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from dualdist.cli import main
-from dualdist.launch import detect, processes
+from dualdist.launch import detect
+from dualdist.processes import supervisor
 
 from ..world import ROOT
 from .leftovers import Watched
@@ -265,8 +266,8 @@ def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run, familie
 def test_a_host_that_hears_nothing_of_the_launcher_ends_its_processes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(processes, "_BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(supervisor, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "_BEAT_SECONDS", 1000.0)
     assert run("-H", "hostA:1", "sleep", "1000").code != 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualdist.agreement import ACTIVE, FAILED, JOINED, Entry, payload_capacity, resolve
+from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, Entry, payload_capacity, resolve
 from dualdist.types import Call
 
 RANKS = (0, 2, 5)

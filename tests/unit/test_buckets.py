@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from dualdist.accumulation import Accumulated
-from dualdist.bucket_memory import BucketMemory
-from dualdist.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, as_real, lay_out
+from dualdist.gradients.accumulation import Accumulated
+from dualdist.gradients.bucket_memory import BucketMemory
+from dualdist.gradients.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, as_real, lay_out
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from dualdist.checkpoint import FileSystem, Manifest, read_manifest
-from dualdist.checkpoint.file import replacing
-from dualdist.checkpoint.format import copy_verified, write_checkpoint
-from dualdist.checkpoint.memory import MemoryFile
+from dualdist.checkpoint.storage.file import replacing
+from dualdist.checkpoint.storage.format import copy_verified, write_checkpoint
+from dualdist.checkpoint.storage.memory import MemoryFile
 from dualdist.errors import CheckpointError, DamagedCheckpointError
 
 from ..faults import CountingFileSystem, FaultyFileSystem, PowerCut

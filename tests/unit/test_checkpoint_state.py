@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dualdist.checkpoint import FileSystem, Manifest, RandomState
-from dualdist.checkpoint.format import copy_verified, write_checkpoint
-from dualdist.checkpoint.memory import MemoryFile
-from dualdist.checkpoint.names import fit
-from dualdist.checkpoint.portable import HostCopy, on_host
-from dualdist.checkpoint.restoration import Restoration
-from dualdist.checkpoint.state import collect
+from dualdist.checkpoint.contents.names import fit
+from dualdist.checkpoint.contents.portable import HostCopy, on_host
+from dualdist.checkpoint.contents.restoration import Restoration
+from dualdist.checkpoint.contents.state import collect
+from dualdist.checkpoint.storage.format import copy_verified, write_checkpoint
+from dualdist.checkpoint.storage.memory import MemoryFile
 from dualdist.errors import CheckpointError
 
 

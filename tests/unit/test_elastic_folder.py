@@ -11,7 +11,7 @@ import pytest
 from dualdist.elastic import folder
 from dualdist.elastic.folder import folder_of_commits, make_private, remove_abandoned
 from dualdist.errors import CheckpointError
-from dualdist.launch import Starter
+from dualdist.rendezvous import Starter
 
 OWN = Starter(os.getpid(), int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]))
 ENDED = Starter(OWN.pid, OWN.began - 1)

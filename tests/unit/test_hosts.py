@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.launch.hosts import Host, Slot, assign, parse_hostfile, parse_hosts
-from dualdist.launch.remote import is_local, ssh_command
+from dualdist.processes.hosts import Host, Slot, assign, parse_hostfile, parse_hosts
+from dualdist.processes.remote import is_local, ssh_command
 
 
 @pytest.mark.parametrize(

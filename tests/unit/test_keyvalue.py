@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.launch.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueServer, KeyValueStore
+from dualdist.rendezvous.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueServer, KeyValueStore
 
 SECRET = b"s" * 32
 PATIENCE = 0.3

@@ -9,8 +9,8 @@ from typing import TypeVar
 import pytest
 from torch.distributed import HashStore
 
+from dualdist.agreement.connections import Mesh
 from dualdist.errors import HorovodInternalError
-from dualdist.mesh import Mesh
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.context import read_settings
 from dualdist.errors import ConfigurationError
 from dualdist.types import Settings
+from dualdist.world.context import read_settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.launch.slurm import first_host, meet
+from dualdist.rendezvous.slurm import first_host, meet
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
 

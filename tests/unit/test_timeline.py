@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.trace import TraceFile
+from dualdist.agreement.timeline import TraceFile
 
 from ..trace_reader import read_marks, read_spans
 

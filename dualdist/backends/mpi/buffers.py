@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...launch import mpi
+from ...rendezvous import mpi
 
 __all__ = ("PIECE_BYTES", "Buffer", "Reduction", "fits", "overlap", "reduction")
 

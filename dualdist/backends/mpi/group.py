@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...launch import mpi
+from ...rendezvous import mpi
 from .progress import progress
 from .steps import Line, Step
 from .work import FORKED, Work

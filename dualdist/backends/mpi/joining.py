@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import BackendUnavailableError
-from ...launch import detect, mpi
+from ...launch import detect
+from ...rendezvous import mpi
 from ...types import Launch
-from ..rendezvous import meet as meet_launched
+from ..meeting import meet as meet_launched
 from .group import ProcessGroup
 from .progress import progress
 from .work import FORKED

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...launch import mpi
+from ...rendezvous import mpi
 from .buffers import PIECE_BYTES, Buffer, Reduction, fits, overlap, reduction
 
 __all__ = ("Line", "Step")

@@ -1,0 +1,204 @@
+"""The ordered line of collectives of one process set: agreement first, then the data.
+
+Synchronous calls run in the caller's thread when nothing is queued; asynchronous ones, and calls behind them, run in
+one worker thread. Either way the members of the process set meet in the order in which the calls were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ..backends.base import Group
+from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
+from ..types import Call
+from .call_site import call_site
+from .connections import Mesh
+from .stall import StallWatch
+from .timeline import Timeline
+from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
+
+__all__ = ("Channel", "Execute", "StandIn")
+
+_LAST_CALLS_SECONDS = 1.0
+
+T = TypeVar("T")
+Execute = Callable[[Group, Verdict], T]
+"""What to do with the group once the members agree."""
+StandIn = Callable[[Call, Group, Verdict], None]
+"""What a rank that has joined does instead."""
+
+
+class Channel:
+    """The collectives of one process set, in order."""
+
+    def __init__(
+        self, name: str, mesh: Mesh, data: Group, gradients: Group, watch: StallWatch, timeline: Timeline,
+        stand_in: StandIn,
+    ) -> None:  # fmt: skip
+        self.group = data
+        self.gradients = gradients
+        """Gradients go their own way, in an order of their own; see grad_sync."""
+        self._name = name
+        self._mesh = mesh
+        self._watch = watch
+        self._timeline = timeline
+        self._stand_in = stand_in
+        self._turn = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._counting = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._number = 0
+        self._joined: frozenset[int] = frozenset()
+        """Who had joined at the last agreement, as every member knows it."""
+        self._broken: str | None = None
+        watch.add_line(name, data.ranks)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether a member had joined at the last agreement."""
+        return bool(self._joined)
+
+    def run(self, call: Call, execute: Execute[T]) -> T:
+        """Carry out `call` and return what `execute` returns. Collective over the process set.
+
+        Raises CollectiveMismatchError when the members called different things, StallError when one never came,
+        HorovodInternalError when the engine failed.
+        """
+        if self._queued == 0 and self._turn.acquire(blocking=False):
+            try:
+                return self._perform(call, execute)
+            finally:
+                self._turn.release()
+        return self.submit(call, execute).result()
+
+    def submit(self, call: Call, execute: Execute[T]) -> Future[T]:
+        """Queue `call` and return at once."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(self._perform(call, execute))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._enqueue(job)
+        return future
+
+    def fail(self, kind: str, error: Exception) -> None:
+        """Tell the other members that this rank could not make its call, without waiting for them."""
+        entry = Entry(FAILED, Call(kind, site=call_site()), str(error))
+        self._enqueue(lambda: self._notify(entry))
+
+    def join(self) -> int:
+        """Answer the others' collectives until every member has joined; return the rank that joined last."""
+        done: Future[int] = Future()
+        call = Call("join", site=call_site())
+
+        def job() -> None:
+            try:
+                done.set_result(self._answer(call))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._enqueue(job)
+        return done.result()
+
+    def close(self) -> None:
+        """End the worker after what is queued, unless that waits for ranks which do not come."""
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join(_LAST_CALLS_SECONDS)
+        for held in (self.group, self.gradients, self._mesh):
+            held.close()
+
+    def _enqueue(self, job: Callable[[], None]) -> None:
+        with self._counting:
+            self._queued += 1
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=f"dualdist-{self._name}", daemon=True)
+                self._worker.start()
+            self._queue.put(job)
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._turn:
+                job()
+            with self._counting:
+                self._queued -= 1
+
+    def _perform(self, call: Call, execute: Execute[T]) -> T:
+        while True:
+            verdict = self._agree(Entry(ACTIVE, call))
+            if self._mesh.rank in verdict.raising:
+                raise CollectiveMismatchError(verdict.error)
+            if verdict.call is not None:
+                return self._guarded(call, functools.partial(self._execute, call, execute, verdict))
+
+    def _answer(self, call: Call) -> int:
+        while True:
+            before = self._joined
+            verdict = self._agree(Entry(JOINED, call))
+            if len(verdict.joined) == self.group.size:
+                self._joined = frozenset()
+                return self.group.ranks[max(verdict.joined - before)]
+            if verdict.call is not None:
+                stand_in = functools.partial(self._stand_in, verdict.call)
+                self._guarded(verdict.call, functools.partial(self._execute, verdict.call, stand_in, verdict))
+
+    def _notify(self, entry: Entry) -> None:
+        with contextlib.suppress(
+            HorovodInternalError
+        ):  # the others' error, if any, is raised by the next call
+            self._agree(entry)
+
+    def _agree(self, entry: Entry) -> Verdict:
+        return self._guarded(entry.call, functools.partial(self._negotiate, entry))
+
+    def _negotiate(self, entry: Entry) -> Verdict:
+        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
+            verdict = agree(self._mesh, entry)
+            self._joined = verdict.joined
+            tell(verdict.arrivals)
+        for call in verdict.drained:
+            if call.identity != entry.call.identity:
+                self._stand_in(call, self.group, verdict)
+        return verdict
+
+    def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+        with self._timeline.operation(self._name, call):
+            return execute(self.group, verdict)
+
+    def _guarded(self, call: Call, step: Callable[[], T]) -> T:
+        """Return `step()`; watch it for a stall, and remember that nothing works after an engine's failure."""
+        if self._broken is not None:
+            raise HorovodInternalError(
+                f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to start anew."
+            )
+        self._number += 1
+        try:
+            self._watch.begin(self._name, self._number, call)
+            try:
+                return step()
+            finally:
+                self._watch.end(self._name)
+        except StallError:
+            missing = self._watch.missing(self._name, self._number)
+            self._broken = f"{call} at {call.where} stalled; missing ranks: {missing}."
+            raise StallError(self._broken) from None
+        except HorovodInternalError as error:
+            self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
+            self._mesh.close()  # so that no member waits for this one
+            raise HorovodInternalError(
+                f"{self._broken} Look for the first error of another rank, or for a failure of the network."
+            ) from error.__cause__
+        except BaseException as error:  # an interrupt, or no memory: nobody knows how far the members are
+            self._broken = f"{call} at {call.where} was interrupted: {error!r}."
+            self._mesh.close()
+            raise

@@ -1,0 +1,212 @@
+"""Sockets between the members of a process set, for the few bytes on which they agree before each collective.
+
+An agreement must cost little beside the collective that it guards. An engine's own small collective wakes two or three
+threads on every side; here the calling thread writes and reads by itself. Members talk to those whose place differs
+by a power of two, so that n members need log2(n) rounds (Bruck et al. 1997, "Efficient algorithms for all-to-all
+communications in multiport message-passing systems", section 3) and a process holds 2 log2(n) connections. It is one
+and the same on every engine. A peer that dies is noticed at once, by the end of its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..errors import HorovodInternalError, StallError
+
+__all__ = ("Mesh",)
+
+_CONNECT_SECONDS = 5.0
+_TOKEN_BYTES = 16
+_LONGEST_POLL = 2**31 - 1
+"""Milliseconds, as a C int."""
+_LENGTH = struct.Struct("<I")
+"""Stands before each message."""
+_READ_BYTES = 1 << 16
+
+
+class Mesh:
+    """The connections of one member to its peers."""
+
+    def __init__(
+        self, store: Any, name: str, ranks: Sequence[int], rank: int, address: str, timeout: float
+    ) -> None:
+        """Connect to the peers. Collective over `ranks`, which are global; a rank that is not among them holds none.
+
+        store: c10d's Store, where the members find each other under `name`. address: where the others reach this
+        process. timeout: seconds to wait in an exchange.
+        Raises HorovodInternalError when a peer cannot be reached.
+        """
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank) if rank in self.ranks else -1
+        """Our place among the members."""
+        self.size = len(self.ranks)
+        self._timeout = timeout
+        self._peers: dict[int, _Peer] = {}
+        if self.rank >= 0 and self.size > 1:
+            self._connect(store, f"mesh/{name}", address)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return every member's `message`, in rank order. Collective over the members.
+
+        Raises StallError when a member does not come in time, HorovodInternalError when one has left.
+        """
+        messages = [message]  # that of the member j places on at j
+        deadline = time.monotonic() + self._timeout
+        for distance in _powers_of_two(self.size):
+            count = min(distance, self.size - distance)
+            target = self._peers[(self.rank - distance) % self.size]
+            source = self._peers[(self.rank + distance) % self.size]
+            messages += _swap(target, messages[:count], source, deadline)
+        return messages[self.size - self.rank :] + messages[: self.size - self.rank]
+
+    def close(self) -> None:
+        """Give the connections back. Local."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers = {}
+
+    def _connect(self, store: Any, key: str, address: str) -> None:
+        steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
+        peers = {(self.rank + step) % self.size for step in steps}
+        token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + self._timeout
+        with socket.create_server((address, 0), backlog=len(peers)) as server:
+            store.set(f"{key}/{self.rank}", json.dumps([*server.getsockname(), token.hex()]))
+            try:
+                for peer in sorted(place for place in peers if place > self.rank):
+                    store.wait([f"{key}/{peer}"], timedelta(seconds=_left(deadline)))
+                    host, port, peers_token = json.loads(store.get(f"{key}/{peer}"))
+                    self._peers[peer] = _Peer(self._call(host, port, peers_token, deadline))
+                self._accept(server, token, sum(place < self.rank for place in peers), deadline)
+            except (OSError, RuntimeError) as error:
+                self.close()
+                raise HorovodInternalError(
+                    f"Place {self.rank} of ranks {self.ranks} could not connect to its peers: {error}"
+                ) from error
+
+    def _call(self, host: str, port: int, token: str, deadline: float) -> socket.socket:
+        """Connect to the peer that listens at `host`: who knows its token and answers, it is."""
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
+                connection.settimeout(_left(deadline))
+                connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
+                if not connection.recv(1):
+                    raise OSError("somebody else listens there")
+            except OSError as error:
+                raise OSError(f"{host}:{port}: {error}") from error
+            stack.pop_all()
+        return connection
+
+    def _accept(self, server: socket.socket, token: bytes, expected: int, deadline: float) -> None:
+        while expected:
+            server.settimeout(_left(deadline))
+            connection, _ = server.accept()
+            connection.settimeout(_CONNECT_SECONDS)
+            hello = b""
+            with contextlib.suppress(OSError):
+                hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):  # not one of us
+                connection.close()
+                continue
+            connection.sendall(b"\1")
+            self._peers[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = _Peer(connection)
+            expected -= 1
+
+
+class _Peer:
+    """The connection to one peer, which may be ahead: what has come for the next exchange waits here."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self.socket = connection
+        self._unread = bytearray()
+
+    def send(self, message: memoryview) -> int:
+        """Return how many bytes of `message` could be sent without waiting."""
+        try:
+            return self.socket.send(message)
+        except BlockingIOError:
+            return 0
+
+    def take(self, count: int) -> list[bytes]:
+        """Return the next `count` messages, nothing while they have not come.
+
+        Raises HorovodInternalError when the peer has left.
+        """
+        messages = self._parse(count)
+        if messages:  # before the socket is asked: the peer may have left behind them
+            return messages
+        try:
+            part = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not part:
+            raise HorovodInternalError("a rank has left")
+        self._unread += part
+        return self._parse(count)
+
+    def _parse(self, count: int) -> list[bytes]:
+        spans, end = [], 0
+        for _ in range(count):
+            start = end + _LENGTH.size
+            if len(self._unread) < start:
+                return []
+            end = start + _LENGTH.unpack_from(self._unread, end)[0]
+            spans.append(slice(start, end))
+        if len(self._unread) < end:
+            return []
+        messages = [bytes(self._unread[span]) for span in spans]
+        del self._unread[:end]
+        return messages
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # whoever waits in it wakes, also a copy in a forked process
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def _left(deadline: float) -> float:
+    """Return how many seconds are left; at least a moment, since 0 stands for no waiting at all."""
+    return max(1e-3, deadline - time.monotonic())
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [1 << bit for bit in range((limit - 1).bit_length())]
+
+
+def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: float) -> list[bytes]:
+    """Send `messages` to `target` and return as many from `source`; they may be the same."""
+    unsent = memoryview(b"".join([_LENGTH.pack(len(message)) + message for message in messages]))
+    taken: list[bytes] = []
+    try:
+        while True:
+            if unsent:
+                unsent = unsent[target.send(unsent) :]
+            if not taken:
+                taken = source.take(len(messages))
+            if taken and not unsent:
+                return taken
+            _wait(target.socket if unsent else None, None if taken else source.socket, deadline)
+    except (OSError, ValueError) as error:  # ValueError: closed by this process meanwhile
+        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
+
+
+def _wait(writable: socket.socket | None, readable: socket.socket | None, deadline: float) -> None:
+    poll = select.poll()
+    if readable is not None:
+        poll.register(readable, select.POLLIN)
+    if writable is not None:
+        poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
+    if not poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
+        raise StallError("A rank did not come in time.")

@@ -1,0 +1,164 @@
+"""What the members of a process set agree on before each collective.
+
+Every member sends a digest of its call, its state, a free number, when it came (for the timeline), and the call's
+payload: data that is small enough to travel along, so that a small reduction costs one exchange instead of two. When
+all digests are equal, which is the case that must be fast, nothing more is sent. Otherwise the members exchange the
+whole calls, and each of them reaches the same verdict from the same list: run (some ranks have joined), raise (the
+calls differ), or again (a member failed a call of its own that nobody else made).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..types import Call
+from .connections import Mesh
+
+__all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
+
+ACTIVE, JOINED, FAILED = range(3)
+_MESSAGE = struct.Struct("<16sB7xqq")  # digest, state, the call's free number, time
+_PAYLOAD_BYTES = 2048
+_PAYLOAD_BYTES_OF_ALL = 64 << 10
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one member came with."""
+
+    state: int
+    call: Call
+    error: str = ""
+    """For a FAILED entry: what was wrong with the call on its rank."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all members do now."""
+
+    call: Call | None
+    """What the active members run; None when every member has joined, and when there is nothing to run."""
+    joined: frozenset[int] = frozenset()
+    """Places of the members that have joined."""
+    extras: tuple[int, ...] = ()
+    """Every member's free number."""
+    payloads: tuple[bytes, ...] = ()
+    """Every member's payload, when all members run `call` and have one."""
+    error: str | None = None
+    """Why the members in `raising` raise instead."""
+    raising: frozenset[int] = frozenset()
+    drained: tuple[Call, ...] = ()
+    """Calls of the raising members that are under way already and that the others must see through."""
+    arrivals: tuple[int, ...] = ()
+    """When every member came, in nanoseconds since the epoch by its own clock."""
+
+
+def payload_capacity(size: int) -> int:
+    """Return how many bytes of payload a call may carry among `size` members."""
+    return min(_PAYLOAD_BYTES, _PAYLOAD_BYTES_OF_ALL // size)
+
+
+def agree(mesh: Mesh, entry: Entry) -> Verdict:
+    """Return the members' verdict on what each of them came with. Collective over the members."""
+    digest = hashlib.blake2b(repr(entry.call.identity).encode(), digest_size=16).digest()
+    message = _MESSAGE.pack(digest, entry.state, entry.call.extra, time.time_ns())
+    messages = mesh.exchange(message + entry.call.payload)
+    digests, states, extras, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
+    if set(states) == {ACTIVE} and set(digests) == {digest}:
+        payloads = tuple(other[len(message) :] for other in messages)
+        return Verdict(entry.call, extras=extras, payloads=payloads, arrivals=arrivals)
+    entries = [pickle.loads(other) for other in mesh.exchange(pickle.dumps(entry))]
+    return replace(resolve(entries, mesh.ranks), arrivals=arrivals)
+
+
+def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
+    """Return the verdict on `entries`; `ranks` are the members' global ranks, for the message."""
+    failed = [entry for entry in entries if entry.state == FAILED]
+    active = {place: entry.call for place, entry in enumerate(entries) if entry.state == ACTIVE}
+    joined = frozenset(place for place, entry in enumerate(entries) if entry.state == JOINED)
+    if failed:
+        # A failed call has partners only where the same line of the user's code was called.
+        sites = {entry.call.site for entry in failed}
+        partners = frozenset(place for place, call in active.items() if call.site in sites)
+        return Verdict(None, joined, error=_failure(entries, ranks), raising=partners)
+    if not active:
+        return Verdict(None, joined)
+    first = next(iter(active.values()))
+    everyone = frozenset(active)
+    if any(call.identity != first.identity for call in active.values()):
+        started = {call.identity: call for call in active.values() if call.under_way}
+        return Verdict(
+            None, joined, error=_mismatch(active, ranks), raising=everyone, drained=tuple(started.values())
+        )
+    if joined and not first.joinable:
+        members = ", ".join(str(ranks[place]) for place in sorted(joined))
+        return Verdict(
+            None, joined, raising=everyone,
+            error=f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined.",
+        )  # fmt: skip
+    return Verdict(first, joined, tuple(entry.call.extra for entry in entries))
+
+
+def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:
+    difference = _difference(list(active.values()))
+    entry = _first_entry([dict(call.arguments).get(difference) for call in active.values()])
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for place, call in active.items():
+        shown = call if entry is None else _shortened(call, difference, entry)
+        groups[str(shown), call.where].append(ranks[place])
+    rows = [f"  {_ranks(members)} called {call} at {where}" for (call, where), members in groups.items()]
+    return "\n".join(
+        [
+            f"Mismatched {difference} between ranks:",
+            *rows,
+            "Every rank of a process set must call the same collectives in the same order.",
+        ]
+    )
+
+
+def _difference(calls: Sequence[Call]) -> str:
+    """Return the first thing in which `calls` differ."""
+    if len({call.kind for call in calls}) > 1:
+        return "collectives"
+    for key, _ in calls[0].arguments:
+        if len({repr(dict(call.arguments).get(key)) for call in calls}) > 1:
+            return key
+    return "name"
+
+
+def _first_entry(values: Sequence[object]) -> int | None:
+    """Return the place of the first difference in sequences of named entries, such as the parameters of a model."""
+    lists = [value for value in values if isinstance(value, tuple)]
+    named = all(isinstance(entry, tuple) and isinstance(entry[0], str) for each in lists for entry in each)
+    if not named or len(lists) < len(values):
+        return None
+    places = range(max(map(len, lists)))
+    return next(
+        (place for place in places if len({repr(each[place : place + 1]) for each in lists}) > 1), None
+    )
+
+
+def _shortened(call: Call, argument: str, entry: int) -> Call:
+    """Return `call` for a message, with nothing but one entry of `argument`."""
+    value = dict(call.arguments)[argument]
+    told = value[entry] if entry < len(value) else "nothing"
+    return replace(call, arguments=((f"{argument}[{entry}]", told),))
+
+
+def _failure(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
+    rows = [
+        f"  rank {ranks[place]} failed in {entry.call} at {entry.call.where}: {entry.error}"
+        for place, entry in enumerate(entries)
+        if entry.state == FAILED
+    ]
+    return "\n".join(["The call failed on another rank before it could start:", *rows])
+
+
+def _ranks(members: Sequence[int]) -> str:
+    return f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"

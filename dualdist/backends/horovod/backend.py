@@ -1,0 +1,314 @@
+"""Real Horovod as an engine, with its Gloo or its MPI controller.
+
+What it guarantees: operations are matched by name, so any order works, and a coordinator compares what the ranks pass
+under one name. What it lacks: it cannot start under a launcher that is not its own, its Gloo controller never
+notices a missing rank, only contiguous tensors of five dtypes reduce, and `horovod.torch.synchronize` spins. So it is
+started by hand where the launcher cannot, names are given per group in call order, and waiting sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import BackendUnavailableError, HorovodInternalError, StallError
+from ...rendezvous import LOOPBACK, find_addresses
+from ...types import Launch, Settings
+from ..base import Backend, Group, Work
+from ..environment import environment
+from ..meeting import Meeting, serve_store
+from .installed import real_horovod
+from .rendezvous import Help, bring_help
+
+with real_horovod():
+    import horovod.torch as hvd
+    from horovod.runner.elastic.worker import WorkerNotificationManager
+
+__all__ = ("HorovodBackend",)
+
+_SLEEP_SECONDS = (0.00005, 0.001)
+"""The first and the longest pause between two looks at an operation; Horovod's own cycle is 1 ms."""
+
+
+@contextlib.contextmanager
+def _wrapped() -> Iterator[None]:
+    """Turn what Horovod raises into this package's errors."""
+    try:
+        yield
+    except (hvd.HorovodInternalError, RuntimeError) as error:
+        if isinstance(error, HorovodInternalError):
+            raise
+        raise HorovodInternalError(str(error)) from error
+
+
+class _HorovodWork(Work):
+    def __init__(self, handle: int, output: torch.Tensor | None, timeout: float) -> None:
+        self._handle = handle
+        self._output = output
+        self._deadline = time.monotonic() + timeout
+
+    def wait(self) -> None:
+        pause, longest = _SLEEP_SECONDS
+        with _wrapped():
+            while not hvd.poll(self._handle):
+                if time.monotonic() > self._deadline:
+                    raise StallError("A collective did not finish in time.")
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            result = hvd.synchronize(self._handle)
+        if self._output is not None:
+            self._output.copy_(result[0] if isinstance(result, tuple) else result)
+
+    def done(self) -> bool:
+        return bool(hvd.poll(self._handle))
+
+
+class _HorovodGroup(Group):
+    reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float
+    ) -> None:
+        super().__init__(ranks, rank)
+        self._set = process_set
+        self._prefix = prefix
+        self._timeout = timeout
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device if device.type == "cuda" and hvd.nccl_built() else torch.device("cpu")
+
+    def _started(self, handle: int, output: torch.Tensor | None = None) -> Work:
+        return _HorovodWork(handle, output, self._timeout)
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+        with _wrapped():
+            return self._started(
+                hvd.allreduce_async_(
+                    tensor, name=f"{self._prefix}.allreduce.{lane}", op=op, process_set=self._set
+                )
+            )
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        with _wrapped():
+            return self._started(
+                hvd.broadcast_async_(
+                    tensor, self.ranks[root], name=f"{self._prefix}.broadcast", process_set=self._set
+                )
+            )
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        with _wrapped():
+            return self._started(
+                hvd.allgather_async(tensor, name=f"{self._prefix}.allgather", process_set=self._set), output
+            )
+
+    def allgatherv(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        output = torch.empty(sum(counts), dtype=torch.uint8, device=tensor.device)
+        self.allgather(output, tensor).wait()
+        return output
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        splits = torch.tensor(sent, dtype=torch.int32)
+        with _wrapped():
+            return self._started(
+                hvd.alltoall_async(tensor, splits, name=f"{self._prefix}.alltoall", process_set=self._set),
+                output,
+            )
+
+
+class HorovodBackend(Backend):
+    name = "horovod"
+    _kept = False
+    """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
+
+    _numbers = itertools.count()
+    """Of the groups since Horovod was started. After a stall, what was sent in a former world may still wait for its
+    partners, under a name with the number of its group."""
+
+    _launchers_server_used = False
+    """Whether horovodrun's rendezvous server has served a world of this process: it keeps addresses of that one, since
+    it forgets who has finished in one scope as soon as another is complete (horovod/runner/http/http_server.py:132)."""
+    _notifications = WorkerNotificationManager()
+    """Hears from horovodrun when hosts come and go; it serves one port for the life of the process."""
+
+    def __init__(
+        self, launch: Launch, settings: Settings, env: Mapping[str, str], help: Help | None, adopted: bool
+    ) -> None:
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
+        self._timeout = settings.stall_timeout_seconds
+        self._help = help
+        self._adopted = adopted
+        self._elastic = launch.elastic
+        self._sets = _process_sets()
+        self._store: dist.Store | None = None
+        self.address = LOOPBACK
+        if self.size > 1:
+            meeting = self._meet(env) if help is None else help.meeting
+            self._store, self.address = meeting.store, meeting.addresses.own
+
+    @staticmethod
+    def _controller() -> str:
+        return "mpi" if hvd.mpi_enabled() else "gloo"
+
+    @classmethod
+    def is_running(cls) -> bool:
+        return bool(hvd.is_initialized()) and not cls._kept
+
+    @classmethod
+    def can_start(cls, launch: Launch, env: Mapping[str, str]) -> bool:
+        if launch.launcher == "mpirun":
+            return bool(hvd.mpi_built())
+        return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+
+    @classmethod
+    def start(
+        cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
+    ) -> HorovodBackend:
+        cls._check_build()
+        if cls.is_running():
+            if settings.timeline is not None:  # Horovod writes to that very file
+                hvd.stop_timeline()
+            return cls(launch, settings, env, None, adopted=True)
+        if transport is not None:
+            cls.check(transport, launch)
+        if cls._kept:
+            cls._kept = False
+            return cls(launch, settings, env, None, adopted=False)
+        with contextlib.ExitStack() as undone:
+            variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
+            help = None
+            if transport == "mpi":
+                variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+            elif cls._needs_help(launch, env, transport):
+                help = bring_help(launch, env, settings.stall_timeout_seconds)
+                undone.callback(help.end)
+                variables |= help.variables
+            with environment(variables), _wrapped():
+                hvd.init()
+            cls._numbers = itertools.count()
+            started = cls(launch, settings, env, help, adopted=False)
+            undone.pop_all()
+        return started
+
+    @classmethod
+    def _needs_help(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
+        """Return whether we must do what the launcher does not: bring a rendezvous server."""
+        if launch.launcher == "mpirun":
+            return transport == "gloo" or not cls.can_start(launch, env)
+        used, cls._launchers_server_used = cls._launchers_server_used, True
+        if launch.elastic:  # the launcher prepares its server for the new world
+            return False
+        return (launch.size > 1 or transport == "gloo") and (used or not cls.can_start(launch, env))
+
+    @classmethod
+    def _check_build(cls) -> None:
+        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
+            raise BackendUnavailableError(
+                "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
+                "Build it with ci/install-horovod."
+            )
+
+    @classmethod
+    def check(cls, transport: str, launch: Launch) -> None:
+        cls._check_build()
+        if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
+            lacking = f"{launch.launcher} does not start it" if hvd.mpi_built() else "was built without it"
+            raise BackendUnavailableError(
+                f"`transport` must be gloo for Horovod here, but is 'mpi' instead: it needs MPI, and {lacking}. Start "
+                "with a launcher that starts MPI (mpirun, srun --mpi=pmix) and a Horovod built for it, or choose gloo."
+            )
+        if transport == "gloo" and not hvd.gloo_built():
+            raise BackendUnavailableError(
+                "`transport` is 'gloo', but Horovod was built without Gloo. Build it anew."
+            )
+        if transport == "nccl" and not hvd.nccl_built():
+            raise BackendUnavailableError(
+                "`transport` is 'nccl', but Horovod was built without NCCL. Build it anew."
+            )
+
+    def _meet(self, env: Mapping[str, str]) -> Meeting:
+        """Meet at a store that rank 0 serves, its address told through Horovod itself. Collective."""
+        rounds = itertools.count()
+
+        def gather(text: str) -> list[str]:
+            return list(hvd.allgather_object(text, name=f"dualdist.meeting.{next(rounds)}"))
+
+        timeout = timedelta(seconds=self._timeout)
+        addresses = find_addresses(self.rank, gather, env)
+        served = serve_store(addresses.first, timeout) if self.rank == 0 else None
+        port = int(gather(str(served.port if served else None))[0])
+        store = served or dist.TCPStore(addresses.first, port, is_master=False, timeout=timeout)
+        return Meeting(store, addresses)
+
+    def add_host_listener(self, listener: Any) -> None:
+        if self._elastic:
+            self._notifications.init()
+            self._notifications.register_listener(listener)
+
+    def remove_host_listener(self, listener: Any) -> None:
+        if self._elastic:
+            self._notifications.remove_listener(listener)
+
+    def new_group(self, ranks: Sequence[int]) -> Group:
+        key = tuple(ranks)
+        # Horovod reads where its rendezvous is anew for every process set (gloo_context.cc:InitializeForProcessSet).
+        with environment(self._help.variables if self._help is not None else {}), _wrapped():
+            if key not in self._sets:
+                self._sets[key] = hvd.add_process_set(list(ranks))
+                hvd.barrier()  # else a rank that leaves at once makes this call fail on another, which looks later
+            prefix = f"dualdist.{next(self._numbers)}"
+            return _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
+
+    def shutdown(self) -> None:
+        self._store = None
+        if self._adopted or not hvd.is_initialized():
+            return
+        if self._controller() == "mpi":
+            HorovodBackend._kept = True
+            return
+        hvd.shutdown()
+        if self._help is not None:
+            self._help.end()
+
+    @property
+    def store(self) -> dist.Store | None:
+        return self._store
+
+    @classmethod
+    def built(cls) -> Mapping[str, bool | int]:
+        names = (
+            "mpi_built",
+            "gloo_built",
+            "nccl_built",
+            "ddl_built",
+            "ccl_built",
+            "cuda_built",
+            "rocm_built",
+        )
+        return {name: getattr(hvd, name)() for name in names}
+
+    def facts(self) -> Mapping[str, bool | int]:
+        mpi = bool(hvd.mpi_enabled())
+        threads = mpi and hvd.mpi_threads_supported()
+        return {
+            **self.built(), "mpi_enabled": mpi, "gloo_enabled": hvd.gloo_enabled(), "mpi_threads_supported": threads
+        }  # fmt: skip
+
+
+def _process_sets() -> dict[tuple[int, ...], Any]:
+    """Return the process sets that Horovod knows: beside the global one, those of whoever has started it before us."""
+    known = {}
+    for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
+        known[tuple(ranks)] = hvd.ProcessSet(ranks)
+        known[tuple(ranks)].process_set_id = number
+    return known

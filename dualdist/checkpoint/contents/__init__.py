@@ -1,0 +1,1 @@
+"""What is in a checkpoint: which values, under which names, and how they return to their owners."""

@@ -1,0 +1,1 @@
+"""Checkpoints as files: how they are written, verified, found and deleted."""

@@ -1,0 +1,1 @@
+"""What combines the gradients of all ranks while backward runs."""

@@ -1,0 +1,124 @@
+"""Where the gradients of a bucket are summed: a flat tensor, and views of it that become the gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ..collectives.reduce import scale_
+from .accumulation import Accumulated
+from .buckets import Bucket, as_real
+
+__all__ = ("BucketMemory",)
+
+
+LARGE_BYTES = 1 << 20
+"""What a gradient has on the average where scaling each while it is copied is faster than scaling all in the cache."""
+
+
+class BucketMemory:
+    """The memory of one bucket. Whatever there is of each parameter is in the order of its slots."""
+
+    def __init__(self, bucket: Bucket, params: Sequence[Accumulated]) -> None:
+        self.params = params
+        self.flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+        self.counts = self.flat[bucket.numel :]
+        """How many ranks contribute to each gradient: to all of them a dense one, then to all of them a sparse one."""
+        self._all_dense = torch.tensor([1.0, 0.0], dtype=bucket.dtype).repeat_interleave(len(params))
+        # .data: a version counter for each; see Accumulated.
+        self._views = [slot.view(self.flat).data for slot in bucket.slots]
+        self._gradients = [
+            torch.view_as_complex(view) if param.tensor.is_complex() else view
+            for param, view in zip(params, self._views, strict=True)
+        ]
+        self._has_pairs = any(param.tensor.is_complex() for param in params)
+        self._uses = self._count_uses()
+        self._references = self._count_references()
+
+    def _count_uses(self) -> int:
+        """Return how many tensors there are that show this memory, and this look at it."""
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+
+    def _count_references(self) -> list[int]:
+        return list(map(sys.getrefcount, self._gradients))
+
+    def is_held(self) -> bool:
+        """Return whether somebody keeps an old gradient that stands here, or a tensor made from one, as by detach()."""
+        if self._count_uses() > self._uses:
+            return True
+        references = self._count_references()
+        return references != self._references and any(
+            now > before and param.tensor.grad is not gradient
+            for now, before, param, gradient in zip(
+                references, self._references, self.params, self._gradients, strict=True
+            )
+        )
+
+    @torch.no_grad()
+    def fill(
+        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float
+    ) -> Sequence[bool]:
+        """Write what this rank sends; return for which parameters it contributes a dense gradient.
+
+        grads: written `factor` times; zeros where there is none, or a sparse one; what stands there and is still in use
+        moves out. is_new: whether the gradient counts as contributed, for the counts behind the gradients.
+        """
+        sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
+        is_whole = len(sources) == len(grads)
+        targets = self._views if is_whole else self._clear(grads)
+        if self._has_pairs:
+            sources = [as_real(source) for source in sources]
+        if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(targets):
+            number = torch.tensor(factor, dtype=torch.float64)
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, number, out=target)
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+            scale_(self.flat, factor)
+        if is_whole and all(is_new):
+            self.counts.copy_(self._all_dense)
+            return is_new
+        dense = [
+            new and grad is not None and not grad.is_sparse for new, grad in zip(is_new, grads, strict=True)
+        ]
+        sparse = [
+            new and grad is not None and grad.is_sparse for new, grad in zip(is_new, grads, strict=True)
+        ]
+        self.counts.copy_(torch.tensor([*dense, *sparse], dtype=self.flat.dtype))
+        return dense
+
+    def _clear(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Write zeros where `grads` has nothing dense; return where the others belong."""
+        targets = []
+        for param, view, grad in zip(self.params, self._views, grads, strict=True):
+            if grad is not None and not grad.is_sparse:
+                targets.append(view)
+                continue
+            if self.holds(param):
+                param.tensor.grad = param.tensor.grad.clone()  # type: ignore[union-attr]
+            view.zero_()
+        return targets
+
+    def put(self, chosen: Sequence[float]) -> None:
+        """Make what stands here the gradients of the parameters that are chosen by a number other than zero."""
+        for param, combined, is_chosen in zip(self.params, self._gradients, chosen, strict=True):
+            tensor = param.tensor
+            if is_chosen and (grad := tensor.grad) is not combined:
+                if grad is not None and grad.is_sparse:  # sparse_as_dense
+                    combined = combined.to_sparse(grad.sparse_dim())
+                tensor.grad = combined
+
+    def drop(self) -> None:
+        """Take the gradients away that stand here."""
+        for param in self.params:
+            if self.holds(param):
+                param.tensor.grad = None
+
+    def holds(self, param: Accumulated) -> bool:
+        """Return whether the gradient of `param` stands here."""
+        grad = param.tensor.grad
+        if grad is None or grad.is_sparse:
+            return False
+        return grad.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()

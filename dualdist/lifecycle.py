@@ -1,0 +1,93 @@
+"""Joining and leaving the world, and recording what it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from .collectives.join import stand_in
+from .errors import ConfigurationError
+from .world.context import current, is_initialized, join_world, leave_world
+from .world.process_sets import ProcessSet, forget_world, register_world
+
+__all__ = ("init", "shutdown", "start_timeline", "stop_timeline")
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    *,
+    backend: str | None = None,
+    transport: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> None:
+    """Join the world. Collective: every launched process must call it. A second call does nothing.
+
+    Args:
+        comm: an mpi4py communicator that is the world, or the list of all ranks; None: what the launcher says.
+        process_sets: process sets to register, or "dynamic" (sets can always be added later).
+        backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, an engine that already runs in this process,
+            or what the launcher stands for.
+        transport: "nccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, or what the machine has.
+        init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
+            "env://".
+
+    Raises:
+        ConfigurationError: an argument or the environment is wrong, or the engine is not installed.
+        WorldMismatchError: the engine joined another world than the launcher started.
+    """
+    if is_initialized():
+        return
+    arguments = {
+        "comm": comm, "process_sets": process_sets, "backend": backend, "transport": transport,
+        "init_method": init_method, "rank": rank, "world_size": world_size,
+    }  # fmt: skip
+    override: dict[str, Any] = {"init_method": init_method, "rank": rank, "size": world_size}
+    if hasattr(comm, "Get_rank"):
+        override |= {"rank": comm.Get_rank(), "size": comm.Get_size()}
+    context = join_world(stand_in, backend, transport, override, os.environ)
+    context.arguments = arguments
+    try:
+        if isinstance(comm, list | tuple) and sorted(comm) != list(range(context.world.size)):
+            raise ConfigurationError(
+                f"`comm` must name all {context.world.size} ranks, but is {list(comm)} instead. "
+                "Use init(process_sets=) for collectives over some of the ranks."
+            )
+        register_world([] if process_sets is None or process_sets == "dynamic" else process_sets)  # type: ignore[arg-type]
+    except BaseException:
+        shutdown()
+        raise
+
+
+def shutdown() -> None:
+    """Leave the world. Does nothing when none is joined; runs by itself when the process ends."""
+    forget_world()
+    leave_world()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write a Chrome trace of all collectives from now on, as HOROVOD_TIMELINE does from `init()` on. Local.
+
+    Rank 0 writes; on the other ranks it does nothing. Works whether or not HOROVOD_TIMELINE is set (Horovod needs it).
+    The file can be read at any time, also after a crash, by chrome://tracing and ui.perfetto.dev.
+
+    Args:
+        file_path: is overwritten, unless it is being written already. One that is open under another path is closed.
+        mark_cycles: put a mark CYCLE_START wherever ranks begin to agree on a collective.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+        NotInitializedError: before `init()`.
+    """
+    current().timeline.open(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Close the file that `start_timeline` or HOROVOD_TIMELINE has opened, if there is one. Local.
+
+    Raises NotInitializedError before `init()`.
+    """
+    current().timeline.close()

@@ -1,0 +1,216 @@
+"""DistributedDataParallel: a module whose gradients are those of all ranks, with torch's interface, on either engine.
+
+The gradients go through the same synchronisation as those of DistributedOptimizer; the wrapper adds what belongs to a
+module: equal parameters at the start, equal buffers before each forward, and state dicts without "module." in the
+names, so that a checkpoint fits with and without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..collectives.compression import Compression
+from ..collectives.join import join
+from ..collectives.reduce import Reduction
+from ..gradients.grad_sync import GradSync
+from ..gradients.options import SyncOptions
+from ..types import Average
+from ..world.process_sets import ProcessSet, global_process_set
+from .compiling import not_compiled
+from .parameters import broadcast_parameters
+
+__all__ = ("DistributedDataParallel",)
+
+_PREFIX = "module."
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Averages the gradients of `module` over the ranks in every backward.
+
+    Gradients are complete when `backward()` returns. Parameters that a rank did not use, or that nobody used, need no
+    flag. Use it or DistributedOptimizer, not both. Collective: every member of `process_group` must call it with the
+    same parameters; on other ranks it is the module alone.
+
+    Args:
+        module: any module; its parameters and buffers are overwritten with those of the first member of the set.
+        device_ids: [device] to have tensors among the inputs moved there. None: they are left where they are.
+        broadcast_buffers: overwrite buffers with those of the first member before each forward in training mode.
+        init_sync: False leaves parameters and buffers as they are.
+        process_group: the ranks that average, as a process set.
+        bucket_cap_mb: how many MiB of gradients are sent at once. None: 25.
+        output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph: as in torch
+            (torch/nn/parallel/distributed.py), and without effect: unused parameters are always found, and gradients
+            are always views of what is sent.
+
+    Raises:
+        CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
+        TypeError, ValueError: an argument is wrong, such as a `module` that is distributed already.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: ProcessSet | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        super().__init__()
+        _check(module, device_ids, process_group, bucket_cap_mb)
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self._device = torch.device(device_ids[0]) if device_ids else None
+        self._process_set = process_group if process_group is not None else global_process_set
+        self._sync: GradSync | None = None
+        self._joining = False
+        self._wrapped = {id(param): param for param in module.parameters()}
+        self._look_at_parts()
+        if self._process_set.included():
+            if init_sync:
+                self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
+            reduction = Reduction(Average, 1.0, 1.0)
+            options = SyncOptions(
+                reduction,
+                Compression.none,
+                1,
+                self._process_set,
+                bucket_cap_mb=bucket_cap_mb,
+                owner="DistributedDataParallel",
+            )
+            self._sync = GradSync(list(module.named_parameters()), options, self)
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module. Collective in training mode while gradients are enabled, when it has buffers."""
+        if self._device is not None:
+            inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
+        self._prepare()
+        return self.module(*inputs, **kwargs)
+
+    @not_compiled
+    def _prepare(self) -> None:
+        """Make buffers equal, and see that the parameters are those that were wrapped."""
+        if self._sync is None or not self._sync.enabled or not torch.is_grad_enabled():
+            return
+        self._sync.watch()
+        is_changed = _held_by(self._parts) != self._held
+        if is_changed:
+            self._look_at_parts()
+        has_buffers = any(part._buffers for part in self._parts)
+        if has_buffers and self.broadcast_buffers and self.training and not self._joining:
+            self._broadcast(dict(self.module.named_buffers()))
+        if not is_changed:
+            return
+        for name, param in self.module.named_parameters():
+            if id(param) not in self._wrapped:
+                self._sync.refuse(f"{name!r} is another one now")
+
+    def _look_at_parts(self) -> None:
+        self._parts = list(self.module.modules())
+        self._held = _held_by(self._parts)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied and pickled: the copy would train alone."""
+        raise TypeError(
+            "DistributedDataParallel must not be copied or pickled, since it belongs to this world. "
+            "Copy its `module`, or save its state_dict()."
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate locally; the next backward outside averages all that has come together."""
+        if self._sync is None:
+            yield
+            return
+        with self._sync.disabled():
+            yield
+
+    @contextlib.contextmanager
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
+        """Train to the end with uneven numbers of batches: who leaves the body takes part in the others' backwards.
+
+        Averages are over all ranks of the world, with nothing from those that have left; buffers are not broadcast in
+        the body. At the end every rank has the parameters and buffers of the one that left last. Collective over the
+        world.
+
+        divide_by_initial_world_size: must be True, as it is by default in torch. enable: False makes it do nothing.
+        Raises ValueError for anything else, and when `process_group` is not the whole world.
+        """
+        if not divide_by_initial_world_size:
+            raise ValueError(
+                "`divide_by_initial_world_size` must be True, but is False instead: not supported."
+            )
+        if enable and self._process_set is not global_process_set:
+            raise ValueError(
+                "`process_group` must be the whole world for join(), but is a process set instead."
+            )
+        self._joining = enable
+        try:
+            yield
+        finally:
+            self._joining = False
+        if enable:
+            last = join()
+            named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+            self._broadcast(named, last)
+
+    def _broadcast(self, named: dict[str, torch.Tensor], root_rank: int | None = None) -> None:
+        if named:
+            ranks = self._process_set.ranks
+            root_rank = (ranks[0] if ranks else 0) if root_rank is None else root_rank
+            broadcast_parameters(named, root_rank, process_set=self._process_set)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _without_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix + _PREFIX)]:
+        state_dict[prefix + key[len(prefix + _PREFIX) :]] = state_dict.pop(key)
+
+
+def _with_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Accept the names of torch's wrapper and those without one."""
+    own = wrapper.module.state_dict().keys()
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        name = key[len(prefix) :]
+        if name in own or not name.startswith(_PREFIX):
+            state_dict[prefix + _PREFIX + name] = state_dict.pop(key)
+
+
+def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: float | None) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"`module` must be a torch.nn.Module, but is {type(module).__name__} instead.")
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise TypeError(
+            "`module` must not be distributed already, nor have such a part, but does. Wrap the whole model once."
+        )
+    if device_ids is not None and not isinstance(device_ids, Sequence):
+        raise TypeError(f"`device_ids` must be a list of one device or None, but is {device_ids!r} instead.")
+    if process_group is not None and not isinstance(process_group, ProcessSet):
+        raise TypeError(
+            f"`process_group` must be a ProcessSet or None, but is {type(process_group).__name__} instead. "
+            "Make one with add_process_set(ranks)."
+        )
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise ValueError(f"`bucket_cap_mb` must be positive or None, but is {bucket_cap_mb} instead.")
+
+
+def _held_by(parts: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the ids of the parameters and parts of `parts`; cheaper than walking through all names."""
+    return [
+        id(value) for part in parts for held in (part._parameters, part._modules) for value in held.values()
+    ]

@@ -1,0 +1,173 @@
+"""Starting from the same numbers: parameters and optimizer state of one rank for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..backends.base import Group
+from ..collectives.objects import broadcast_object
+from ..collectives.plan import Plan, check_root, check_tensor, make_call, planned
+from ..collectives.wire import as_bytes, from_bytes
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+
+__all__ = ("broadcast_optimizer_state", "broadcast_parameters")
+
+_CHUNK_BYTES = 32 << 20
+
+Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
+
+
+def broadcast_parameters(
+    params: Parameters, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite `params` with those of rank `root_rank`, in place.
+
+    Collective: every member of `process_set` must call it, in the same order.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; names, shapes and dtypes
+            must be equal on all ranks. Any dtype and memory layout.
+        root_rank: a global rank, equal on all ranks.
+
+    Raises:
+        ValueError: `params` is of another kind, or an entry is not a tensor.
+        HorovodInternalError: the ranks' parameters differ in name, shape or dtype, or as for `broadcast`.
+    """
+    plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
+
+
+@planned
+def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
+    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    named = _named(params)
+    for name, tensor in named:
+        check_tensor(tensor, name)
+    call = make_call(
+        "broadcast_parameters", None, root_rank=root_rank,
+        parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),
+    )  # fmt: skip
+    tensors = [tensor for _, tensor in named]
+    return Plan(channel, call, lambda group, verdict: _overwrite(group, tensors, root))
+
+
+def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        return [(str(name), tensor) for name, tensor in sorted(params.items()) if tensor is not None]
+    if isinstance(params, str | bytes | torch.Tensor) or not isinstance(params, Iterable):
+        raise ValueError(
+            f"`params` must be a state_dict or named parameters, but is {type(params).__name__} instead."
+        )
+    entries = list(params)
+    return [entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(entries)]
+
+
+def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
+    """Broadcast `tensors` in place, packed into few messages."""
+    pending: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if pending and (size > _CHUNK_BYTES or pending[0].device != tensor.device):
+            _overwrite_chunk(group, pending, root)
+            pending, size = [], 0
+        pending.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if pending:
+        _overwrite_chunk(group, pending, root)
+
+
+def _overwrite_chunk(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
+    data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
+    if not data.numel():
+        return
+    group.broadcast_(data, root).wait()
+    if group.rank == root:
+        return
+    parts = data.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, part in zip(tensors, parts, strict=True):
+            # .data: a buffer that autograd has saved, as batch norm's are, may be overwritten before backward.
+            tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in the pickled part of an optimizer's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrite the state and the options (lr, betas ...) of `optimizer` with those of rank `root_rank`.
+
+    Nothing is stepped to create state: no weight moves and step counts stay. Works for every optimizer, LBFGS and
+    stateless ones included. Collective over the world.
+
+    Args:
+        optimizer: its parameters must be equal in number and shape on all ranks.
+        model: accepted for Horovod's sake (horovod/torch/functions.py:68), not needed.
+
+    Raises:
+        ValueError: `root_rank` is not a rank, or the number of parameters differs from the root's.
+        HorovodInternalError: as for `broadcast`.
+    """
+    found: list[torch.Tensor] = []
+    is_root = channel_of(global_process_set).group.rank == root_rank
+    skeleton = _without_tensors(optimizer.state_dict(), found) if is_root else None
+    skeleton = broadcast_object(skeleton, root_rank)
+    if is_root:
+        tensors = [tensor.detach().cpu() for tensor in found]
+    else:
+        slots: list[_Slot] = []
+        _slots(skeleton, slots)
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    broadcast_parameters(tensors, root_rank)
+    if not is_root:
+        _load_in_place(optimizer, _with_tensors(skeleton, iter(tensors)))
+
+
+def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return _Slot(tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, found) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_tensors(item, found) for item in value)
+    return value
+
+
+def _slots(value: Any, found: list[_Slot]) -> None:
+    if isinstance(value, _Slot):
+        found.append(value)
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _slots(item, found)
+
+
+def _with_tensors(value: Any, tensors: Any) -> Any:
+    if isinstance(value, _Slot):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value
+
+
+def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load `state_dict` and keep the group dictionaries: schedulers and wrappers hold them."""
+    groups, state = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state_dict)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    loaded_state = dict(optimizer.state)
+    state.clear()
+    state.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, state

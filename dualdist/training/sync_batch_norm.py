@@ -1,0 +1,222 @@
+"""Batch normalisation over the batches of all ranks, on any engine and device.
+
+The ranks exchange count, mean and sum of squared deviations, which combine without the cancellation that sums of
+squares suffer from: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances", 1979 (Stanford STAN-CS-79-773). One collective forward, one backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..collectives import allgather, allreduce
+from ..types import Sum
+from ..world.process_sets import ProcessSet, global_process_set
+from .compiling import not_compiled
+
+__all__ = ("SyncBatchNorm",)
+
+_Layer = TypeVar("_Layer", bound=_BatchNorm)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm1d, 2d and 3d in one, whose statistics in training are those of all ranks' batches together.
+
+    Forward in training and backward are collective: every member of `process_set` must run them, in the same order,
+    also with an empty batch. In evaluation a rank computes alone. The gradients of weight and bias are this rank's
+    share of the sum, as in torch.nn.SyncBatchNorm: `DistributedOptimizer` combines them as it does all others.
+
+    Args:
+        num_features: C of the input, which is (N, C) or (N, C, ...) with up to three more dimensions; N may differ
+            between ranks and be 0. Any floating-point dtype, device and memory layout.
+        eps, momentum, affine, track_running_stats: as in torch.nn.BatchNorm2d.
+        process_set: the ranks whose batches belong together.
+        device, dtype: of weight, bias and running statistics.
+
+    Raises, in forward:
+        ValueError: the input has another shape, or all ranks together have fewer than two values per channel.
+        HorovodInternalError: as for `allgather`.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, *, process_set: ProcessSet = global_process_set,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_set = process_set
+        self._origin: type[_BatchNorm] | None = None
+        """The class of the layer in whose place this one stands."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if not 2 <= input.dim() <= 5 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"`input` must be (N, {self.num_features}) with up to three more dimensions, "
+                f"but is {tuple(input.shape)} instead."
+            )
+
+    @not_compiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the normalised `input`, of the same shape, dtype and layout. Collective in training."""
+        self._check_input_dim(input)
+        if not self.training:
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias,
+                self.running_mean is None, 0.0, self.eps,
+            )  # fmt: skip
+        mean, var, count = _statistics(input, self.process_set)
+        self._track(mean, var, count)
+        output: torch.Tensor = _Normalize.apply(
+            input, self.weight, self.bias, mean, var, count, self.eps, self.process_set
+        )
+        return output
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
+        """Let the running statistics follow, with the unbiased variance."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        for running, new in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
+            running.copy_(running.to(new.dtype).lerp(new, share))
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
+        """Return `module` with every BatchNorm layer in it replaced by a SyncBatchNorm with its parameters and state.
+
+        As torch.nn.SyncBatchNorm.convert_sync_batchnorm: the module itself is changed, unless it is such a layer. Call
+        it before the optimizer is made or after: parameters stay the objects they are. Local.
+        """
+        if isinstance(module, _BatchNorm):
+            return cls._like(module, process_set)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child, process_set))
+        return module
+
+    @classmethod
+    def revert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """Return `module` with every SyncBatchNorm in it replaced by the layer it was, with its parameters and state.
+
+        The inverse of `convert_sync_batchnorm`, for evaluation or export without dualdist. Local. Raises ValueError for
+        a layer that was not made by `convert_sync_batchnorm`: nobody knows the number of its dimensions.
+        """
+        if isinstance(module, cls):
+            return module._reverted()
+        for name, child in module.named_children():
+            setattr(module, name, cls.revert_sync_batchnorm(child))
+        return module
+
+    def _reverted(self) -> _BatchNorm:
+        if self._origin is None:
+            raise ValueError(
+                "`module` must have layers that convert_sync_batchnorm() has made, but has a SyncBatchNorm of its own "
+                "instead. Make a BatchNorm1d, 2d or 3d and load its state_dict()."
+            )
+        made = self._origin(
+            self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta"
+        )
+        return _filled(made, self)
+
+    @classmethod
+    def _like(cls, layer: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
+        made = cls(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats,
+            process_set=process_set, device="meta",
+        )  # fmt: skip
+        made._origin = layer._origin if isinstance(layer, cls) else type(layer)
+        return _filled(made, layer)
+
+
+def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:
+    """Give `made` the parameters, buffers and mode of `layer`."""
+    made.weight, made.bias = layer.weight, layer.bias
+    for name, buffer in layer.named_buffers(recurse=False):
+        setattr(made, name, buffer)
+    return made.train(layer.training)
+
+
+@torch.no_grad()
+def _statistics(
+    input: torch.Tensor, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return mean and biased variance of every channel over all ranks, (C,), and the number of values in each, ().
+
+    They are in float64: a few numbers, and the count stays exact. They stay on the device, so that a GPU is not waited
+    for. Collective over `process_set`.
+    """
+    channels = input.shape[1]
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    count = input.numel() // channels
+    if count:
+        var, mean = torch.var_mean(input.to(_dtype(input)), _all_but_channels(input), correction=0)
+        own[:channels], own[channels:-1], own[-1] = mean, var.double() * count, count
+    rows = allgather(own.unsqueeze(0), name="sync_batch_norm.statistics", process_set=process_set)
+    means, squares, counts = rows.split([channels, channels, 1], dim=1)
+    total = counts.sum()
+    if count < 2 and total.item() < 2:
+        raise ValueError(
+            f"`input` must have at least two values per channel over all ranks in training, but has "
+            f"{int(total)} instead."
+        )
+    mean = (means * counts).sum(dim=0) / total
+    squares = squares + counts * (means - mean).square()
+    return mean, squares.sum(dim=0) / total, total
+
+
+def _all_but_channels(input: torch.Tensor) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def _dtype(input: torch.Tensor) -> torch.dtype:
+    """Return in which dtype to compute."""
+    return torch.float64 if input.dtype is torch.float64 else torch.float32
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalisation by statistics to which this rank's input has contributed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+        mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor, eps: float, process_set: ProcessSet,
+    ) -> torch.Tensor:  # fmt: skip
+        dtype = _dtype(input)
+        mean, var = mean.to(dtype), var.to(dtype)
+        scale, shift = (None if param is None else param.to(dtype) for param in (weight, bias))
+        ctx.save_for_backward(input, scale, mean, torch.rsqrt(var + eps))
+        ctx.count, ctx.process_set = count, process_set
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+        return functional.batch_norm(input, mean, var, scale, shift, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, scale, mean, invstd = ctx.saved_tensors
+        dtype = mean.dtype
+        dims = _all_but_channels(input)
+        per_channel = [-1 if dim == 1 else 1 for dim in range(input.dim())]
+        grad, deviation = grad.to(dtype), input.to(dtype) - mean.view(per_channel)
+        sums = torch.stack([grad.sum(dims), (grad * deviation).sum(dims)])
+        grads = [sums[1] * invstd, sums[0]]
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            total = allreduce(
+                sums.double(), op=Sum, name="sync_batch_norm.gradients", process_set=ctx.process_set
+            )
+            grad_mean, grad_slope = (total / ctx.count).to(dtype)
+            slope = (grad_slope * invstd.square()).view(per_channel)
+            factor = (invstd if scale is None else invstd * scale).view(per_channel)
+            grad_input = ((grad - grad_mean.view(per_channel) - deviation * slope) * factor).to(input.dtype)
+        own = [
+            total.to(wanted) if needed else None
+            for total, wanted, needed in zip(grads, ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
+        ]
+        return grad_input, *own, None, None, None, None, None

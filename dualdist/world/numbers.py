@@ -1,0 +1,82 @@
+"""Who we are in the world: Horovod's six numbers, and what carries the collectives."""
+
+from __future__ import annotations
+
+import os
+
+from ..launch import detect
+from ..types import Launch
+from .context import current
+
+__all__ = (
+    "backend_name",
+    "cross_rank",
+    "cross_size",
+    "is_homogeneous",
+    "launch_info",
+    "launcher_name",
+    "local_rank",
+    "local_size",
+    "rank",
+    "size",
+    "transport_name",
+)
+
+
+def rank() -> int:
+    """Return this process's number in the world, from 0. Raises NotInitializedError before `init()`."""
+    return current().world.rank
+
+
+def size() -> int:
+    """Return the number of processes in the world. Raises NotInitializedError before `init()`."""
+    return current().world.size
+
+
+def local_rank() -> int:
+    """Return this process's number on its node, from 0. Raises NotInitializedError before `init()`."""
+    return current().world.local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this node. Raises NotInitializedError before `init()`."""
+    return current().world.local_size
+
+
+def cross_rank() -> int:
+    """Return this process's place among those of its local rank. Raises NotInitializedError before `init()`."""
+    return current().world.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of processes of this local rank. Raises NotInitializedError before `init()`."""
+    return current().world.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether every node runs equally many processes. Raises NotInitializedError before `init()`."""
+    world = current().world
+    return world.local_size * world.cross_size == world.size
+
+
+def backend_name() -> str:
+    """Return which engine runs: "torch", "horovod" or "local". Raises NotInitializedError before `init()`."""
+    return current().backend.name
+
+
+def transport_name() -> str:
+    """Return what carries the data: "nccl", "gloo", "mpi" or "local". Raises NotInitializedError before `init()`."""
+    return current().backend.transport
+
+
+def launcher_name() -> str:
+    """Return what started this process, such as "torchrun". Raises NotInitializedError before `init()`."""
+    return current().launch.launcher
+
+
+def launch_info() -> Launch:
+    """Return what the launcher says of this process, without joining anything.
+
+    Raises ConfigurationError when the launcher's variables contradict each other.
+    """
+    return detect(os.environ)

@@ -1,0 +1,162 @@
+"""Process sets: collectives over some of the ranks. Same names and rules as horovod/common/process_sets.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..agreement.call_site import call_site
+from ..agreement.channel import Channel
+from ..types import Call
+from .context import current, is_initialized
+
+__all__ = (
+    "ProcessSet",
+    "add_process_set",
+    "channel_of",
+    "forget_world",
+    "global_process_set",
+    "register_world",
+    "remove_process_set",
+)
+
+
+class ProcessSet:
+    """Some of the ranks of the world, which communicate among themselves once the set is registered.
+
+    ranks: global ranks in any order, or an mpi4py communicator. Register the set with `init(process_sets=)` or
+    `add_process_set`; until then `process_set_id` is None. Raises ValueError when a rank is not an integer.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        if hasattr(ranks_or_comm, "Get_group"):
+            ranks_or_comm = _ranks_of(ranks_or_comm)
+        ranks = sorted(ranks_or_comm)
+        if any(not isinstance(rank, int) for rank in ranks):
+            raise ValueError(f"`ranks` must be integers, but is {list(ranks_or_comm)} instead.")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"`ranks` must not repeat, but is {list(ranks_or_comm)} instead.")
+        self.ranks = ranks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        """A copy of a model or an optimizer works in the very process set."""
+        return self
+
+    def _registered(self) -> bool:
+        return self.process_set_id is not None and is_initialized()
+
+    def size(self) -> int | None:
+        """Return the number of ranks, None while the set is not registered."""
+        return len(self.ranks or ()) if self._registered() else None
+
+    def rank(self) -> int | None:
+        """Return this process's place in the set, None while it is not registered.
+
+        Raises ValueError when this process is not part of the set.
+        """
+        if not self._registered():
+            return None
+        if current().world.rank not in (self.ranks or ()):
+            raise ValueError("Process is not part of provided process set.")
+        return (self.ranks or []).index(current().world.rank)
+
+    def included(self) -> bool | None:
+        """Return whether this process is part of the set."""
+        return None if self.ranks is None else current().world.rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    from mpi4py import MPI
+
+    group = comm.Get_group()
+    return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), MPI.COMM_WORLD.Get_group()))
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+_registered: dict[int, ProcessSet] = {}
+
+
+def register_world(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+    """Register the global process set and then `process_sets`. Collective over the world."""
+    context = current()
+    global_process_set.ranks = list(range(context.world.size))
+    _registered.clear()
+    _registered[0] = global_process_set
+    for process_set in process_sets:
+        add_process_set(process_set)
+
+
+def forget_world() -> None:
+    """Mark every set but the global one as not registered."""
+    for number, process_set in list(_registered.items()):
+        if number:
+            process_set.process_set_id = None
+    _registered.clear()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set and return it. Collective: every rank of the world must call it, members or not.
+
+    Raises ValueError when the set is registered already, is empty or names a rank that does not exist.
+    """
+    context = current()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks = process_set.ranks or []
+    if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
+        raise ValueError(
+            f"`process_set` must name at least one rank, all below {context.world.size}, but has {ranks} instead."
+        )
+    if any(other.ranks == ranks for other in _registered.values()):
+        raise ValueError(
+            f"A process set with ranks {ranks} is registered already; every set must be registered once."
+        )
+    call = Call("add_process_set", (("ranks", tuple(ranks)),), site=call_site())
+    process_set.process_set_id = context.channels[0].run(
+        call, lambda group, verdict: context.add_channel(ranks)
+    )
+    _registered[process_set.process_set_id] = process_set
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; return whether it was registered. Collective: every rank of the world must call it.
+
+    The global process set cannot be removed.
+    """
+    context = current()
+    number = process_set.process_set_id
+    if number is None or number == 0 or _registered.get(number) is not process_set:
+        return False
+    call = Call("remove_process_set", (("ranks", tuple(process_set.ranks or ())),), site=call_site())
+    context.channels[0].run(call, lambda group, verdict: context.channels.pop(number).close())
+    del _registered[number]
+    process_set.process_set_id = None
+    return True
+
+
+def channel_of(process_set: ProcessSet) -> Channel:
+    """Return the line of collectives of `process_set`.
+
+    Raises TypeError when it is not registered, as Horovod does, and ValueError when this process is not part of it.
+    """
+    context = current()
+    if process_set.process_set_id is None:
+        raise TypeError(
+            f"`process_set` must be registered, but is {process_set} instead. "
+            "Call add_process_set(), or give it to init(process_sets=)."
+        )
+    channel = context.channels.get(process_set.process_set_id)
+    if channel is None:
+        raise ValueError(f"`process_set` must be registered, but is {process_set} instead.")
+    if channel.group.rank < 0:
+        raise ValueError(f"Process {context.world.rank} is not part of {process_set}.")
+    return channel

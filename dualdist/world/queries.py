@@ -1,0 +1,89 @@
+"""What is built into the engine and what is in use, under Horovod's names: the truth about what is under them.
+
+Before `init()` the answer is that of the engine which `init()` would take, and nothing is in use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..backends import choose
+from ..launch import detect
+from .context import current, is_initialized
+
+__all__ = (
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+)
+
+
+def _facts() -> Mapping[str, bool | int]:
+    if is_initialized():
+        return current().backend.facts()
+    transport = os.environ.get("DUALDIST_TRANSPORT") or None
+    backend, _ = choose(None, transport, detect(os.environ), os.environ)
+    return backend.built()
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether MPI may be called by several threads, such as by mpi4py beside the engine. Local.
+
+    Raises ValueError when MPI is not in use, as Horovod does.
+    """
+    if not mpi_enabled():
+        raise ValueError("MPI must be in use, but is not: start with mpirun, or choose the transport mpi.")
+    return bool(_facts().get("mpi_threads_supported"))
+
+
+def mpi_enabled() -> bool:
+    """Return whether MPI carries the collectives. Local."""
+    return bool(_facts().get("mpi_enabled"))
+
+
+def mpi_built() -> bool:
+    """Return whether the engine can run on MPI. Local."""
+    return bool(_facts().get("mpi_built"))
+
+
+def gloo_enabled() -> bool:
+    """Return whether Gloo carries the collectives, or those of tensors on the CPU. Local."""
+    return bool(_facts().get("gloo_enabled"))
+
+
+def gloo_built() -> bool:
+    """Return whether the engine can run on Gloo. Local."""
+    return bool(_facts().get("gloo_built"))
+
+
+def nccl_built() -> int:
+    """Return NCCL's version code (such as 22705) when the engine can run on NCCL, else 0. Local."""
+    return int(_facts().get("nccl_built", 0))
+
+
+def ddl_built() -> bool:
+    """Return whether the engine can run on IBM's DDL. Local."""
+    return bool(_facts().get("ddl_built"))
+
+
+def ccl_built() -> bool:
+    """Return whether the engine can run on Intel's oneCCL. Local."""
+    return bool(_facts().get("ccl_built"))
+
+
+def cuda_built() -> bool:
+    """Return whether the engine was built for CUDA. Local."""
+    return bool(_facts().get("cuda_built"))
+
+
+def rocm_built() -> bool:
+    """Return whether the engine was built for ROCm. Local."""
+    return bool(_facts().get("rocm_built"))
