@@ -91,13 +91,15 @@ def styles(gloo: Any) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.
     return {
         "DDP": ddp,
         "Horovod": lambda model: (
-            model, horovod.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+            model,
+            horovod.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters()),
         ),
         "optimizer": lambda model: (
-            model, hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+            model,
+            hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters()),
         ),
         "module": ours,
-    }  # fmt: skip
+    }
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:

@@ -42,9 +42,14 @@ def init(
     if is_initialized():
         return
     arguments = {
-        "comm": comm, "process_sets": process_sets, "backend": backend, "transport": transport,
-        "init_method": init_method, "rank": rank, "world_size": world_size,
-    }  # fmt: skip
+        "comm": comm,
+        "process_sets": process_sets,
+        "backend": backend,
+        "transport": transport,
+        "init_method": init_method,
+        "rank": rank,
+        "world_size": world_size,
+    }
     override: dict[str, Any] = {"init_method": init_method, "rank": rank, "size": world_size}
     if hasattr(comm, "Get_rank"):
         override |= {"rank": comm.Get_rank(), "size": comm.Get_size()}

@@ -37,9 +37,20 @@ OTHERS_SECONDS = 5.0
 """How long the other ranks get once one has failed: they may be waiting for it."""
 
 MPIRUN = (
-    "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
-    "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo", "-np", "{size}",
-)  # fmt: skip
+    "mpirun",
+    "--allow-run-as-root",
+    "--oversubscribe",
+    "--bind-to",
+    "none",
+    "--mca",
+    "btl",
+    "tcp,self",
+    "--mca",
+    "btl_tcp_if_include",
+    "lo",
+    "-np",
+    "{size}",
+)
 """Over TCP: in shared memory Open MPI waits by spinning, which takes seconds with fewer cores than threads."""
 
 P = ParamSpec("P")
@@ -133,12 +144,18 @@ class World:
             host, port = listener.address
             command = [part.format(size=self.size) for part in self.engine.launcher]
             self._launcher = subprocess.Popen(
-                [*command, sys.executable, "-m", "tests.worker"], stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, cwd=ROOT,
-                env=self._clean_environment() | {
-                    ADDRESS: f"{host}:{port}", KEY: key, STACKS: self._folder.name,
+                [*command, sys.executable, "-m", "tests.worker"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=self._clean_environment()
+                | {
+                    ADDRESS: f"{host}:{port}",
+                    KEY: key,
+                    STACKS: self._folder.name,
                 },
-            )  # fmt: skip
+            )
             self._meet(listener)
 
     def _clean_environment(self) -> dict[str, str]:

@@ -38,9 +38,15 @@ class Channel:
     """The collectives of one process set, in order."""
 
     def __init__(
-        self, name: str, mesh: Mesh, data: Group, gradients: Group, watch: StallWatch, timeline: Timeline,
+        self,
+        name: str,
+        mesh: Mesh,
+        data: Group,
+        gradients: Group,
+        watch: StallWatch,
+        timeline: Timeline,
         stand_in: StandIn,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.group = data
         self.gradients = gradients
         """Gradients go their own way, in an order of their own; see grad_sync."""

@@ -124,5 +124,8 @@ class StallWatch:
             missing = [rank for rank in self._members[key[0]] if rank not in came]
             logger.warning(
                 "Stalled for %g s: %s is waited for by ranks %s; missing ranks: %s.",
-                self._settings.stall_warn_seconds, next(iter(came.values())), sorted(came), missing,
-            )  # fmt: skip
+                self._settings.stall_warn_seconds,
+                next(iter(came.values())),
+                sorted(came),
+                missing,
+            )

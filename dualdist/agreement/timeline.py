@@ -44,10 +44,15 @@ _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> what the transport does; others are the same."""
 _WITHOUT_DATA = frozenset(
     {
-        "DistributedDataParallel", "DistributedOptimizer", "add_process_set", "barrier", "gradient synchronization",
-        "join", "remove_process_set",
+        "DistributedDataParallel",
+        "DistributedOptimizer",
+        "add_process_set",
+        "barrier",
+        "gradient synchronization",
+        "join",
+        "remove_process_set",
     }
-)  # fmt: skip
+)
 """Kinds of calls which end with the agreement."""
 
 Arrivals = Callable[[Sequence[int]], None]

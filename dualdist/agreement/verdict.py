@@ -99,9 +99,11 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
     if joined and not first.joinable:
         members = ", ".join(str(ranks[place]) for place in sorted(joined))
         return Verdict(
-            None, joined, raising=everyone,
+            None,
+            joined,
+            raising=everyone,
             error=f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined.",
-        )  # fmt: skip
+        )
     return Verdict(first, joined, tuple(entry.call.extra for entry in entries))
 
 

@@ -26,10 +26,17 @@ class _Done(Work):
 class _LocalGroup(Group):
     reduce_dtypes = frozenset(
         {
-            torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16,
-            torch.int32, torch.int64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
         }
-    )  # fmt: skip
+    )
 
     def wire_device(self, device: torch.device) -> torch.device:
         return device

@@ -157,9 +157,13 @@ class TorchBackend(Backend):
         with contextlib.ExitStack() as held, _wrapped():
             held.enter_context(environment(_interfaces(meeting.addresses.own, env)))
             dist.init_process_group(
-                _TRANSPORTS[transport], store=meeting.store, rank=launch.rank, world_size=launch.size, timeout=timeout,
+                _TRANSPORTS[transport],
+                store=meeting.store,
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=timeout,
                 device_id=device,
-            )  # fmt: skip
+            )
             started = cls(transport, meeting, timeout, adopted=False)
             started._held.push(held.pop_all())
         return started

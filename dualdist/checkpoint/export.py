@@ -21,8 +21,11 @@ __all__ = ("export_weights",)
 
 _SAFETENSORS = ".safetensors"
 _WRAPPERS = (
-    AveragedModel, DistributedDataParallel, torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel,
-)  # fmt: skip
+    AveragedModel,
+    DistributedDataParallel,
+    torch.nn.DataParallel,
+    torch.nn.parallel.DistributedDataParallel,
+)
 _COMPILED = "_orig_mod"
 
 

@@ -144,7 +144,12 @@ def gather_own(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 def make_manifest(step: int | None, metrics: Mapping[str, float], serial: int = 0) -> Manifest:
     """Return the manifest of a checkpoint that this world saves now. Raises TypeError for metrics without numbers."""
     return Manifest(
-        step, size(), backend_name(), transport_name(), str(torch.__version__),
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), serial,
+        step,
+        size(),
+        backend_name(),
+        transport_name(),
+        str(torch.__version__),
+        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        serial,
         {name: float(value) for name, value in metrics.items()},
-    )  # fmt: skip
+    )

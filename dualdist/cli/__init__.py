@@ -29,9 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, purpose in _COMMANDS.items():
         module = importlib.import_module(f".{name}", __name__)
         command = commands.add_parser(
-            name, help=purpose, description=module.__doc__, allow_abbrev=False,
+            name,
+            help=purpose,
+            description=module.__doc__,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        )
         module.add_arguments(command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # told with the usage of the subcommand

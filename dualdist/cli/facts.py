@@ -44,8 +44,9 @@ def collect(env: Mapping[str, str], backend: str | None, transport: str | None) 
     """Return all facts, as JSON has them. Local. backend, transport: as in dualdist.init."""
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     facts: dict[str, Any] = {
-        "launch": {}, "chosen": {"backend": None, "transport": transport, "why": None, "problem": None},
-    }  # fmt: skip
+        "launch": {},
+        "chosen": {"backend": None, "transport": transport, "why": None, "problem": None},
+    }
     try:
         launch = detect(env)
         facts["launch"] = _launch(launch)
@@ -54,9 +55,12 @@ def collect(env: Mapping[str, str], backend: str | None, transport: str | None) 
     except ConfigurationError as error:
         facts["chosen"]["problem"] = str(error)
     return facts | {
-        "versions": _versions(), "network": _network(env), "gpu": _gpu(), "mpi": _mpi(env),
+        "versions": _versions(),
+        "network": _network(env),
+        "gpu": _gpu(),
+        "mpi": _mpi(env),
         "launchers": {name: path for name in _LAUNCHERS if (path := shutil.which(name))},
-    }  # fmt: skip
+    }
 
 
 def cells_of(launch: Launch) -> dict[str, str | None]:
@@ -82,11 +86,13 @@ def _launch(launch: Launch) -> dict[str, Any]:
     return {
         "launcher": launch.launcher,
         **{name: getattr(launch, name) for name in numbers},
-        "sources": {name: source for name, source in launch.sources.items() if getattr(launch, name) is not None},
+        "sources": {
+            name: source for name, source in launch.sources.items() if getattr(launch, name) is not None
+        },
         "meets_at": launch.init_method,
         "starts_mpi": launch.starts_mpi,
         "ignored": list(launch.ignored),
-    }  # fmt: skip
+    }
 
 
 def _chosen(
@@ -124,10 +130,11 @@ def _network(env: Mapping[str, str]) -> dict[str, Any]:
         "problem": problem,
         "ports": f"free ones of {low}-{high}, such as {free}",
         "set": {
-            name: env[name] for name in (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+            name: env[name]
+            for name in (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
             if env.get(name)
         },
-    }  # fmt: skip
+    }
 
 
 def _gpu() -> dict[str, Any]:
@@ -137,7 +144,7 @@ def _gpu() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(number) for number in range(count)],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable else None,
-    }  # fmt: skip
+    }
 
 
 def _mpi(env: Mapping[str, str]) -> dict[str, str | None]:
@@ -145,9 +152,14 @@ def _mpi(env: Mapping[str, str]) -> dict[str, str | None]:
     facts: dict[str, str | None] = {"library": None, "thread_level": None, "problem": None}
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_ASK_SECONDS, check=True,
-            env=without_launchers(env), stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-c", _ASK_MPI],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            check=True,
+            env=without_launchers(env),
+            stdin=subprocess.DEVNULL,
+        )
         facts["library"], facts["thread_level"] = asked.stdout.splitlines()
     except subprocess.CalledProcessError as error:
         facts["problem"] = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]

@@ -120,19 +120,25 @@ TUNING = (
     Tuning(("--no-timeline-mark-cycles",), {"HOROVOD_TIMELINE_MARK_CYCLES": "0"}),
     Tuning(
         ("--no-stall-check",),
-        {"DUALDIST_STALL_WARN_SECONDS": _NEVER, "DUALDIST_STALL_TIMEOUT_SECONDS": _NEVER,
-         "HOROVOD_STALL_CHECK_DISABLE": "1"},
+        {
+            "DUALDIST_STALL_WARN_SECONDS": _NEVER,
+            "DUALDIST_STALL_TIMEOUT_SECONDS": _NEVER,
+            "HOROVOD_STALL_CHECK_DISABLE": "1",
+        },
     ),
     Tuning(("--stall-check",), {"HOROVOD_STALL_CHECK_DISABLE": "0"}),
     Tuning(
         ("--stall-check-warning-time-seconds",),
-        {"DUALDIST_STALL_WARN_SECONDS": "{}", "HOROVOD_STALL_CHECK_TIME_SECONDS": "{}"}, _positive,
+        {"DUALDIST_STALL_WARN_SECONDS": "{}", "HOROVOD_STALL_CHECK_TIME_SECONDS": "{}"},
+        _positive,
     ),
     Tuning(
-        ("--stall-check-shutdown-time-seconds",), {"DUALDIST_STALL_TIMEOUT_SECONDS": "{}"}, _seconds_or_never,
+        ("--stall-check-shutdown-time-seconds",),
+        {"DUALDIST_STALL_TIMEOUT_SECONDS": "{}"},
+        _seconds_or_never,
     ),
     Tuning(("--tcp",), {"NCCL_IB_DISABLE": "1"}),
-)  # fmt: skip
+)
 
 _MPI = "`dualdist run` does not start MPI. Use mpirun, under which dualdist runs too, or leave it out."
 _ELASTIC = "`dualdist run` starts a fixed number of processes. Use torchrun or horovodrun for elastic jobs."

@@ -31,26 +31,56 @@ _PIPE_CODE = 141  # as a shell tells of SIGPIPE
 
 _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("-v", "--version"), {"action": "version", "version": version()}),
-    (("-np", "--num-proc"), {"dest": "size", "type": int, "metavar": "N",
-        "help": "number of processes; by default all slots of the hosts"}),
-    (("--backend",), {"choices": [name for name in BACKENDS if name != "local"],
-        "help": "the engine (DUALDIST_BACKEND)"}),
+    (
+        ("-np", "--num-proc"),
+        {
+            "dest": "size",
+            "type": int,
+            "metavar": "N",
+            "help": "number of processes; by default all slots of the hosts",
+        },
+    ),
+    (
+        ("--backend",),
+        {"choices": [name for name in BACKENDS if name != "local"], "help": "the engine (DUALDIST_BACKEND)"},
+    ),
     (("--transport",), {"choices": TRANSPORTS, "help": "what the engine talks through (DUALDIST_TRANSPORT)"}),
     (("--gloo",), {"action": "store_true", "help": "the same as --transport gloo"}),
-    (("--output", "--output-filename"), {"type": Path, "metavar": "DIR",
-        "help": "write DIR/rank.N/stdout and stderr too"}),
-    (("-prefix-timestamp", "--prefix-output-with-timestamp"), {"dest": "timestamps", "action": "store_true",
-        "help": "put the time before each line"}),
-    (("--env",), {"action": "append", "default": [], "metavar": "NAME[=VALUE]",
-        "help": "send this variable also where it would stay here, or set it; may be repeated"}),
-    (("--network-interface", "--network-interfaces"), {"dest": "interfaces", "action": "append", "metavar": "IF",
-        "help": "the network interface to use (DUALDIST_INTERFACE); may be repeated"}),
+    (
+        ("--output", "--output-filename"),
+        {"type": Path, "metavar": "DIR", "help": "write DIR/rank.N/stdout and stderr too"},
+    ),
+    (
+        ("-prefix-timestamp", "--prefix-output-with-timestamp"),
+        {"dest": "timestamps", "action": "store_true", "help": "put the time before each line"},
+    ),
+    (
+        ("--env",),
+        {
+            "action": "append",
+            "default": [],
+            "metavar": "NAME[=VALUE]",
+            "help": "send this variable also where it would stay here, or set it; may be repeated",
+        },
+    ),
+    (
+        ("--network-interface", "--network-interfaces"),
+        {
+            "dest": "interfaces",
+            "action": "append",
+            "metavar": "IF",
+            "help": "the network interface to use (DUALDIST_INTERFACE); may be repeated",
+        },
+    ),
     (("-p", "--ssh-port"), {"type": int, "metavar": "PORT", "help": "ssh's port on the other hosts"}),
     (("-i", "--ssh-identity-file"), {"metavar": "FILE", "help": "ssh's private key"}),
-    (("--start-timeout",), {"metavar": "SECONDS", "help": "for every host to answer (30, or HOROVOD_START_TIMEOUT)"}),
+    (
+        ("--start-timeout",),
+        {"metavar": "SECONDS", "help": "for every host to answer (30, or HOROVOD_START_TIMEOUT)"},
+    ),
     (("--disable-cache",), {"action": "store_true", "help": "nothing is cached in any case"}),
     (("--verbose",), {"action": "store_true", "help": "tell what is started, and what is chosen"}),
-)  # fmt: skip
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +120,18 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
             "COMMAND must be given, but is absent. Write it last: dualdist run -np 2 python train.py"
         )
     return RunOptions(
-        command, _hosts(args), args.size, _variables(args, env), args.output, args.timestamps,
-        ",".join(args.interfaces) if args.interfaces else None, args.ssh_port, args.ssh_identity_file,
-        _start_timeout(args, env), args.verbose,
-    )  # fmt: skip
+        command,
+        _hosts(args),
+        args.size,
+        _variables(args, env),
+        args.output,
+        args.timestamps,
+        ",".join(args.interfaces) if args.interfaces else None,
+        args.ssh_port,
+        args.ssh_identity_file,
+        _start_timeout(args, env),
+        args.verbose,
+    )
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:

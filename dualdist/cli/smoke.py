@@ -78,9 +78,13 @@ def _try_mpirun(backend: str, transport: str, env: Mapping[str, str]) -> str | N
     command += [sys.executable, "-m", __name__, backend, transport]
     try:
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL,
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            stdin=subprocess.DEVNULL,
             env=without_launchers(env),
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return f"did not end within {_SECONDS:.0f} s"
     if ended.returncode == 0:

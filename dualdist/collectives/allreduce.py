@@ -77,9 +77,14 @@ def reduction_arguments(tensors: Sequence[torch.Tensor], reduction: Reduction) -
 
 @planned
 def plan_allreduce(
-    tensors: Sequence[torch.Tensor], asked: Asked, name: str | None, in_place: bool, grouped: bool, *,
+    tensors: Sequence[torch.Tensor],
+    asked: Asked,
+    name: str | None,
+    in_place: bool,
+    grouped: bool,
+    *,
     process_set: ProcessSet,
-) -> Plan[list[torch.Tensor]]:  # fmt: skip
+) -> Plan[list[torch.Tensor]]:
     """Return the plan of an allreduce. Its result: `tensors` themselves, or new tensors of the same shapes."""
     channel, reduction = channel_of(process_set), reduction_of(*asked)
     if not tensors:
@@ -216,9 +221,13 @@ def allreduce_async(
     `tensor` must not change until then. Otherwise as `allreduce`.
     """
     plan = plan_allreduce(
-        [tensor], (op, average, prescale_factor, postscale_factor), name, False, False,
+        [tensor],
+        (op, average, prescale_factor, postscale_factor),
+        name,
+        False,
+        False,
         process_set=process_set,
-    )  # fmt: skip
+    )
     return plan.then(_only).submit()
 
 
@@ -233,9 +242,13 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce `tensor` in place over the ranks and return it. Not differentiable. Otherwise as `allreduce`."""
     plan = plan_allreduce(
-        [tensor], (op, average, prescale_factor, postscale_factor), name, True, False,
+        [tensor],
+        (op, average, prescale_factor, postscale_factor),
+        name,
+        True,
+        False,
         process_set=process_set,
-    )  # fmt: skip
+    )
     return plan.run()[0]
 
 
@@ -250,9 +263,13 @@ def allreduce_async_(
 ) -> int:
     """Start an `allreduce_` and return a handle at once; `synchronize` gives `tensor` itself."""
     plan = plan_allreduce(
-        [tensor], (op, average, prescale_factor, postscale_factor), name, True, False,
+        [tensor],
+        (op, average, prescale_factor, postscale_factor),
+        name,
+        True,
+        False,
         process_set=process_set,
-    )  # fmt: skip
+    )
     return plan.then(_only).submit()
 
 
@@ -276,9 +293,12 @@ def grouped_allreduce(
     """
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _run(
-        [sent for sent, _ in pairs], (op, average, prescale_factor, postscale_factor), name, True,
+        [sent for sent, _ in pairs],
+        (op, average, prescale_factor, postscale_factor),
+        name,
+        True,
         process_set,
-    )  # fmt: skip
+    )
     return [compression.decompress(output, ctx) for output, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
@@ -292,10 +312,18 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce` and return a handle at once; `synchronize` gives the tuple of new tensors."""
-    return plan_allreduce(
-        list(tensors), (op, average, prescale_factor, postscale_factor), name, False, True,
-        process_set=process_set,
-    ).then(tuple).submit()  # fmt: skip
+    return (
+        plan_allreduce(
+            list(tensors),
+            (op, average, prescale_factor, postscale_factor),
+            name,
+            False,
+            True,
+            process_set=process_set,
+        )
+        .then(tuple)
+        .submit()
+    )
 
 
 def grouped_allreduce_(
@@ -310,10 +338,14 @@ def grouped_allreduce_(
     """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does)."""
     return tuple(
         plan_allreduce(
-            list(tensors), (op, average, prescale_factor, postscale_factor), name, True, True,
+            list(tensors),
+            (op, average, prescale_factor, postscale_factor),
+            name,
+            True,
+            True,
             process_set=process_set,
         ).run()
-    )  # fmt: skip
+    )
 
 
 def grouped_allreduce_async_(
@@ -326,10 +358,18 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce_` and return a handle at once; `synchronize` gives the tuple of tensors."""
-    return plan_allreduce(
-        list(tensors), (op, average, prescale_factor, postscale_factor), name, True, True,
-        process_set=process_set,
-    ).then(tuple).submit()  # fmt: skip
+    return (
+        plan_allreduce(
+            list(tensors),
+            (op, average, prescale_factor, postscale_factor),
+            name,
+            True,
+            True,
+            process_set=process_set,
+        )
+        .then(tuple)
+        .submit()
+    )
 
 
 def sparse_allreduce_async(

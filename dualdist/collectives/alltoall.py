@@ -51,9 +51,12 @@ def plan_alltoall(
         raise ValueError("`tensor` must have at least one dimension, but is a number instead.")
     counts = check_splits(tensor, splits, channel.group.size)
     call = make_call(
-        "alltoall", name, trailing_shape=tuple(tensor.shape[1:]), dtype=str(tensor.dtype).removeprefix("torch."),
+        "alltoall",
+        name,
+        trailing_shape=tuple(tensor.shape[1:]),
+        dtype=str(tensor.dtype).removeprefix("torch."),
         device=tensor.device.type,
-    )  # fmt: skip
+    )
     return Plan(channel, call, lambda group, verdict: exchange_rows(group, tensor, counts))
 
 
@@ -135,9 +138,13 @@ def plan_scatter(
     size = channel.group.size
     counts = check_splits(tensor, splits, size) if channel.group.rank == root else [0] * size
     call = make_call(
-        "scatter", name, trailing_shape=tuple(tensor.shape[1:]), dtype=str(tensor.dtype).removeprefix("torch."),
-        root_rank=root_rank, device=tensor.device.type,
-    )  # fmt: skip
+        "scatter",
+        name,
+        trailing_shape=tuple(tensor.shape[1:]),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        root_rank=root_rank,
+        device=tensor.device.type,
+    )
     return Plan(channel, call, lambda group, verdict: exchange_rows(group, tensor, counts)[0])
 
 

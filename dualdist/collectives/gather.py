@@ -27,11 +27,13 @@ def plan_allgather(
         check_tensor(tensor)
     tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     call = make_call(
-        "grouped_allgather" if grouped else "allgather", name, extra=tables[0].shape[0],
+        "grouped_allgather" if grouped else "allgather",
+        name,
+        extra=tables[0].shape[0],
         trailing_shapes=tuple(tuple(table.shape[1:]) for table in tables),
         dtypes=tuple(str(table.dtype).removeprefix("torch.") for table in tables),
         device=tables[0].device.type,
-    )  # fmt: skip
+    )
     return Plan(
         channel,
         call,
@@ -130,9 +132,13 @@ def plan_gather(
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
     call = make_call(
-        "gather", name, trailing_shape=tuple(table.shape[1:]), dtype=str(table.dtype).removeprefix("torch."),
-        root_rank=root_rank, device=table.device.type,
-    )  # fmt: skip
+        "gather",
+        name,
+        trailing_shape=tuple(table.shape[1:]),
+        dtype=str(table.dtype).removeprefix("torch."),
+        root_rank=root_rank,
+        device=table.device.type,
+    )
     splits = [table.shape[0] if place == root else 0 for place in range(channel.group.size)]
     return Plan(channel, call, lambda group, verdict: exchange_rows(group, table, splits))
 

@@ -126,9 +126,11 @@ def plan_scatter_object(
 
 
 def scatter_object(
-    objs: Sequence[Any] | None, root_rank: int = 0, name: str | None = None,
+    objs: Sequence[Any] | None,
+    root_rank: int = 0,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return this rank's copy of the object that rank `root_rank` holds for it in `objs`, one for each rank.
 
     Collective: every member of `process_set` must call it, in the same order; `objs` is ignored on the other ranks.

@@ -119,9 +119,11 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
     """Return the sum of every member's sparse COO `tensor`, coalesced. None: nothing, in the shape of `like`."""
     if tensor is None:
         tensor = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.int64), like.new_zeros(0, *like.shape[1:]), like.shape,
+            torch.zeros(1, 0, dtype=torch.int64),
+            like.new_zeros(0, *like.shape[1:]),
+            like.shape,
             check_invariants=False,
-        )  # fmt: skip
+        )
     mine = tensor.coalesce()
     indices, values = gather_rows(group, [mine.indices().t().contiguous(), mine.values()])
     return torch.sparse_coo_tensor(

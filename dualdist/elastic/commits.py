@@ -87,8 +87,11 @@ class Commits:
         except OSError as error:
             logger.warning(
                 "Commit %d was not saved on the node of rank %d: %s. %s",
-                self._number, rank(), error, self._catalog.kept(),
-            )  # fmt: skip
+                self._number,
+                rank(),
+                error,
+                self._catalog.kept(),
+            )
             return
         self._catalog.add(Entry(path, manifest))
 

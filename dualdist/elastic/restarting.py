@@ -86,6 +86,10 @@ class _Lifeline:
         context = current()
         backend = context.backend
         self._mesh = Mesh(
-            backend.store, f"lifeline-{next(_lifelines)}", range(backend.size), backend.rank, backend.address,
+            backend.store,
+            f"lifeline-{next(_lifelines)}",
+            range(backend.size),
+            backend.rank,
+            backend.address,
             context.settings.stall_timeout_seconds,
-        )  # fmt: skip
+        )

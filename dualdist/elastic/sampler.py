@@ -50,8 +50,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             logger.warning(
                 "ElasticSampler: all %d samples of epoch %d were processed before this batch. Call set_epoch() at the "
                 "end of each epoch: after a reset nothing is left to train on otherwise.",
-                len(self.dataset), self.epoch,
-            )  # fmt: skip
+                len(self.dataset),
+                self.epoch,
+            )
         self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -139,8 +139,9 @@ def attach(state: Any, commits: Commits) -> Commits | None:
         if rank() == 0:
             logger.warning(
                 "A %s is not saved outside its processes: when torchrun starts them anew, training begins anew, too. "
-                "Use an ObjectState or a TorchState.", type(state).__name__,
-            )  # fmt: skip
+                "Use an ObjectState or a TorchState.",
+                type(state).__name__,
+            )
         return None
     former = state._commits
     state._go_on(commits)

@@ -106,10 +106,16 @@ class Shim:
             streams = list(zip((STDOUT, STDERR), self._spec["output"], strict=True))
         try:
             child = subprocess.Popen(
-                [_bytes(argument) for argument in process["argv"]], env=env, cwd=_bytes(self._spec["cwd"]),
-                stdin=subprocess.DEVNULL, stdout=streams[0][1], stderr=streams[1][1], start_new_session=True,
-                pass_fds=process["fds"], preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
-            )  # fmt: skip
+                [_bytes(argument) for argument in process["argv"]],
+                env=env,
+                cwd=_bytes(self._spec["cwd"]),
+                stdin=subprocess.DEVNULL,
+                stdout=streams[0][1],
+                stderr=streams[1][1],
+                start_new_session=True,
+                pass_fds=process["fds"],
+                preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
         except (OSError, ValueError) as error:  # ValueError: a null byte
             code = 126 if isinstance(error, PermissionError) else 127  # as in a shell
             self._tell(ENDED, index, {"code": code, "time": time.monotonic(), "error": _told(error)})

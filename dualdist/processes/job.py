@@ -75,27 +75,43 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
 
 
 def _specs(
-    options: RunOptions, slots: Sequence[Slot], remote: Sequence[str], rendezvous: str, secret: bytes,
+    options: RunOptions,
+    slots: Sequence[Slot],
+    remote: Sequence[str],
+    rendezvous: str,
+    secret: bytes,
     env: Mapping[str, str],
-) -> list[Spec]:  # fmt: skip
+) -> list[Spec]:
     ours = {"PYTHONUNBUFFERED": "1"} | without_launchers(env)  # else lines come late, as horovodrun found
     specs = []
     for host in dict.fromkeys(slot.host for slot in slots):
         processes = [
             Process(
-                slot.rank, options.command,
+                slot.rank,
+                options.command,
                 process_variables(
-                    "dualdist run", slot.rank, len(slots), slot.local_rank, slot.local_size, rendezvous, secret
+                    "dualdist run",
+                    slot.rank,
+                    len(slots),
+                    slot.local_rank,
+                    slot.local_size,
+                    rendezvous,
+                    secret,
                 ),
             )
-            for slot in slots if slot.host == host
-        ]  # fmt: skip
+            for slot in slots
+            if slot.host == host
+        ]
         command: Sequence[str] = BOOTSTRAP
         if host in remote:
             command = ssh_command(
-                host, BOOTSTRAP, env, port=options.ssh_port, identity=options.ssh_identity,
+                host,
+                BOOTSTRAP,
+                env,
+                port=options.ssh_port,
+                identity=options.ssh_identity,
                 timeout=max(1, int(options.start_timeout) - 1),
-            )  # fmt: skip
+            )
         kept = exportable(ours) if host in remote else ours
         specs.append(Spec(host, command, processes, kept | dict(options.variables), host not in remote))
     return specs

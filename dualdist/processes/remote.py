@@ -30,8 +30,14 @@ def is_local(host: str) -> bool:
 
 
 def ssh_command(
-    host: str, command: Sequence[str], env: Mapping[str, str], *, port: int | None, identity: str | None, timeout: int
-) -> list[str]:  # fmt: skip
+    host: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    port: int | None,
+    identity: str | None,
+    timeout: int,
+) -> list[str]:
     """Return what runs `command` on `host`. timeout: seconds for the connection.
 
     DUALDIST_SSH in `env` replaces the `ssh` in front, such as "ssh -F file". Passwords are never asked for; whether an

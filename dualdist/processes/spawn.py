@@ -51,9 +51,13 @@ class _Failure:
 
 
 def spawn_processes(
-    fn: Callable[..., Any], args: tuple[Any, ...], size: int, env: Mapping[str, str], variables: Mapping[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    size: int,
+    env: Mapping[str, str],
+    variables: Mapping[str, str],
     timeout: float | None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Run `fn(*args)` in `size` processes and return the results in rank order; see dualdist.spawn.
 
     env: the environment of this process. variables: what to add to it.

@@ -139,9 +139,14 @@ class Shim:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         fds = {fd for process in spec.processes for fd in process.fds} | set(spec.output or ())
         self.popen = subprocess.Popen(
-            spec.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, pass_fds=tuple(fds), bufsize=0,
-        )  # fmt: skip
+            spec.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=tuple(fds),
+            bufsize=0,
+        )
         assert self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
         self._outbox.put(self._first_words())
@@ -159,11 +164,15 @@ class Shim:
             for process in self.spec.processes
         ]
         wanted = {
-            "token": self._token, "cwd": portable(os.getcwd()), "env": _portable(self.spec.env),
-            "inherit": not self.spec.local, "parent": os.getpid() if self.spec.local else None,
+            "token": self._token,
+            "cwd": portable(os.getcwd()),
+            "env": _portable(self.spec.env),
+            "inherit": not self.spec.local,
+            "parent": os.getpid() if self.spec.local else None,
             "silence": None if self.spec.local else _SILENCE_SECONDS,
-            "output": self.spec.output, "processes": processes,
-        }  # fmt: skip
+            "output": self.spec.output,
+            "processes": processes,
+        }
         text = json.dumps(wanted).encode()
         return b"%d\n%b%d\n%b" % (len(source), source, len(text), text)
 

@@ -47,9 +47,11 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
     for name, tensor in named:
         check_tensor(tensor, name)
     call = make_call(
-        "broadcast_parameters", None, root_rank=root_rank,
+        "broadcast_parameters",
+        None,
+        root_rank=root_rank,
         parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),
-    )  # fmt: skip
+    )
     tensors = [tensor for _, tensor in named]
     return Plan(channel, call, lambda group, verdict: _overwrite(group, tensors, root))
 

@@ -44,10 +44,17 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
-        track_running_stats: bool = True, *, process_set: ProcessSet = global_process_set,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        process_set: ProcessSet = global_process_set,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = process_set
         self._origin: type[_BatchNorm] | None = None
@@ -66,9 +73,15 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias,
-                self.running_mean is None, 0.0, self.eps,
-            )  # fmt: skip
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.running_mean is None,
+                0.0,
+                self.eps,
+            )
         mean, var, count = _statistics(input, self.process_set)
         self._track(mean, var, count)
         output: torch.Tensor = _Normalize.apply(
@@ -128,9 +141,14 @@ class SyncBatchNorm(_BatchNorm):
     @classmethod
     def _like(cls, layer: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
         made = cls(
-            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats,
-            process_set=process_set, device="meta",
-        )  # fmt: skip
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            layer.affine,
+            layer.track_running_stats,
+            process_set=process_set,
+            device="meta",
+        )
         made._origin = layer._origin if isinstance(layer, cls) else type(layer)
         return _filled(made, layer)
 
@@ -185,9 +203,16 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor, eps: float, process_set: ProcessSet,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        count: torch.Tensor,
+        eps: float,
+        process_set: ProcessSet,
+    ) -> torch.Tensor:
         dtype = _dtype(input)
         mean, var = mean.to(dtype), var.to(dtype)
         scale, shift = (None if param is None else param.to(dtype) for param in (weight, bias))

@@ -153,8 +153,9 @@ def join_world(
     if launch.ignored:
         logger.warning(
             "%s is ignored: this process was not started by a launcher and trains alone. Start it with srun, "
-            "torchrun or `dualdist run`, or unset it.", ", ".join(launch.ignored),
-        )  # fmt: skip
+            "torchrun or `dualdist run`, or unset it.",
+            ", ".join(launch.ignored),
+        )
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     check_transport(transport)
     engine, reason = choose(backend, transport, launch, env)
@@ -162,10 +163,14 @@ def join_world(
     _register_exit()
     if _context.backend.rank == 0:
         logger.info(
-            "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.", _context.backend.name,
-            _context.backend.transport, reason, _context.backend.size, launch.sources.get("rank", launch.launcher),
+            "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
+            _context.backend.name,
+            _context.backend.transport,
+            reason,
+            _context.backend.size,
+            launch.sources.get("rank", launch.launcher),
             _context.backend.address,
-        )  # fmt: skip
+        )
     return _context
 
 

@@ -16,12 +16,22 @@ from ..world import everywhere
 VALUES = ([3, 1, 2], [1, 2, 2], [2, 3, 5])
 """What each rank holds."""
 COMBINE: dict[int, Callable[[Iterable[float]], float]] = {
-    hvd.Sum: sum, hvd.Min: min, hvd.Max: max, hvd.Product: math.prod,
-}  # fmt: skip
+    hvd.Sum: sum,
+    hvd.Min: min,
+    hvd.Max: max,
+    hvd.Product: math.prod,
+}
 DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 SMALL, LARGE = 1, 4000
 """How often the values are repeated: once, and so often that the data does not fit into the agreement's message."""
 

@@ -375,10 +375,13 @@ def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(late: bool, tmp_p
 
     def told() -> str:
         modules = () if late else ("model", "z")
-        return repr([
-            value.state_dict() if hasattr(value, "state_dict") else value
-            for name, value in fresh.items() if name in modules or not isinstance(value, torch.nn.Module)
-        ])  # fmt: skip
+        return repr(
+            [
+                value.state_dict() if hasattr(value, "state_dict") else value
+                for name, value in fresh.items()
+                if name in modules or not isinstance(value, torch.nn.Module)
+            ]
+        )
 
     before = told()
     with pytest.raises(

@@ -124,7 +124,7 @@ CASES: dict[str, Calls] = {
         lambda: hvd.add_process_set([0]),
         lambda: hvd.add_process_set([1]),
     ),
-}  # fmt: skip
+}
 
 ROW = re.compile(r"^  ranks? ([\d, ]+) called (\w+)\(.*\) at (.+):(\d+)$", re.MULTILINE)
 

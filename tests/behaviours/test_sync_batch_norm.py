@@ -206,9 +206,11 @@ def test_a_process_set_has_its_own_statistics() -> None:
 @everywhere
 def test_converting_replaces_the_layers_and_keeps_parameters_and_state() -> None:
     model = nn.Sequential(
-        nn.Conv2d(1, CHANNELS, 1), nn.BatchNorm2d(CHANNELS, eps=0.1, momentum=None),
-        nn.Sequential(nn.BatchNorm1d(3, affine=False)), nn.InstanceNorm2d(2),
-    )  # fmt: skip
+        nn.Conv2d(1, CHANNELS, 1),
+        nn.BatchNorm2d(CHANNELS, eps=0.1, momentum=None),
+        nn.Sequential(nn.BatchNorm1d(3, affine=False)),
+        nn.InstanceNorm2d(2),
+    )
     model.eval()
     parameters = dict(model.named_parameters())
     state = copy.deepcopy(model.state_dict())

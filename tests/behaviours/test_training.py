@@ -52,9 +52,11 @@ def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e
 
 def train_beside(
     given: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer,
-    reference: Callable[[torch.Tensor], torch.Tensor], alone: torch.optim.Optimizer,
-) -> None:  # fmt: skip
+    model: Callable[[torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    reference: Callable[[torch.Tensor], torch.Tensor],
+    alone: torch.optim.Optimizer,
+) -> None:
     """Train a model with this rank's share of each batch, and a reference with the whole batch in this process."""
     for inputs, targets in given:
         optimizer.zero_grad()
@@ -78,9 +80,14 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def check_training(
-    make: Make, steps: int = 3, set_to_none: bool = True, zero_with_model: bool = False,
-    prepare: Callable[[nn.Module], None] | None = None, rtol: float = 1e-10, **options: Any,
-) -> None:  # fmt: skip
+    make: Make,
+    steps: int = 3,
+    set_to_none: bool = True,
+    zero_with_model: bool = False,
+    prepare: Callable[[nn.Module], None] | None = None,
+    rtol: float = 1e-10,
+    **options: Any,
+) -> None:
     """Train with a share of each batch, and with the whole batch in this process alone; the weights must be equal."""
     model, reference = make_model(), make_model()
     if "groups" in options and not isinstance(options["groups"], int):

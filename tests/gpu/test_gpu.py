@@ -29,8 +29,14 @@ pytestmark = [
 ]
 
 TORCHRUN = (
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{size}", "--no-python",
-)  # fmt: skip
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "{size}",
+    "--no-python",
+)
 
 
 def _world(transport: str, size: int) -> Iterator[World]:

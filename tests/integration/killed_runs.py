@@ -51,9 +51,12 @@ class Run:
 
 
 def train(
-    folder: Path, file_system: FileSystem, count: Callable[[int], None], start: Callable[[int], None],
+    folder: Path,
+    file_system: FileSystem,
+    count: Callable[[int], None],
+    start: Callable[[int], None],
     asynchronous: bool = False,
-) -> float:  # fmt: skip
+) -> float:
     """Train to the end from what the folder holds, and return the last weight."""
     hvd.init()
     weight = torch.nn.Parameter(torch.zeros(100))

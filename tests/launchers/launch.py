@@ -66,10 +66,20 @@ def finish(
     """Run `command` to its end; after `seconds` every process is ended and the launch counts as failed."""
     mark = f"TEST_LAUNCH={secrets.token_hex(8)}"
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), "TEST_LAUNCH": mark.partition("=")[2]},
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+            "TEST_LAUNCH": mark.partition("=")[2],
+        },
+    )
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -81,9 +81,13 @@ class Slurm:
     def ask(self, *command: str) -> str:
         """Return what one of Slurm's commands says, or '' when it fails."""
         done = subprocess.run(
-            command, env={**os.environ, **self.environment}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=START_SECONDS,
-        )  # fmt: skip
+            command,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+        )
         return done.stdout.strip() if done.returncode == 0 else ""
 
     @staticmethod
@@ -111,9 +115,14 @@ def running_slurm() -> Iterator[Slurm]:
         for name, command in _servers(folder).items():
             output = stack.enter_context(open(folder / f"{name}.log", "wb"))
             server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder,
-                start_new_session=True, env={**os.environ, **slurm.environment},
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                start_new_session=True,
+                env={**os.environ, **slurm.environment},
+            )
             stack.callback(_end, server)
         _wait(slurm, ["sinfo", "--noheader", "--format=%T %D"], f"idle {len(NODES)}")
         stack.callback(_end_jobs, slurm)

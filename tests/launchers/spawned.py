@@ -9,9 +9,18 @@ import threading
 from typing import Any
 
 __all__ = (
-    "Unsendable", "block", "describe", "end_with", "environment", "fail", "interrupt", "kill_itself",
-    "raise_unsendable", "return_unsendable", "train",
-)  # fmt: skip
+    "Unsendable",
+    "block",
+    "describe",
+    "end_with",
+    "environment",
+    "fail",
+    "interrupt",
+    "kill_itself",
+    "raise_unsendable",
+    "return_unsendable",
+    "train",
+)
 
 RANK = int(os.environ.get("DUALDIST_RANK", "0"))
 

@@ -24,9 +24,16 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     variables |= {"HEAD": "127.0.0.1", "PORT": str(slurm.free_port())}
     ended = slurm.finish(
-        "sbatch", "--wait", f"--output={log}", str(CLUSTER / script),
-        "--epochs", "1", "--metrics", str(metrics), environment=variables,
-    )  # fmt: skip
+        "sbatch",
+        "--wait",
+        f"--output={log}",
+        str(CLUSTER / script),
+        "--epochs",
+        "1",
+        "--metrics",
+        str(metrics),
+        environment=variables,
+    )
     assert ended.code == 0, f"{ended.output}\n{log.read_text()}\n{slurm.logs()}"
     launcher = "srun" if script == "slurm.sbatch" else "torchrun"
     for words in (f'"launcher": "{launcher}"', '"world_size": 4'):

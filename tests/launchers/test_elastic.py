@@ -66,14 +66,29 @@ def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
     discovery.chmod(0o755)
     ended = finish(
         [
-            f"{BIN}/horovodrun", "--gloo", "--network-interfaces", "lo", "-np", "1", "--min-np", "1", "--max-np", "2",
-            "--host-discovery-script", str(discovery), sys.executable, DISTURBED, str(tmp_path),
-            "10:add:localhost:1,127.0.0.1:1", "20:kill",
+            f"{BIN}/horovodrun",
+            "--gloo",
+            "--network-interfaces",
+            "lo",
+            "-np",
+            "1",
+            "--min-np",
+            "1",
+            "--max-np",
+            "2",
+            "--host-discovery-script",
+            str(discovery),
+            sys.executable,
+            DISTURBED,
+            str(tmp_path),
+            "10:add:localhost:1,127.0.0.1:1",
+            "20:kill",
             # The host of a process that was killed is not used again, so that the next one has another name.
-            "25:add:localhost:1,127.1:1", "30:remove:localhost:1",
+            "25:add:localhost:1,127.1:1",
+            "30:remove:localhost:1",
         ],
         seconds=STARTS * SECONDS,
-    )  # fmt: skip
+    )
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 2), (step, 1), (25, 2), (30, 1)] for step in KILLED)
     assert_every_sample_is_seen_once(tmp_path)
@@ -85,11 +100,28 @@ def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     agent = shlex.join(
         [
-            f"{BIN}/torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3",
-            "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-conf", QUICK,
-            "--rdzv-endpoint", f"localhost:{meeting.port}", DISTURBED, str(tmp_path), "10:add", "20:kill", "30:remove",
+            f"{BIN}/torchrun",
+            "--nnodes",
+            "1:2",
+            "--nproc-per-node",
+            "1",
+            "--max-restarts",
+            "3",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            "job",
+            "--rdzv-conf",
+            QUICK,
+            "--rdzv-endpoint",
+            f"localhost:{meeting.port}",
+            DISTURBED,
+            str(tmp_path),
+            "10:add",
+            "20:kill",
+            "30:remove",
         ]
-    )  # fmt: skip
+    )
     # The second one gets the lower process id, and with it the lower ranks.
     ended = finish(
         ["sh", "-c", f"(read _ < {tmp_path}/start; SECOND=1 exec {agent}) & exec {agent}"],
@@ -104,11 +136,18 @@ def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
 def test_torchrun_with_one_agent(tmp_path: Path, undisturbed: float) -> None:
     ended = finish(
         [
-            f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-            DISTURBED, str(tmp_path), "20:kill",
+            f"{BIN}/torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "1",
+            DISTURBED,
+            str(tmp_path),
+            "20:kill",
         ],
         {"DUALDIST_ELASTIC_DIR": str(tmp_path / "commits")},
-    )  # fmt: skip
+    )
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 2), (step, 2)] for step in KILLED)
     assert_every_sample_is_seen_once(tmp_path)

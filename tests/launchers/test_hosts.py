@@ -23,9 +23,19 @@ _OPEN_MPI = {
 }
 """Of several interfaces, Open MPI must be told which one leads to the others; mpirun hands these on."""
 _MPIRUN = (
-    "mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS",
-    "-H", HOSTS, "-np", "3", *PROGRAM,
-)  # fmt: skip
+    "mpirun",
+    "--allow-run-as-root",
+    "--oversubscribe",
+    "-x",
+    "PYTHONPATH",
+    "-x",
+    "OMP_NUM_THREADS",
+    "-H",
+    HOSTS,
+    "-np",
+    "3",
+    *PROGRAM,
+)
 
 
 def _torchrun(node: int, processes: int) -> tuple[str, ...]:

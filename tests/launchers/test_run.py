@@ -24,12 +24,23 @@ from .leftovers import Watched
 from .ssh import start_hosts
 
 STALE = {
-    "RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
+    "RANK": "7",
+    "WORLD_SIZE": "9",
+    "LOCAL_RANK": "7",
+    "MASTER_ADDR": "nowhere",
+    "MASTER_PORT": "1",
     "TORCHELASTIC_RUN_ID": "x",
-    "OMPI_COMM_WORLD_SIZE": "9", "PMIX_RANK": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "7",
-    "HOROVOD_RANK": "7", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "nowhere", "HOROVOD_CONTROLLER": "mpi",
-    "DUALDIST_COMPAT": "1", "DUALDIST_LAUNCHER": "spawn", "DUALDIST_RANK": "5",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_SIZE": "9",
+    "PMIX_RANK": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "7",
+    "HOROVOD_RANK": "7",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "nowhere",
+    "HOROVOD_CONTROLLER": "mpi",
+    "DUALDIST_COMPAT": "1",
+    "DUALDIST_LAUNCHER": "spawn",
+    "DUALDIST_RANK": "5",
+}
 """What launchers around this one may have left."""
 
 FAMILY = """\
@@ -143,9 +154,19 @@ def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     names = ("DUALDIST_BACKEND", "DUALDIST_TRANSPORT", "DUALDIST_INTERFACE", "A", "NCCL_IB_DISABLE")
     ended = run(
-        "-np", "1", "--backend", "torch", "--gloo", "--network-interface", "lo", "--env", "A=b=c", "--tcp", "--",
+        "-np",
+        "1",
+        "--backend",
+        "torch",
+        "--gloo",
+        "--network-interface",
+        "lo",
+        "--env",
+        "A=b=c",
+        "--tcp",
+        "--",
         *python(f"import os; print([os.environ.get(name) for name in {names}])"),
-    )  # fmt: skip
+    )
     assert ended.said(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
 
 
@@ -294,9 +315,19 @@ def test_a_signal_to_the_launcher_ends_every_process_on_every_host(
 @pytest.mark.usefixtures("hosts")
 def test_a_launcher_that_is_killed_leaves_nothing_running(families: Families) -> None:
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "dualdist", "run", "-H", "localhost:1,hostA:1", *python(FAMILY + "signal.pause()")],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "dualdist",
+            "run",
+            "-H",
+            "localhost:1,hostA:1",
+            *python(FAMILY + "signal.pause()"),
+        ],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
     try:
         assert launcher.stdout is not None
         for _ in range(2):  # both are up

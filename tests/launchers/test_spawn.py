@@ -162,9 +162,12 @@ def test_a_parent_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     parent = subprocess.Popen(
-        [sys.executable, str(script)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     try:
         assert parent.stdout is not None
         family = Watched(int(pid) for _ in range(2) for pid in parent.stdout.readline().split())

@@ -65,11 +65,16 @@ def try_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         listener = stack.enter_context(Listener(f"{folder}/socket", backlog=start.size, authkey=key.encode()))
         launchers = [
             subprocess.Popen(
-                [part.format(address=listener.address, key=key) for part in command], cwd=ROOT,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                [part.format(address=listener.address, key=key) for part in command],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **start.environment},
-            ) for command in start.commands
-        ]  # fmt: skip
+            )
+            for command in start.commands
+        ]
         stack.callback(_kill, launchers)
         told, problem = [], ""
         try:

@@ -84,9 +84,13 @@ class Outcome:
 
 
 def train(
-    scenario: Scenario, style: Style, dtype: torch.dtype, size: int, shares: Sequence[Sequence[int]],
+    scenario: Scenario,
+    style: Style,
+    dtype: torch.dtype,
+    size: int,
+    shares: Sequence[Sequence[int]],
     device: str = "cpu",
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Train with the rows of some of `size` ranks. Collective as `style` is.
 
     shares: whose rows go through the networks together, such as [[0, 1]] for the whole batch of two ranks.
@@ -118,9 +122,14 @@ def train(
 
 
 def _step(
-    scenario: Scenario, pieces: Pieces, turn: int, micro_batches: Sequence[Tensors], shares: int, rows: int,
+    scenario: Scenario,
+    pieces: Pieces,
+    turn: int,
+    micro_batches: Sequence[Tensors],
+    shares: int,
+    rows: int,
     scaler: Any,
-) -> None:  # fmt: skip
+) -> None:
     optimizer, network = pieces.optimizers[turn], pieces.networks[turn]
 
     def closure() -> torch.Tensor:
@@ -195,11 +204,12 @@ def _with_optimizers(networks: list[nn.Module], scenario: Scenario) -> Pieces:
     _convert(networks)
     optimizers = [
         hvd.DistributedOptimizer(
-            scenario.optimizer(network.parameters()), network.named_parameters(),
+            scenario.optimizer(network.parameters()),
+            network.named_parameters(),
             backward_passes_per_step=scenario.micro_batches,
         )
         for network in networks
-    ]  # fmt: skip
+    ]
     _start_equal(networks)
 
     @contextlib.contextmanager

@@ -76,9 +76,18 @@ def cases() -> st.SearchStrategy[Case]:
     ) -> Any:
         shape = st.lists(st.integers(0, 4), min_size=dims, max_size=3).map(tuple)
         return st.builds(
-            Case, st.sampled_from(kinds), forms, st.sampled_from(dtypes), shape, st.sampled_from(ops), scale, scale,
-            st.integers(-1, 3), st.integers(1, 3), st.integers(0, 2**16),
-        )  # fmt: skip
+            Case,
+            st.sampled_from(kinds),
+            forms,
+            st.sampled_from(dtypes),
+            shape,
+            st.sampled_from(ops),
+            scale,
+            scale,
+            st.integers(-1, 3),
+            st.integers(1, 3),
+            st.integers(0, 2**16),
+        )
 
     return st.one_of(
         of(["allreduce", "grouped_allreduce"], form, REDUCED),
@@ -89,10 +98,13 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 @settings(
-    max_examples=60, derandomize=True, deadline=None, database=None,
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
     phases=[Phase.generate],  # a failed world starts anew, so shrinking would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @given(case=cases())
 def test_every_call_does_what_real_horovod_does(both: World, case: Case) -> None:
     both.run(compare, case)

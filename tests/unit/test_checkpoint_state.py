@@ -45,9 +45,24 @@ def net() -> nn.Sequential:
 
 
 VALUES = [
-    None, True, 3, 2.5, 1j, "text", b"bytes", [1, [2]], (1, (2,)), {1, 2}, {"a": {"b": 1}, 2: 3, (1, 2): 4},
-    Counter("aab"), OrderedDict(b=1, a=2), torch.float16, torch.Size([2, 3]), torch.device("cpu"), float("inf"),
-]  # fmt: skip
+    None,
+    True,
+    3,
+    2.5,
+    1j,
+    "text",
+    b"bytes",
+    [1, [2]],
+    (1, (2,)),
+    {1, 2},
+    {"a": {"b": 1}, 2: 3, (1, 2): 4},
+    Counter("aab"),
+    OrderedDict(b=1, a=2),
+    torch.float16,
+    torch.Size([2, 3]),
+    torch.device("cpu"),
+    float("inf"),
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -283,8 +298,10 @@ def test_what_was_loaded_before_a_failure_is_given_back() -> None:
     state = {"optimizer": optimizer, "scaler": scaler, "picky": Picky(1)}
     before = repr(on_host(collect(state, []), "state"))
     saved = {
-        "optimizer": stepped(ADAM, betas=(0.5, 0.5)), "scaler": torch.amp.GradScaler("cpu"), "picky": Picky(2),
-    }  # fmt: skip
+        "optimizer": stepped(ADAM, betas=(0.5, 0.5)),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "picky": Picky(2),
+    }
     restoration = Restoration(state, collect(saved, []), strict=True, rank=0, origin="a.pt")
     with pytest.raises(CheckpointError, match=r"`picky` could not load its state from a.pt: .*the reason"):
         restoration.load_objects()

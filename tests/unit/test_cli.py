@@ -78,17 +78,24 @@ def test_an_option_that_cannot_be_kept_is_refused_by_name(
         (["--fusion-threshold-mb", "32"], {"HOROVOD_FUSION_THRESHOLD": "33554432"}),
         (["--cycle-time-ms", "2.5"], {"HOROVOD_CYCLE_TIME": "2.5"}),
         (["--no-hierarchical-allreduce"], {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}),
-        (["--autotune", "--autotune-log-file", "a b"], {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "a b"}),
+        (
+            ["--autotune", "--autotune-log-file", "a b"],
+            {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "a b"},
+        ),
         (["--log-level", "DEBUG"], {"HOROVOD_LOG_LEVEL": "DEBUG"}),
-        (["--timeline-filename", "t.json", "--timeline-mark-cycles"],
-         {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}),
-        (["--stall-check-warning-time-seconds", "5"],
-         {"DUALDIST_STALL_WARN_SECONDS": "5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}),
+        (
+            ["--timeline-filename", "t.json", "--timeline-mark-cycles"],
+            {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
+        ),
+        (
+            ["--stall-check-warning-time-seconds", "5"],
+            {"DUALDIST_STALL_WARN_SECONDS": "5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "5"},
+        ),
         (["--stall-check-shutdown-time-seconds", "9"], {"DUALDIST_STALL_TIMEOUT_SECONDS": "9"}),
         (["--stall-check-shutdown-time-seconds", "0"], {"DUALDIST_STALL_TIMEOUT_SECONDS": "31536000"}),
         (["--tcp"], {"NCCL_IB_DISABLE": "1"}),
     ],
-)  # fmt: skip
+)
 def test_settings_become_the_variables_of_the_engine(arguments: list[str], variables: dict[str, str]) -> None:
     assert variables_of(parsed(*arguments), "horovod") == (variables, [])
 

@@ -11,40 +11,70 @@ from dualdist.errors import ConfigurationError
 from dualdist.launch import LAUNCHERS, detect
 
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
-}  # fmt: skip
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
 HOROVODRUN = {
-    "HOROVOD_RANK": "3", "HOROVOD_SIZE": "6", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "6",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-}  # fmt: skip
+}
 MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "3",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
 SRUN = {
-    "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-}  # fmt: skip
+}
 JSRUN = {
-    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "3",
-}  # fmt: skip
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "6",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
 MPIRUN_RSH = {
-    "MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "6", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "6",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}  # fmt: skip
+}
 OWN = {
-    "DUALDIST_RANK": "3", "DUALDIST_SIZE": "6", "DUALDIST_LOCAL_RANK": "1", "DUALDIST_LOCAL_SIZE": "2",
-    "DUALDIST_RENDEZVOUS": "127.0.0.1:1234", "DUALDIST_SECRET": "00",
-}  # fmt: skip
+    "DUALDIST_RANK": "3",
+    "DUALDIST_SIZE": "6",
+    "DUALDIST_LOCAL_RANK": "1",
+    "DUALDIST_LOCAL_SIZE": "2",
+    "DUALDIST_RENDEZVOUS": "127.0.0.1:1234",
+    "DUALDIST_SECRET": "00",
+}
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 ENV = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
 ROWS = {
-    "torchrun": TORCHRUN, "horovodrun": HOROVODRUN, "jsrun": JSRUN, "mpirun": MPIRUN, "mpirun_rsh": MPIRUN_RSH,
-    "srun": SRUN, "mpiexec": MPIEXEC, "dualdist run": OWN | {"DUALDIST_LAUNCHER": "dualdist run"},
-    "spawn": OWN | {"DUALDIST_LAUNCHER": "spawn"}, "env": ENV,
-}  # fmt: skip
+    "torchrun": TORCHRUN,
+    "horovodrun": HOROVODRUN,
+    "jsrun": JSRUN,
+    "mpirun": MPIRUN,
+    "mpirun_rsh": MPIRUN_RSH,
+    "srun": SRUN,
+    "mpiexec": MPIEXEC,
+    "dualdist run": OWN | {"DUALDIST_LAUNCHER": "dualdist run"},
+    "spawn": OWN | {"DUALDIST_LAUNCHER": "spawn"},
+    "env": ENV,
+}
 OTHER = {"1": "0", "3": "1", "6": "2", "2": "1", "2(x3)": "1(x2)"}
 """Numbers of another world, with which the variables of an outer launcher differ from the inner one's."""
 

@@ -38,8 +38,11 @@ def test_what_is_no_host_name_is_refused_by_name(text: str) -> None:
 def test_host_files_of_horovodrun_open_mpi_and_mpich_are_read() -> None:
     text = "# all nodes\nnode1 slots=4\n\nnode2 slots = 2 max_slots=8  # the small one\nnode3:3\r\n  node4\n"
     assert parse_hostfile(text, "hosts") == [
-        Host("node1", 4), Host("node2", 2), Host("node3", 3), Host("node4", 1),
-    ]  # fmt: skip
+        Host("node1", 4),
+        Host("node2", 2),
+        Host("node3", 3),
+        Host("node4", 1),
+    ]
 
 
 @pytest.mark.parametrize("line", ["node2 slots=x", "node2 4", "node2 slots=4 color=3", "no/de slots=1"])
@@ -56,8 +59,12 @@ def test_a_host_file_without_hosts_is_an_error() -> None:
 def test_hosts_are_filled_in_order() -> None:
     hosts = [Host("a", 2), Host("b", 2), Host("c", 4)]
     assert assign(hosts, 5) == [
-        Slot(0, "a", 0, 2), Slot(1, "a", 1, 2), Slot(2, "b", 0, 2), Slot(3, "b", 1, 2), Slot(4, "c", 0, 1),
-    ]  # fmt: skip
+        Slot(0, "a", 0, 2),
+        Slot(1, "a", 1, 2),
+        Slot(2, "b", 0, 2),
+        Slot(3, "b", 1, 2),
+        Slot(4, "c", 0, 1),
+    ]
     assert assign(hosts, 1) == [Slot(0, "a", 0, 1)]
 
 
@@ -82,9 +89,13 @@ def test_this_machine_is_known_by_its_names_and_addresses() -> None:
 
 def test_the_ssh_command_is_one_word_for_the_other_shell() -> None:
     made = ssh_command(
-        "[fe80::1]", ["/a b/python", "-c", "print('$x')"], {"DUALDIST_SSH": "ssh -F 'my file'"},
-        port=22, identity="key", timeout=7,
-    )  # fmt: skip
+        "[fe80::1]",
+        ["/a b/python", "-c", "print('$x')"],
+        {"DUALDIST_SSH": "ssh -F 'my file'"},
+        port=22,
+        identity="key",
+        timeout=7,
+    )
     assert made[:3] == ["ssh", "-F", "my file"]
     assert made[-3:] == ["--", "fe80::1", """exec '/a b/python' -c 'print('"'"'$x'"'"')'"""]
     assert ("-p", "22", "-i", "key") == tuple(made[-7:-3])

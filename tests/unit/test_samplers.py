@@ -91,9 +91,14 @@ def test_leaving_out_and_keeping_the_rest_exclude_each_other() -> None:
 
 @quick
 @given(
-    length=lengths, before=worlds, after=worlds, epoch=epochs, steps=st.integers(0, 12),
-    batch=st.integers(1, 4), pad=flags,
-)  # fmt: skip
+    length=lengths,
+    before=worlds,
+    after=worlds,
+    epoch=epochs,
+    steps=st.integers(0, 12),
+    batch=st.integers(1, 4),
+    pad=flags,
+)
 def test_a_resumed_epoch_goes_on_with_what_no_rank_has_seen(
     length: int, before: int, after: int, epoch: int, steps: int, batch: int, pad: bool
 ) -> None:

@@ -301,8 +301,11 @@ class HorovodBackend(Backend):
         mpi = bool(hvd.mpi_enabled())
         threads = mpi and hvd.mpi_threads_supported()
         return {
-            **self.built(), "mpi_enabled": mpi, "gloo_enabled": hvd.gloo_enabled(), "mpi_threads_supported": threads
-        }  # fmt: skip
+            **self.built(),
+            "mpi_enabled": mpi,
+            "gloo_enabled": hvd.gloo_enabled(),
+            "mpi_threads_supported": threads,
+        }
 
 
 def _process_sets() -> dict[tuple[int, ...], Any]:

@@ -211,8 +211,13 @@ class ProcessGroup(dist.ProcessGroup):
         return self._start("scatter", [line.scatter(outputs[0], rows, opts.rootRank)], outputs)
 
     def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
-    ) -> Work:  # fmt: skip
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        received: list[int],
+        sent: list[int],
+        opts: Any = None,
+    ) -> Work:
         return self._start("alltoall", [self._open.alltoall(output, tensor, received, sent)], [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]

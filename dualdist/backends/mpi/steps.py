@@ -170,8 +170,9 @@ class Line:
         whole = (sent, 0, sent.num_bytes)
         return self._exchange(
             [whole if place == root else None for place in range(self.size)],
-            rows or [None] * self.size, received,
-        )  # fmt: skip
+            rows or [None] * self.size,
+            received,
+        )
 
     def scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Step:
         """tensors: one per member at the root, none elsewhere."""
@@ -182,8 +183,9 @@ class Line:
         whole = (received, 0, received.num_bytes)
         return self._exchange(
             rows or [None] * self.size,
-            [whole if place == root else None for place in range(self.size)], [received],
-        )  # fmt: skip
+            [whole if place == root else None for place in range(self.size)],
+            [received],
+        )
 
     def barrier(self) -> Step:
         return Step(lambda: iter([self.comm.Ibarrier()]))

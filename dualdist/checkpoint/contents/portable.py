@@ -130,9 +130,13 @@ class _Walk:
         if tensor.layout is not torch.strided:
             return self._place(tensor, where)
         key = (
-            tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape,
-            tensor.stride(), tensor.dtype,
-        )  # fmt: skip
+            tensor.device,
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         if key not in self._seen:
             self._seen[key] = (
                 tensor,

@@ -26,8 +26,14 @@ __all__ = ("Restoration", "restore")
 logger = logging.getLogger("dualdist")
 
 _ADDED_TO_GROUPS = {
-    "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names",
-}  # fmt: skip
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+    "param_names",
+}
 """What the schedulers of torch.optim and parameters with names put into the groups of any optimizer."""
 
 Load = Callable[[], object]
