@@ -4,7 +4,7 @@
     ├─ ValueError
     │  └─ ConfigurationError           an option, the environment or the installation is wrong
     │     ├─ BackendUnavailableError   the backend is known but cannot run here
-    │     └─ WorldMismatchError        the launcher and the engine disagree on the world
+    │     └─ WorldMismatchError        the launcher and the backend disagree on the world
     └─ RuntimeError
        ├─ ProcessEndedError            a process of dualdist.spawn died, or raised what cannot be sent
        ├─ CheckpointError              a checkpoint could not be saved or restored, or does not fit
@@ -45,7 +45,7 @@ class BackendUnavailableError(ConfigurationError):
 
 
 class WorldMismatchError(ConfigurationError):
-    """The engine joined another world than the launcher started."""
+    """The backend joined another world than the launcher started."""
 
 
 class CheckpointError(RuntimeError):

@@ -29,15 +29,15 @@ def init(
     Args:
         comm: an mpi4py communicator that is the world, or the list of all ranks; None: what the launcher says.
         process_sets: process sets to register, or "dynamic" (sets can always be added later).
-        backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, an engine that already runs in this process,
+        backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, a backend that already runs in this process,
             or what the launcher stands for.
         transport: "nccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, or what the machine has.
         init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
             "env://".
 
     Raises:
-        ConfigurationError: an argument or the environment is wrong, or the engine is not installed.
-        WorldMismatchError: the engine joined another world than the launcher started.
+        ConfigurationError: an argument or the environment is wrong, or the backend is not installed.
+        WorldMismatchError: the backend joined another world than the launcher started.
     """
     if is_initialized():
         return

@@ -55,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class World:
-    """The six numbers of Horovod for one process, as the engine confirmed them."""
+    """The six numbers of Horovod for one process, as the backend confirmed them."""
 
     rank: int
     size: int

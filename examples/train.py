@@ -297,7 +297,7 @@ def number(kind: type[int] | type[float], lowest: int, limit: float = math.inf) 
 
 
 def check_paths(settings: argparse.Namespace) -> None:
-    """End with one line when a file or folder cannot be used, before any engine starts."""
+    """End with one line when a file or folder cannot be used, before any backend starts."""
     launch = hvd.launch_info()
     if launch.local_rank not in (None, launch.rank):
         return  # not on rank 0's host: nothing is written here, and load_data looks after the data

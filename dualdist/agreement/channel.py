@@ -75,7 +75,7 @@ class Channel:
         """Carry out `call` and return what `execute` returns. Collective over the process set.
 
         Raises CollectiveMismatchError when the members called different things, StallError when one never came,
-        HorovodInternalError when the engine failed.
+        HorovodInternalError when the backend failed.
         """
         if self._queued == 0 and self._turn.acquire(blocking=False):
             try:
@@ -182,7 +182,7 @@ class Channel:
             return execute(self.group, verdict)
 
     def _guarded(self, call: Call, step: Callable[[], T]) -> T:
-        """Return `step()`; watch it for a stall, and remember that nothing works after an engine's failure."""
+        """Return `step()`; watch it for a stall, and remember that nothing works after a backend's failure."""
         if self._broken is not None:
             raise HorovodInternalError(
                 f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to start anew."

@@ -1,10 +1,10 @@
 """Sockets between the members of a process set, for the few bytes on which they agree before each collective.
 
-An agreement must cost little beside the collective that it guards. An engine's own small collective wakes two or three
+An agreement must cost little beside the collective that it guards. a backend's own small collective wakes two or three
 threads on every side; here the calling thread writes and reads by itself. Members talk to those whose place differs
 by a power of two, so that n members need log2(n) rounds (Bruck et al. 1997, "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", section 3) and a process holds 2 log2(n) connections. It is one
-and the same on every engine. A peer that dies is noticed at once, by the end of its connection.
+and the same on every backend. A peer that dies is noticed at once, by the end of its connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Noticing that a rank never comes, on any engine.
+"""Noticing that a rank never comes, on any backend.
 
 A rank that has waited for `stall_warn_seconds` says so in the job's store; the others that wait for the same call
 answer, and rank 0 logs which ranks are missing for which call. It is one thread that looks around a few times in that

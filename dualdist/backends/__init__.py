@@ -1,4 +1,4 @@
-"""The engines. A backend is imported only when it is asked for; nothing outside this folder compares their names."""
+"""The backends. A backend is imported only when it is asked for; nothing outside this folder compares their names."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def choose(
 ) -> tuple[type[Backend], str]:
     """Return the backend class to use and, in a few words, why.
 
-    The order: the argument of `init`, DUALDIST_BACKEND, an engine that already runs in this process, what the
+    The order: the argument of `init`, DUALDIST_BACKEND, a backend that already runs in this process, what the
     launcher stands for.
     """
     if asked is not None:

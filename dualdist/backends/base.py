@@ -1,7 +1,7 @@
-"""The contract between dualdist and an engine.
+"""The contract between dualdist and a backend.
 
-A `Backend` is one joined world; a `Group` is some of its ranks with a line of their own. An engine implements the few
-abstract methods; everything else has a working default here, built on those, that an engine overrides only when its
+A `Backend` is one joined world; a `Group` is some of its ranks with a line of their own. A backend implements the few
+abstract methods; everything else has a working default here, built on those, that a backend overrides only when its
 own is better. All that users see beyond this (averaging, scaling, dtypes, layouts, names, agreement, async handles,
 autograd) is written once, above the seam: a Group is only ever called by one thread at a time, in the same order on
 all of its ranks, with contiguous tensors on `wire_device` and of a dtype in `reduce_dtypes`.
@@ -34,7 +34,7 @@ class Work(ABC):
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
 
-    def wait_for(self, seconds: float) -> None:  # noqa: B027 - most engines go on at once
+    def wait_for(self, seconds: float) -> None:  # noqa: B027 - most backends go on at once
         """Leave the machine to the collective for at most `seconds`, where that speeds it up. Never raises."""
 
 
@@ -118,7 +118,7 @@ class Backend(ABC):
     ) -> Backend:
         """Join the world that `launch` describes, or adopt the one that this process has joined. Collective.
 
-        Raises BackendUnavailableError when the engine or the transport cannot run here.
+        Raises BackendUnavailableError when the backend or the transport cannot run here.
         """
 
     @classmethod
@@ -132,16 +132,16 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def is_running(cls) -> bool:
-        """Return whether the engine has joined a world in this process already."""
+        """Return whether the backend has joined a world in this process already."""
 
     @classmethod
     def can_start(cls, launch: Launch, env: Mapping[str, str]) -> bool:
-        """Return whether the launcher can start this engine without help."""
+        """Return whether the launcher can start this backend without help."""
         return True
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leave the world. An engine that was adopted is left running. Never raises for a broken world."""
+        """Leave the world. A backend that was adopted is left running. Never raises for a broken world."""
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group:
@@ -150,7 +150,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def store(self) -> Any | None:
-        """A key-value store beside the engine (c10d's Store), None when the world has one process."""
+        """A key-value store beside the backend (c10d's Store), None when the world has one process."""
 
     def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers have nothing to tell
         """Have `listener.on_hosts_updated(timestamp, change)` called when the launcher changes the hosts of the job.
@@ -164,9 +164,9 @@ class Backend(ABC):
 
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:
-        """Return what is built into the engine, under the names of Horovod's queries; an absent one is False."""
+        """Return what is built into the backend, under the names of Horovod's queries; an absent one is False."""
         return {}
 
     def facts(self) -> Mapping[str, bool | int]:
-        """Return what is built into the engine and what is in use, under the names of Horovod's queries."""
+        """Return what is built into the backend and what is in use, under the names of Horovod's queries."""
         return self.built()

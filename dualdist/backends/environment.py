@@ -1,4 +1,4 @@
-"""Variables of the environment that an engine reads through getenv, set for as long as it needs them."""
+"""Variables of the environment that a backend reads through getenv, set for as long as it needs them."""
 
 from __future__ import annotations
 

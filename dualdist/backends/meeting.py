@@ -1,4 +1,4 @@
-"""The key-value store where the processes of a job meet, for both engines: c10d's Store, wherever it is served.
+"""The key-value store where the processes of a job meet, for both backends: c10d's Store, wherever it is served.
 
 A job has one store for its whole life; every `init` takes a part of it under its own prefix, so that a second world
 never meets the remains of the first, and no port is bound twice. A store that is served here listens on the one

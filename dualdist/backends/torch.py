@@ -1,4 +1,4 @@
-"""torch.distributed as an engine: nccl, gloo, or MPI through mpi4py.
+"""torch.distributed as a backend: nccl, gloo, or MPI through mpi4py.
 
 What it guarantees: collectives of one process group run in the order in which they were called. What it lacks, and is
 made up for above the seam: gloo does not notice that ranks pass different shapes, and nobody notices that they call

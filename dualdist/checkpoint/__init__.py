@@ -1,4 +1,4 @@
-"""Checkpoints that outlive crashes, and load under any engine, style, device and number of ranks.
+"""Checkpoints that outlive crashes, and load under any backend, style, device and number of ranks.
 
 `save` and `load` are for one file, `CheckpointManager` for a run. format.py says what a file holds.
 """

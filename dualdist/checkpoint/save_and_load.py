@@ -35,7 +35,7 @@ def save(
 ) -> None:
     """Write `state` to the file `path`, which is what it was before until the new one is complete and on the disk.
 
-    Rank 0 writes; the other ranks need not see the folder. The file loads under any engine, transport, device, style
+    Rank 0 writes; the other ranks need not see the folder. The file loads under any backend, transport, device, style
     and number of ranks, and with `torch.load(path, weights_only=True)`.
 
     Collective: every rank must call it, with objects of the same names.

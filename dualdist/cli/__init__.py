@@ -13,7 +13,7 @@ from .version import version
 __all__ = ("main",)
 
 _COMMANDS = {
-    "doctor": "tell what was detected, and which engines and transports can start here",
+    "doctor": "tell what was detected, and which backends and transports can start here",
     "run": "start a command in several processes, on this host or on several",
 }
 """name, which is also that of its module -> what it does."""

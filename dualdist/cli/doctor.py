@@ -1,10 +1,11 @@
-"""Tell what dualdist detects here: who started this process, what is installed, and which engines can run.
+"""Tell what dualdist detects here: who started this process, what is installed, and which backends can run.
 
     dualdist doctor                    what a script would find when it is started in the same way
     torchrun ... -m dualdist doctor    the same under a launcher
-    dualdist doctor --smoke            start two processes on every engine and transport that is there
+    dualdist doctor --smoke            start two processes on every backend and transport that is there
 
-The exit code is 1 when the chosen engine and transport cannot start, or one that seems to be there fails under --smoke.
+The exit code is 1 when the chosen backend and transport cannot start, or when one that seems to be there fails under
+--smoke.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ("add_arguments", "execute")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist doctor`."""
     parser.add_argument(
-        "--backend", choices=BACKENDS, help="the engine to ask about; by default what init() takes"
+        "--backend", choices=BACKENDS, help="the backend to ask about; by default what init() takes"
     )
     parser.add_argument("--transport", choices=TRANSPORTS, help="the transport to ask about")
     parser.add_argument("--smoke", action="store_true", help="start two processes on every available cell")

@@ -98,10 +98,10 @@ def _launch(launch: Launch) -> dict[str, Any]:
 def _chosen(
     launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None
 ) -> dict[str, Any]:
-    engine, why = choose(backend, transport, launch, env)
-    chosen: dict[str, Any] = {"backend": engine.name, "why": why}
+    taken, why = choose(backend, transport, launch, env)
+    chosen: dict[str, Any] = {"backend": taken.name, "why": why}
     if transport is not None:
-        chosen["problem"] = _problem(engine.name, transport, launch)
+        chosen["problem"] = _problem(taken.name, transport, launch)
     return chosen
 
 

@@ -27,7 +27,7 @@ class Tuning:
     variables: Mapping[str, str]
     """name -> value, in which {} stands for the argument."""
     value: Callable[[str], object] | None = None
-    engines: tuple[str, ...] = ("torch", "horovod")
+    backends: tuple[str, ...] = ("torch", "horovod")
     """For which it has a meaning; for the others it is told that it has none."""
 
     @property
@@ -171,10 +171,10 @@ class _Refuse(argparse.Action):
 
 def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of both tables to `parser`."""
-    tuning = parser.add_argument_group("horovodrun's settings, passed on to the engine as variables")
+    tuning = parser.add_argument_group("horovodrun's settings, passed on to the backend as variables")
     for row in TUNING:
         told = " and ".join(f"{name}={value.format('VALUE')}" for name, value in row.variables.items())
-        scope = "" if len(row.engines) > 1 else "; --backend horovod alone"
+        scope = "" if len(row.backends) > 1 else "; --backend horovod alone"
         if row.value is None:
             tuning.add_argument(*row.flags, dest=row.dest, action="store_true", help=f"sets {told}{scope}")
         else:
@@ -202,7 +202,7 @@ def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str]
     idle = []
     for row in _given(args):
         given = getattr(args, row.dest)
-        if backend not in row.engines:
+        if backend not in row.backends:
             idle.append(row.flags[0])
             continue
         try:

@@ -42,9 +42,12 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     ),
     (
         ("--backend",),
-        {"choices": [name for name in BACKENDS if name != "local"], "help": "the engine (DUALDIST_BACKEND)"},
+        {"choices": [name for name in BACKENDS if name != "local"], "help": "the backend (DUALDIST_BACKEND)"},
     ),
-    (("--transport",), {"choices": TRANSPORTS, "help": "what the engine talks through (DUALDIST_TRANSPORT)"}),
+    (
+        ("--transport",),
+        {"choices": TRANSPORTS, "help": "what the backend talks through (DUALDIST_TRANSPORT)"},
+    ),
     (("--gloo",), {"action": "store_true", "help": "the same as --transport gloo"}),
     (
         ("--output", "--output-filename"),

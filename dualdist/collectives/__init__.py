@@ -1,4 +1,4 @@
-"""Collectives under Horovod's names: values, dtypes and layouts, agreement, handles and gradients, for any engine."""
+"""Collectives under Horovod's names: values, dtypes and layouts, agreement, handles and gradients, for any backend."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def allreduce(
 
     Raises:
         ValueError: an argument is wrong on this rank (dtype, op, name in use, not a member).
-        HorovodInternalError: the ranks called different things, a rank never came, or the engine failed.
+        HorovodInternalError: the ranks called different things, a rank never came, or the backend failed.
     """
     compressed, ctx = compression.compress(tensor)
     reduced = _run([compressed], (op, average, prescale_factor, postscale_factor), name, False, process_set)

@@ -100,7 +100,7 @@ def alltoall(
 
     Raises:
         ValueError: an argument is wrong on this rank.
-        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank never came, or the engine failed.
+        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank never came, or the backend failed.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
     if differentiable([tensor]):

@@ -70,7 +70,7 @@ def broadcast(
 
     Raises:
         ValueError: an argument is wrong on this rank (root not a member, name in use).
-        HorovodInternalError: the ranks called different things, a rank never came, or the engine failed.
+        HorovodInternalError: the ranks called different things, a rank never came, or the backend failed.
     """
     plan = plan_broadcast(tensor, root_rank, name, False, process_set=process_set)
     if not differentiable([tensor]):

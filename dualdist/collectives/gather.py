@@ -93,7 +93,7 @@ def allgather(
 
     Raises:
         ValueError: an argument is wrong on this rank.
-        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank never came, or the engine failed.
+        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank never came, or the backend failed.
     """
     return _run([tensor], name, False, process_set)[0]
 

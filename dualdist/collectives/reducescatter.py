@@ -118,7 +118,7 @@ def reducescatter(
 
     Raises:
         ValueError: an argument is wrong on this rank.
-        HorovodInternalError: `op` is another one, the calls differ, a rank never came, or the engine failed.
+        HorovodInternalError: `op` is another one, the calls differ, a rank never came, or the backend failed.
     """
     compressed, ctx = compression.compress(tensor)
     reduction = Reduction(op, prescale_factor, postscale_factor)

@@ -1,7 +1,7 @@
-"""Between users' tensors and what an engine takes: flat, contiguous, on the wire device, of a dtype it knows.
+"""Between users' tensors and what a backend takes: flat, contiguous, on the wire device, of a dtype it knows.
 
-Data that is only moved travels as bytes, so every dtype moves on every engine. Data that is reduced travels in a
-dtype which the engine reduces: small integers and bool as int32, bfloat16 as float32, complex numbers as pairs.
+Data that is only moved travels as bytes, so every dtype moves on every backend. Data that is reduced travels in a
+dtype which the backend reduces: small integers and bool as int32, bfloat16 as float32, complex numbers as pairs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m dualdist.compat train.py ARGS
     mpirun -np 4 python -m dualdist.compat -m package.train ARGS
 
-`import horovod.torch` then means dualdist, whether Horovod is installed or not; which engine runs underneath is chosen
+`import horovod.torch` then means dualdist, whether Horovod is installed or not; which backend runs underneath is chosen
 as ever (`DUALDIST_BACKEND`). A program that cannot be started so calls `dualdist.compat.install()` before it imports
 Horovod. Processes that the script starts (spawned workers, other scripts) inherit the arrangement.
 """

@@ -2,7 +2,7 @@
 
 Hooks on the parameters send each bucket of gradients when it is complete, strictly in order, with views of the bucket
 in the gradients' place; a callback at the end of backward sends what is left and waits. One implementation serves both
-engines, every style of wrapper, gradient accumulation, parameters that a rank does not use, sparse gradients, and
+backends, every style of wrapper, gradient accumulation, parameters that a rank does not use, sparse gradients, and
 ranks that have joined.
 
 The order of sending needs no agreement because it is fixed by the layout, which is compared once when the

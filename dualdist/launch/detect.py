@@ -278,7 +278,7 @@ def _number(env: Mapping[str, str], name: str, launcher: Launcher) -> int | None
 
 
 def _of_node(text: str, node: str) -> str:
-    """Return the entry of `node` in Slurm's list of sizes, '' when it tells none: the engine counts after init."""
+    """Return the entry of `node` in Slurm's list of sizes, '' when it tells none: the backend counts after init."""
     sizes: list[str] = []
     for entry in text.split(","):
         told = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)

@@ -23,7 +23,7 @@ def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessG
     For the whole world it is torch's default group. For another set it is a new group each time, and the call is
     collective over the world; to a rank that is no member it returns torch.distributed.GroupMember.NON_GROUP_MEMBER.
 
-    Raises BackendUnavailableError when the engine is another one, NotInitializedError before `init()`.
+    Raises BackendUnavailableError when the backend is another one, NotInitializedError before `init()`.
     """
     backend = current().backend
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Finding the first address: before any engine runs, the processes of a job tell each other a few words.
+"""Finding the first address: before any backend runs, the processes of a job tell each other a few words.
 
 torchrun and `init_method` give an address; the other launchers do not, so the words travel by what each has:
 the key-value server of `dualdist run` and `spawn`, that of horovodrun (plain HTTP, horovod/runner/http/http_server.py),

@@ -1,4 +1,4 @@
-"""A small key-value server, where the processes of a job meet before any engine runs.
+"""A small key-value server, where the processes of a job meet before any backend runs.
 
 Every connection starts with a proof, in both directions, that the other end holds the job's secret: HMAC-SHA256 of
 two random challenges, as in multiprocessing.connection but with sizes fixed and nothing unpickled. Nothing that came

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a module whose gradients are those of all ranks, with torch's interface, on either engine.
+"""DistributedDataParallel: a module whose gradients are those of all ranks, with torch's interface, on either backend.
 
 The gradients go through the same synchronisation as those of DistributedOptimizer; the wrapper adds what belongs to a
 module: equal parameters at the start, equal buffers before each forward, and state dicts without "module." in the

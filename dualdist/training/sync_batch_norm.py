@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, on any engine and device.
+"""Batch normalisation over the batches of all ranks, on any backend and device.
 
 The ranks exchange count, mean and sum of squared deviations, which combine without the cancellation that sums of
 squares suffer from: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample

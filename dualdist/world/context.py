@@ -35,7 +35,7 @@ _context: Context | None = None
 
 
 class Context:
-    """One joined world: the engine, who we are in it, and a line of collectives per process set."""
+    """One joined world: the backend, who we are in it, and a line of collectives per process set."""
 
     def __init__(self, backend: Backend, launch: Launch, settings: Settings, stand_in: StandIn) -> None:
         self.backend = backend
@@ -86,7 +86,7 @@ class Context:
             stack.callback(self.watch.close)
 
     def _confirm_world(self) -> World:
-        """Ask every rank where it runs. Raises WorldMismatchError when the engine joined another world."""
+        """Ask every rank where it runs. Raises WorldMismatchError when the backend joined another world."""
         launched, joined = self.launch, self.backend
         told = launched.launcher != "python" and not launched.elastic
         if told and (launched.size, launched.rank) != (joined.size, joined.rank):
@@ -94,8 +94,8 @@ class Context:
                 f"World size must be the {launched.describe('size')} that {launched.launcher} started, but is "
                 f"{joined.size} instead in {joined.name}, where this process is rank {joined.rank} and should be rank "
                 f"{launched.describe('rank')}. "
-                "Do not start the engine before dualdist.init(), or start it with all ranks; start MPI with the mpirun "
-                "of the library that the engine was built for."
+                "Do not start the backend before dualdist.init(), or start it with all ranks; start MPI with the "
+                "mpirun of the library that the backend was built for."
             )
         mine = json.dumps([own_node(), launched.local_rank]).encode().ljust(256)
         places = [json.loads(text) for text in self.channels[0].group.exchange(mine)]
@@ -158,8 +158,8 @@ def join_world(
         )
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     check_transport(transport)
-    engine, reason = choose(backend, transport, launch, env)
-    _context = Context(engine.start(launch, settings, env, transport), launch, settings, stand_in)
+    chosen, reason = choose(backend, transport, launch, env)
+    _context = Context(chosen.start(launch, settings, env, transport), launch, settings, stand_in)
     _register_exit()
     if _context.backend.rank == 0:
         logger.info(

@@ -60,7 +60,7 @@ def is_homogeneous() -> bool:
 
 
 def backend_name() -> str:
-    """Return which engine runs: "torch", "horovod" or "local". Raises NotInitializedError before `init()`."""
+    """Return which backend runs: "torch", "horovod" or "local". Raises NotInitializedError before `init()`."""
     return current().backend.name
 
 

@@ -1,6 +1,6 @@
-"""What is built into the engine and what is in use, under Horovod's names: the truth about what is under them.
+"""What is built into the backend and what is in use, under Horovod's names: the truth about what is under them.
 
-Before `init()` the answer is that of the engine which `init()` would take, and nothing is in use.
+Before `init()` the answer is that of the backend which `init()` would take, and nothing is in use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _facts() -> Mapping[str, bool | int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called by several threads, such as by mpi4py beside the engine. Local.
+    """Return whether MPI may be called by several threads, such as by mpi4py beside the backend. Local.
 
     Raises ValueError when MPI is not in use, as Horovod does.
     """
@@ -50,7 +50,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return whether the engine can run on MPI. Local."""
+    """Return whether the backend can run on MPI. Local."""
     return bool(_facts().get("mpi_built"))
 
 
@@ -60,30 +60,30 @@ def gloo_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return whether the engine can run on Gloo. Local."""
+    """Return whether the backend can run on Gloo. Local."""
     return bool(_facts().get("gloo_built"))
 
 
 def nccl_built() -> int:
-    """Return NCCL's version code (such as 22705) when the engine can run on NCCL, else 0. Local."""
+    """Return NCCL's version code (such as 22705) when the backend can run on NCCL, else 0. Local."""
     return int(_facts().get("nccl_built", 0))
 
 
 def ddl_built() -> bool:
-    """Return whether the engine can run on IBM's DDL. Local."""
+    """Return whether the backend can run on IBM's DDL. Local."""
     return bool(_facts().get("ddl_built"))
 
 
 def ccl_built() -> bool:
-    """Return whether the engine can run on Intel's oneCCL. Local."""
+    """Return whether the backend can run on Intel's oneCCL. Local."""
     return bool(_facts().get("ccl_built"))
 
 
 def cuda_built() -> bool:
-    """Return whether the engine was built for CUDA. Local."""
+    """Return whether the backend was built for CUDA. Local."""
     return bool(_facts().get("cuda_built"))
 
 
 def rocm_built() -> bool:
-    """Return whether the engine was built for ROCm. Local."""
+    """Return whether the backend was built for ROCm. Local."""
     return bool(_facts().get("rocm_built"))

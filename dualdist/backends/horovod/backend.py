@@ -1,4 +1,4 @@
-"""Real Horovod as an engine, with its Gloo or its MPI controller.
+"""Real Horovod as a backend, with its Gloo or its MPI controller.
 
 What it guarantees: operations are matched by name, so any order works, and a coordinator compares what the ranks pass
 under one name. What it lacks: it cannot start under a launcher that is not its own, its Gloo controller never
