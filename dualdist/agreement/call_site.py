@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from pathlib import Path
+from types import FrameType
 
-__all__ = ("call_site",)
+__all__ = ("call_site", "warn_deprecated")
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
@@ -15,10 +17,32 @@ _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 
 def call_site() -> tuple[str, int]:
     """Return (file, line) of the innermost frame outside dualdist and torch."""
+    frame = _user_frame()
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_deprecated(message: str) -> None:
+    """Issue a DeprecationWarning for the line of `call_site`, in the user's module.
+
+    Python shows a DeprecationWarning by default only if it belongs to `__main__`. `warnings.warn` needs the number
+    of frames in between, which differs between the public functions.
+    """
+    frame = _user_frame()
+    warnings.warn_explicit(
+        message,
+        DeprecationWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _user_frame() -> FrameType:
     frame = sys._getframe(1)
     while _passed_over(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame
 
 
 @functools.cache

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ..agreement.call_site import warn_deprecated
 from ..agreement.channel import Execute
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
@@ -45,7 +45,7 @@ def reduction_of(
     if op is not None and average is not None:
         raise ValueError("`average` must not be given beside `op`: use `op` alone.")
     if average is not None:
-        warnings.warn("`average` is deprecated; use `op` instead.", DeprecationWarning, stacklevel=5)
+        warn_deprecated("`average` is deprecated; use `op` instead.")
         op = Average if average else Sum
     return Reduction(Average if op is None else op, float(prescale_factor), float(postscale_factor))
 

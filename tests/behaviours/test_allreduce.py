@@ -280,16 +280,6 @@ def test_a_name_in_use_is_a_value_error_and_the_first_call_stays_valid(tmp_path:
 
 
 @everywhere
-def test_average_argument_is_deprecated_and_excludes_op() -> None:
-    with pytest.warns(DeprecationWarning, match="op"):
-        assert hvd.allreduce(mine(), average=False).tolist() == combined(hvd.Sum)
-    with pytest.warns(DeprecationWarning, match="op"):
-        torch.testing.assert_close(hvd.allreduce(mine(), average=True), torch.tensor(mean()))
-    with pytest.raises(ValueError, match="average"):
-        hvd.allreduce(mine(), average=True, op=hvd.Sum)
-
-
-@everywhere
 def test_what_cannot_be_reduced_is_a_value_error() -> None:
     refused: list[tuple[torch.Tensor, int]] = [
         (torch.tensor([True]), hvd.Average),
