@@ -1,8 +1,9 @@
-"""Who am I, and who says so: launch detection. Imports no torch."""
+"""Launch detection: which launcher started this process, and as which rank. Imports no torch."""
 
 from __future__ import annotations
 
-from .detect import ELASTIC_DIR, LAUNCHERS, Launcher, detect
+from .detect import detect
+from .launchers import ELASTIC_DIR, LAUNCHERS, Launcher
 from .topology import Place, nodes, topology
 
 __all__ = ("ELASTIC_DIR", "LAUNCHERS", "Launcher", "Place", "detect", "nodes", "topology")

@@ -1,4 +1,4 @@
-"""The environment of the processes that `dualdist run` and `spawn` start, and what of ours goes to other hosts."""
+"""The environment variables that `dualdist run` and `spawn` give to their processes, here and on other hosts."""
 
 from __future__ import annotations
 
@@ -6,44 +6,46 @@ import re
 from collections.abc import Mapping
 
 from ..errors import ConfigurationError
-from .detect import LAUNCHERS
+from .launchers import LAUNCHERS
 
 __all__ = ("RENDEZVOUS", "exportable", "process_variables", "secret_in", "without_launchers")
 
 RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size")
-_ROWS = {getattr(row, field) for row in LAUNCHERS for field in _NUMBERS} | {
+_OF_ROWS = {getattr(row, field) for row in LAUNCHERS for field in _NUMBERS} | {
     marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers
 }
-_STALE = re.compile(
+_OF_OTHERS = re.compile(
     r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET|COMPAT)"
     r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
     r"|HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|RANK|SIZE|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
 )
-"""What an outer launcher, or dualdist.compat, says to its own processes."""
+"""Other variables that a launcher, or dualdist.compat, sets for its own processes."""
 
-_STAYS = re.compile(
+_LOCAL = re.compile(
     r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
     r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
 )
-"""What is true of this machine or this login alone."""
+"""Variables that are valid only on this host or in this login session."""
 
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without what any launcher has set for the process that we are."""
-    return {name: value for name, value in env.items() if name not in _ROWS and not _STALE.fullmatch(name)}
+    """Return `env` without the variables that launchers have set for this process."""
+    return {
+        name: value for name, value in env.items() if name not in _OF_ROWS and not _OF_OTHERS.fullmatch(name)
+    }
 
 
 def exportable(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what of `env` goes to other hosts: everything, as with horovodrun, but what belongs to this one."""
-    return {name: value for name, value in env.items() if not _STAYS.fullmatch(name)}
+    """Return the variables to send to other hosts: all but those of this host, as horovodrun does."""
+    return {name: value for name, value in env.items() if not _LOCAL.fullmatch(name)}
 
 
 def process_variables(
     launcher: str, rank: int, size: int, local_rank: int, local_size: int, rendezvous: str, secret: bytes
 ) -> dict[str, str]:
-    """Return what says to one process who it is; read by detect.py and exchange.py."""
+    """Return the variables that give one process its place in the job. detect.py and rendezvous/ read them."""
     return {
         "DUALDIST_LAUNCHER": launcher,
         "DUALDIST_RANK": str(rank),

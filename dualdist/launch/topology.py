@@ -1,4 +1,4 @@
-"""From where each rank runs to Horovod's six numbers."""
+"""Horovod's six numbers of each rank, computed from where each rank runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from ..types import World
 __all__ = ("Place", "nodes", "topology")
 
 Place = tuple[str, int | None]
-"""(host name, local rank as the launcher says or None)."""
+"""(host name, local rank from the launcher or None)."""
 
 
 def nodes(places: Sequence[Place]) -> list[str]:
     """Return the name of every rank's node. `places[r]` is where rank r runs.
 
-    Ranks of one host that claim the same local rank are on different nodes: several agents of a launcher can share
-    a host.
+    Ranks of one host with the same local rank count as different nodes: a launcher can run several agents on a host.
     """
     claims: Counter[Place] = Counter()
     names = []
@@ -31,16 +30,15 @@ def nodes(places: Sequence[Place]) -> list[str]:
 def topology(places: Sequence[Place]) -> list[World]:
     """Return every rank's World.
 
-    cross_rank is a rank's place among the ranks with its local_rank (horovod/runner/common/util/hosts.py:107).
+    cross_rank is a rank's position among the ranks with the same local_rank (horovod/runner/common/util/hosts.py:107).
     """
     members: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes(places)):
         members[node].append(rank)
     local: dict[int, tuple[int, int]] = {}
     for ranks in members.values():
-        order = sorted(
-            ranks, key=lambda rank: places[rank][1] or 0
-        )  # stable: unknown local ranks stay in rank order
+        # A stable sort: ranks without a local rank stay in rank order.
+        order = sorted(ranks, key=lambda rank: places[rank][1] or 0)
         local.update({rank: (number, len(ranks)) for number, rank in enumerate(order)})
     columns: dict[int, list[int]] = defaultdict(list)
     for rank in range(len(places)):
