@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .world import ENGINES, World
+from .helpers.world import ENGINES, World
 
 CELLS = {f"{engine.name}-{size}": (engine, size) for engine in ENGINES for size in engine.sizes}
 

@@ -9,7 +9,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 Vector = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 VALUES = ([3, 1, 2], [1, 2, 2], [2, 3, 5])
 """What each rank holds."""

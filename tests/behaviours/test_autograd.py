@@ -15,7 +15,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 
 def weight(rank: int) -> float:

@@ -22,9 +22,9 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, load, read_manifest, save
 
-from ..faults import CountingFileSystem
-from ..training import STYLES, make_state, plain_losses, train
-from ..world import ENGINES, everywhere, started
+from ..helpers.faulty_file_system import CountingFileSystem
+from ..helpers.small_training import STYLES, make_state, plain_losses, train
+from ..helpers.world import ENGINES, everywhere, started
 from .test_elastic import warned
 
 RECORDED = Path(__file__).parents[1] / "data" / "checkpoints"

@@ -24,8 +24,8 @@ from dualdist.elastic import StateHandler, TorchState, get_handler_registry, set
 from dualdist.elastic.commits import Commits
 from dualdist.elastic.state import attach
 
-from ..faults import CountingFileSystem
-from ..world import everywhere
+from ..helpers.faulty_file_system import CountingFileSystem
+from ..helpers.world import everywhere
 from .test_elastic import make_state, train_batch, warned, weight, weight_after
 
 

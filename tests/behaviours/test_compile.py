@@ -8,7 +8,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 from .test_training import assert_same_weights, batches, train_beside
 from .test_wrong_use import STYLES
 

@@ -14,7 +14,7 @@ import dualdist as hvd
 from dualdist.elastic import ElasticSampler, HostsUpdatedInterrupt, StateHandler, TorchState, run
 from dualdist.elastic.state import get_handler_registry, set_handler_registry
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 BATCHES = 6
 RATE, MOMENTUM = 0.5, 0.5

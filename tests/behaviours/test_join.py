@@ -9,7 +9,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
 
 pytestmark = pytest.mark.ranks(2, 3)

@@ -13,8 +13,8 @@ import torch
 
 import dualdist as hvd
 
-from ..rejoining import left
-from ..world import everywhere
+from ..helpers.rejoining import left
+from ..helpers.world import everywhere
 
 
 @everywhere

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dualdist as hvd
 from dualdist import metrics
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 
 def values(rank: int) -> torch.Tensor:

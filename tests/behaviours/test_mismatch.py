@@ -11,7 +11,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 pytestmark = pytest.mark.ranks(2, 3)
 

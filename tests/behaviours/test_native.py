@@ -10,7 +10,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 
 @pytest.mark.ranks(2, 3)

@@ -10,7 +10,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 
 def thing(rank: int) -> dict[str, Any]:

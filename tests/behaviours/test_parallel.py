@@ -12,7 +12,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 from .test_training import assert_same_weights, batches, loss_of, make_model, share
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 
 def make_model(seed: int) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 
 def own(total: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 import dualdist as hvd
 
 from ..conftest import CELLS
-from ..world import World, started
+from ..helpers.world import World, started
 
 CASES = [name for name in CELLS if name.endswith("-3")]
 

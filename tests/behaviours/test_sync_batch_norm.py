@@ -11,7 +11,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 ROWS = (3, 0, 2)
 """How many samples each rank has."""

@@ -11,9 +11,9 @@ import torch
 
 import dualdist as hvd
 
-from ..rejoining import left
-from ..trace_reader import read_marks, read_spans
-from ..world import everywhere
+from ..helpers.rejoining import left
+from ..helpers.trace_reader import read_marks, read_spans
+from ..helpers.world import everywhere
 
 
 @contextmanager

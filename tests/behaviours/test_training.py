@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 ROWS = 4
 """Rows per rank and step."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
 
 

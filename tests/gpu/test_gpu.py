@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import dualdist as hvd
 
+from ..helpers.world import Engine, World, started
 from ..parity.loop import SCENARIOS, STYLES, Outcome, alone, train
 from ..parity.test_training import check
-from ..world import Engine, World, started
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..world import ROOT
-from .killed_runs import EVERY, STEPS
+from ..helpers.killed_runs import EVERY, STEPS
+from ..helpers.world import ROOT
 
 RUNS, SECONDS = 50, 100
 
 
 def test_50_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.killed_runs", str(tmp_path), str(RUNS), "0"]
+    command = [sys.executable, "-m", "tests.helpers.killed_runs", str(tmp_path), str(RUNS), "0"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     runs = [json.loads(line) for line in ended.stdout.splitlines()]

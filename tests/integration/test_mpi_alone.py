@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..launchers.launch import finish, launch
+from ..helpers.script_launch import finish, launch
 
 LIFE = """\
 import threading

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 pytestmark = pytest.mark.engines("torch-mpi")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..world import everywhere
-from .mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces, pieces_of, same, world
+from ..helpers.mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces, pieces_of, same, world
+from ..helpers.world import everywhere
 
 pytestmark = pytest.mark.engines("torch-mpi")
 

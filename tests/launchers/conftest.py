@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from .network import Network, running_network
-from .slurm import Slurm, running_slurm
+from ..helpers.namespace_hosts import Network, running_network
+from ..helpers.slurm_cluster import Slurm, running_slurm
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """Slurm with two nodes; see slurm.py."""
+    """Slurm with two nodes; see helpers/slurm_cluster.py."""
     with running_slurm() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Network]:
-    """Two hosts; see network.py."""
+    """Two hosts; see helpers/namespace_hosts.py."""
     with running_network() as hosts:
         yield hosts

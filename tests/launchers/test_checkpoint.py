@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .launch import launch
+from ..helpers.script_launch import launch
 
 PREEMPTED = """\
 import os, signal, sys, dualdist as hvd

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ..world import ROOT
-from .slurm import Slurm
+from ..helpers.slurm_cluster import Slurm
+from ..helpers.world import ROOT
 
 CLUSTER = ROOT / "examples" / "cluster"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from .launch import LAUNCHERS, launch
+from ..helpers.script_launch import LAUNCHERS, launch
 
-SCRIPT = "tests/launchers/horovod_script.py"
-MODULE = "tests.launchers.horovod_script"
-FOLDER = str(Path(__file__).parent)
+SCRIPT = "tests/helpers/horovod_script.py"
+MODULE = "tests.helpers.horovod_script"
+FOLDER = str(Path(__file__).parents[1] / "helpers")
 EXAMPLES = (1.0, 2.0, 3.0, 4.0)
 RUNS = {
     "python": ["local", "python"],

@@ -10,7 +10,7 @@ import torch
 
 from dualdist.cli import main
 
-from .launch import finish, launch
+from ..helpers.script_launch import finish, launch
 
 DOCTOR = ("-m", "dualdist", "doctor")
 

@@ -1,6 +1,6 @@
 """Elastic jobs for real: processes are killed and hosts come and go, and training ends as if nothing had happened.
 
-The events come from the training itself, at given steps of the first epoch; see disturbed.py.
+The events come from the training itself, at given steps of the first epoch; see helpers/disturbed_elastic_example.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from ..world import BIN
-from .launch import SECONDS, Ended, finish
+from ..helpers.script_launch import SECONDS, Ended, finish
+from ..helpers.world import BIN
 
-EXAMPLE, DISTURBED = "examples/elastic.py", "tests/launchers/disturbed.py"
+EXAMPLE, DISTURBED = "examples/elastic.py", "tests/helpers/disturbed_elastic_example.py"
 SAMPLES, EPOCHS = 480, 3  # of the example
 NOISE = 0.05
 """By how much the final loss of the example may differ between worlds of 1 and of 2, relatively."""

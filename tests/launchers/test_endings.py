@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch import LAUNCHERS, launch
+from ..helpers.script_launch import LAUNCHERS, launch
 
 TOGETHER = [name for name, launcher in LAUNCHERS.items() if launcher.size == 2]
 

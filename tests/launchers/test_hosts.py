@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ..world import BIN
-from .cells import Task
-from .network import SUBNETS, Network
-from .trial import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+from ..helpers.namespace_hosts import SUBNETS, Network
+from ..helpers.task_launch import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+from ..helpers.task_worker import Task
+from ..helpers.world import BIN
 
 pytestmark = pytest.mark.timeout(300)  # the launches run one after the other, before the first test
 

@@ -9,15 +9,15 @@ from types import MappingProxyType
 
 import pytest
 
-from ..world import BIN, MPIRUN
-from .cells import Task
-from .slurm import Slurm
-from .trial import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+from ..helpers.slurm_cluster import Slurm
+from ..helpers.task_launch import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+from ..helpers.task_worker import Task
+from ..helpers.world import BIN, MPIRUN
 
 pytestmark = pytest.mark.timeout(300)  # the launches run two at a time, before the first test
 
 _TCP = MappingProxyType({"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"})
-"""As tests.world.MPIRUN says on its command line."""
+"""As tests.helpers.world.MPIRUN says on its command line."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 _MPI_ARGUMENTS = "--mpi-args=--allow-run-as-root --oversubscribe --bind-to none"
 

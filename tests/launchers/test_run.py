@@ -19,9 +19,9 @@ from dualdist.cli import main
 from dualdist.launch import detect
 from dualdist.processes import supervisor
 
-from ..world import ROOT
-from .leftovers import Watched
-from .ssh import start_hosts
+from ..helpers.process_watch import Watched
+from ..helpers.ssh_hosts import start_hosts
+from ..helpers.world import ROOT
 
 STALE = {
     "RANK": "7",

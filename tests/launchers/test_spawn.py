@@ -16,9 +16,9 @@ import torch
 import dualdist as hvd
 from dualdist.errors import ConfigurationError, ProcessEndedError
 
-from ..world import ROOT
-from . import spawned
-from .leftovers import Watched
+from ..helpers import spawn_functions
+from ..helpers.process_watch import Watched
+from ..helpers.world import ROOT
 
 SCRIPT = """\
 import os, signal, subprocess, sys
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_every_engine_joins_the_processes_to_one_world(backend: str) -> None:
     results = hvd.spawn(
-        spawned.train, (backend,), 2, backend=backend, env={"OMP_NUM_THREADS": "1"}, timeout=100
+        spawn_functions.train, (backend,), 2, backend=backend, env={"OMP_NUM_THREADS": "1"}, timeout=100
     )
     for rank, (*numbers, total) in enumerate(results):
         assert numbers == [rank, 2, rank, 2, "spawn"]
@@ -48,26 +48,28 @@ def test_every_engine_joins_the_processes_to_one_world(backend: str) -> None:
 
 def test_results_come_in_rank_order_whatever_their_size() -> None:
     text = b"\xff" * 3_000_000
-    assert hvd.spawn(spawned.describe, (10, text), 3) == [(rank, 3, rank * 10, text) for rank in range(3)]
+    assert hvd.spawn(spawn_functions.describe, (10, text), 3) == [
+        (rank, 3, rank * 10, text) for rank in range(3)
+    ]
 
 
 def test_without_a_number_there_is_one_process_per_gpu_or_one() -> None:
-    assert len(hvd.spawn(spawned.describe, (1, b""))) == max(1, torch.cuda.device_count())
+    assert len(hvd.spawn(spawn_functions.describe, (1, b""))) == max(1, torch.cuda.device_count())
 
 
 def test_variables_are_set_before_the_processes_start_and_stay_out_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "7")
-    assert hvd.spawn(spawned.environment, ("A",), 2, env={"A": "b c"}) == ["b c", "b c"]
-    assert hvd.spawn(spawned.environment, ("RANK",), 1) == [None]
-    assert hvd.spawn(spawned.environment, ("DUALDIST_BACKEND",), 1, backend="torch") == ["torch"]
+    assert hvd.spawn(spawn_functions.environment, ("A",), 2, env={"A": "b c"}) == ["b c", "b c"]
+    assert hvd.spawn(spawn_functions.environment, ("RANK",), 1) == [None]
+    assert hvd.spawn(spawn_functions.environment, ("DUALDIST_BACKEND",), 1, backend="torch") == ["torch"]
     assert "A" not in os.environ
 
 
 def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
     with pytest.raises(KeyError, match="the reason") as caught:
-        hvd.spawn(spawned.fail, (1,), 3)
+        hvd.spawn(spawn_functions.fail, (1,), 3)
     cause = str(caught.value.__cause__)
     assert "Rank 1 of 3" in cause and 'raise KeyError("the reason")' in cause
     assert "child.py" not in cause
@@ -76,9 +78,14 @@ def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
 @pytest.mark.parametrize(
     ("function", "args", "code", "words"),
     [
-        (spawned.kill_itself, (1,), -signal.SIGKILL, "was ended by SIGKILL before its function returned"),
-        (spawned.end_with, (3, False), 3, "ended with exit code 3 before"),
-        (spawned.end_with, (0, True), 0, "ended with exit code 0 before"),
+        (
+            spawn_functions.kill_itself,
+            (1,),
+            -signal.SIGKILL,
+            "was ended by SIGKILL before its function returned",
+        ),
+        (spawn_functions.end_with, (3, False), 3, "ended with exit code 3 before"),
+        (spawn_functions.end_with, (0, True), 0, "ended with exit code 0 before"),
     ],
 )
 def test_a_death_without_an_exception_tells_rank_and_code(
@@ -90,23 +97,23 @@ def test_a_death_without_an_exception_tells_rank_and_code(
 
 
 def test_leaving_by_sys_exit_without_a_code_returns_none() -> None:
-    assert hvd.spawn(spawned.end_with, (0, False), 2) == ["returned", None]
+    assert hvd.spawn(spawn_functions.end_with, (0, False), 2) == ["returned", None]
 
 
 def test_an_exception_that_cannot_be_sent_is_told_in_words() -> None:
     with pytest.raises(ProcessEndedError, match=r"Rank 0 raised .*Unsendable: 1 and 2") as caught:
-        hvd.spawn(spawned.raise_unsendable, nprocs=1)
+        hvd.spawn(spawn_functions.raise_unsendable, nprocs=1)
     assert "Traceback" in str(caught.value.__cause__)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(TypeError, match="must return what can be pickled, but returned a lock instead"):
-        hvd.spawn(spawned.return_unsendable, nprocs=1)
+        hvd.spawn(spawn_functions.return_unsendable, nprocs=1)
 
 
 def test_what_takes_too_long_is_ended() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] still ran"):
-        hvd.spawn(spawned.block, nprocs=2, timeout=0.5)
+        hvd.spawn(spawn_functions.block, nprocs=2, timeout=0.5)
 
 
 def test_what_cannot_be_sent_is_an_error_before_anything_starts(tmp_path: Path) -> None:
@@ -114,22 +121,22 @@ def test_what_cannot_be_sent_is_an_error_before_anything_starts(tmp_path: Path) 
     with pytest.raises(ConfigurationError, match="lambda"):
         hvd.spawn(lambda: marker.touch(), nprocs=1)
     with pytest.raises(ConfigurationError, match="lock"):
-        hvd.spawn(spawned.describe, (1, threading.Lock()), 1)
+        hvd.spawn(spawn_functions.describe, (1, threading.Lock()), 1)
     assert not marker.exists()
 
 
 def test_a_function_that_was_typed_in_is_told_to_go_into_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    monkeypatch.setattr(spawned.block, "__module__", "__main__")
+    monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
     with pytest.raises(ConfigurationError, match="typed in"):
-        hvd.spawn(spawned.block, nprocs=1)
-    assert hvd.spawn(spawned.describe, (1, b""), 1) == [(0, 1, 0, b"")]
+        hvd.spawn(spawn_functions.block, nprocs=1)
+    assert hvd.spawn(spawn_functions.describe, (1, b""), 1) == [(0, 1, 0, b"")]
 
 
 def test_no_thread_and_no_open_file_is_left_here() -> None:
-    hvd.spawn(spawned.describe, (1, b""), 1)
+    hvd.spawn(spawn_functions.describe, (1, b""), 1)
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    hvd.spawn(spawned.describe, (1, b""), 2)
+    hvd.spawn(spawn_functions.describe, (1, b""), 2)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
@@ -146,14 +153,14 @@ def test_no_thread_and_no_open_file_is_left_here() -> None:
 )
 def test_wrong_arguments_are_errors_that_name_them(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        hvd.spawn(spawned.block, **options)  # type: ignore[arg-type]
+        hvd.spawn(spawn_functions.block, **options)  # type: ignore[arg-type]
 
 
 def test_an_interrupt_of_the_parent_ends_the_processes() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            hvd.spawn(spawned.interrupt, (os.getpid(),), 2)
+            hvd.spawn(spawn_functions.interrupt, (os.getpid(),), 2)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -199,7 +206,7 @@ def test_a_function_under_the_guard_is_told_to_come_out_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = pretend_to_be(tmp_path / "script.py", "", monkeypatch)
-    monkeypatch.setattr(spawned.block, "__module__", "__main__")
-    monkeypatch.setattr(script, "block", spawned.block, raising=False)
+    monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
+    monkeypatch.setattr(script, "block", spawn_functions.block, raising=False)
     with pytest.raises(AttributeError, match="must be defined in its file outside `if __name__"):
-        hvd.spawn(spawned.block, nprocs=1)
+        hvd.spawn(spawn_functions.block, nprocs=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .launch import LAUNCHERS, launch
+from ..helpers.script_launch import LAUNCHERS, launch
 
 TRAIN = "examples/train.py"
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ..world import ROOT
-from .launch import launch
+from ..helpers.script_launch import launch
+from ..helpers.world import ROOT
 
 pytestmark = pytest.mark.timeout(400)  # the fixture launches twice
 

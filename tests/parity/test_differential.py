@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ..world import BIN, MPIRUN, Engine, World
+from ..helpers.world import BIN, MPIRUN, Engine, World
 
 HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")
 

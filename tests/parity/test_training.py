@@ -9,7 +9,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import World
+from ..helpers.world import World
 from .loop import SCENARIOS, STEPS, STYLES, Outcome, alone, train
 
 pytestmark = pytest.mark.ranks(2, 3)

@@ -20,7 +20,7 @@ from dualdist.checkpoint.storage.format import copy_verified, write_checkpoint
 from dualdist.checkpoint.storage.memory import MemoryFile
 from dualdist.errors import CheckpointError, DamagedCheckpointError
 
-from ..faults import CountingFileSystem, FaultyFileSystem, PowerCut
+from ..helpers.faulty_file_system import CountingFileSystem, FaultyFileSystem, PowerCut
 
 MANIFEST = Manifest(7, 2, "torch", "gloo", "2.15.0", "2026-01-31T12:00:00+00:00", 3, {"val_accuracy": 0.5})
 VALUES: dict[str, Any] = {"weight": torch.arange(700_000.0), "names": ["a", "b"], "step": 7}

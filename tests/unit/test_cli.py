@@ -12,7 +12,7 @@ import pytest
 from dualdist.cli import main, run
 from dualdist.cli.horovodrun import REFUSED, TUNING, Tuning, variables_of
 
-from ..launchers.needs import need
+from ..helpers.requirements import need
 
 HOROVODRUN = """
 --version -v --num-proc -np --check-build -cb --disable-cache --start-timeout --network-interfaces --network-interface

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 from dualdist.samplers import DistributedSampler, DistributedSamplerWrapper, split_by_rank
 
-from ..hands import trained, turns
+from ..helpers.drawn_samples import trained, turns
 
 lengths, worlds, epochs, flags = st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.booleans()
 quick = settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ import pytest
 
 from dualdist.agreement.timeline import TraceFile
 
-from ..trace_reader import read_marks, read_spans
+from ..helpers.trace_reader import read_marks, read_spans
 
 ENDINGS = {
     "return": "pass",

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .launch import Ended, finish
-from .needs import need_programs, need_root, program
+from .requirements import need_programs, need_root, program
+from .script_launch import Ended, finish
 
 __all__ = ("Slurm", "running_slurm")
 

@@ -1,6 +1,6 @@
 """Runs that are ended with SIGKILL while they save, each a fork of this process, and what is found after them.
 
-    python -m tests.integration.killed_runs FOLDER COUNT SEED
+    python -m tests.helpers.killed_runs FOLDER COUNT SEED
 
 prints one JSON object per run.
 """
@@ -26,7 +26,7 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager, FileSystem
 
-from ..faults import CountingFileSystem, FaultyFileSystem
+from .faulty_file_system import CountingFileSystem, FaultyFileSystem
 
 EVERY, STEPS = 3, 12
 ENDED, FAILED = 0, 3

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .needs import need, need_programs, need_root, program
+from .requirements import need, need_programs, need_root, program
 
 __all__ = ("Host", "Network", "running_network")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ..world import BIN, MPIRUN, ROOT
+from .world import BIN, MPIRUN, ROOT
 
 __all__ = ("LAUNCHERS", "SECONDS", "Ended", "Launcher", "finish", "launch")
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .needs import need
+from .requirements import need
 
 __all__ = ("SSHD", "start_hosts")
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
-from .worker import ADDRESS, KEY, STACKS
+from .world_worker import ADDRESS, KEY, STACKS
 
 __all__ = ("ENGINES", "Engine", "World", "WorldFailure", "everywhere")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 START_SECONDS, RUN_SECONDS, END_SECONDS = 60.0, 60.0, 20.0
 OTHERS_SECONDS = 5.0
@@ -144,7 +144,7 @@ class World:
             host, port = listener.address
             command = [part.format(size=self.size) for part in self.engine.launcher]
             self._launcher = subprocess.Popen(
-                [*command, sys.executable, "-m", "tests.worker"],
+                [*command, sys.executable, "-m", "tests.helpers.world_worker"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

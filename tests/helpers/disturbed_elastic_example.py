@@ -1,6 +1,6 @@
 """Runs examples/elastic.py, unchanged, and has things happen to it at given steps, each once.
 
-python disturbed.py FOLDER STEP:EVENT[:ARGUMENT] ...
+python disturbed_elastic_example.py FOLDER STEP:EVENT[:ARGUMENT] ...
 
 kill: the last rank is killed in the step, before it commits. add, remove: a host comes or goes, and rank 0 trains on
 when the launcher has said so. FOLDER gets what has happened: `began`, a line "step size" for each time that the

@@ -1,6 +1,6 @@
 """One process of a launch that tries several engines in turn: pytest says which, and hears what became of it.
 
-    LAUNCHER python -m tests.launchers.cells SOCKET KEY
+    LAUNCHER python -m tests.helpers.task_worker SOCKET KEY
 
 Importing torch takes most of a launch. So every engine is tried in a fork of a process which has imported dualdist and
 done nothing more: it has the environment that the launcher gave, and no engine has run in it. MPI alone can be

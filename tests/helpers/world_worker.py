@@ -1,8 +1,8 @@
 """One rank of a test world: connects back to pytest and does what it is told until the connection ends.
 
-    python -m tests.worker
+    python -m tests.helpers.world_worker
 
-under any launcher. See tests/world.py for the other end.
+under any launcher. See tests/helpers/world.py for the other end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ("ADDRESS", "KEY", "STACKS")
 ADDRESS, KEY, STACKS = "DUALDIST_TEST_ADDRESS", "DUALDIST_TEST_KEY", "DUALDIST_TEST_STACKS"
 """The environment variables that say where pytest listens, what it asks for, and where stacks are written."""
 
-TESTS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def main() -> None:

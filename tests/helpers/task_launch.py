@@ -1,4 +1,4 @@
-"""A launch of tests.launchers.cells, as pytest sees it: start it, have it do tasks in turn, end it."""
+"""A launch of tests.helpers.task_worker, as pytest sees it: start it, have it do tasks in turn, end it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, Listener, wait
 from types import MappingProxyType
 from typing import Any
 
-from ..world import ROOT
-from .cells import CELL_SECONDS, Task
-from .network import Network
+from .namespace_hosts import Network
+from .task_worker import CELL_SECONDS, Task
+from .world import ROOT
 
 __all__ = ("PROGRAM", "WORKER", "Start", "Told", "Trial", "try_tasks")
 
@@ -27,7 +27,7 @@ START_SECONDS, END_SECONDS = 60.0, 20.0
 Told = dict[str, Any]
 """What one process says of a task: its numbers, and perhaps an error; 'ended' is its exit code."""
 
-WORKER = ("-m", "tests.launchers.cells", "{address}", "{key}")
+WORKER = ("-m", "tests.helpers.task_worker", "{address}", "{key}")
 """The arguments of Python that a launcher starts."""
 PROGRAM = (sys.executable, *WORKER)
 
