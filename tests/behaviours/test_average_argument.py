@@ -12,7 +12,7 @@ import torch
 
 import dualdist as hvd
 
-from ..world import everywhere
+from ..helpers.world import everywhere
 
 FUNCTIONS = [
     name
