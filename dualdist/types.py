@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 __all__ = (
     "REDUCE_OP_NAMES",
     "Adasum",
     "Average",
-    "Call",
     "Launch",
     "Max",
     "Min",
@@ -73,39 +71,3 @@ class Settings:
     stall_timeout_seconds: float = 600.0
     timeline: str | None = None
     timeline_mark_cycles: bool = False
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective as this rank called it: what must be equal on every member, and where the call stands."""
-
-    kind: str
-    arguments: tuple[tuple[str, Any], ...] = ()
-    """(name, value) pairs that must be equal on all members; values are built-in types."""
-    name: str | None = None
-    site: tuple[str, int] = ("?", 0)
-    """(file, line) of the user's code; quoted in errors, never compared."""
-    extra: int = 0
-    """A number which may differ and is told to every member for free, such as the rows of an allgather."""
-    payload: bytes = b""
-    """Data that travels along, of a length that follows from `arguments`; see agreement.payload_capacity."""
-    joinable: bool = False
-    """Whether ranks that have joined can take part."""
-    under_way: bool = False
-    """Whether the data is being sent already, on another line; the others must take part even in an error."""
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """Return what must be equal on all members."""
-        return self.kind, self.name, self.arguments
-
-    def __str__(self) -> str:
-        shown = [f"{key}={value}" for key, value in self.arguments]
-        if self.name is not None:
-            shown.append(f"name={self.name!r}")
-        return f"{self.kind}({', '.join(shown)})"
-
-    @property
-    def where(self) -> str:
-        """Return the call site as 'file:line'."""
-        return f"{self.site[0]}:{self.site[1]}"

@@ -1,4 +1,4 @@
-"""The line of the user's code that a call comes from."""
+"""The line of the user's code that makes a call."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def warn_deprecated(message: str) -> None:
 
 def _user_frame() -> FrameType:
     frame = sys._getframe(1)
-    while _passed_over(frame.f_code.co_filename) and frame.f_back is not None:
+    while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 @functools.cache
-def _passed_over(file: str) -> bool:
+def _is_internal(file: str) -> bool:
     return (
         file.startswith(_OURS)
         or _TORCH in file

@@ -16,9 +16,11 @@ from typing import TypeVar
 
 from ..backends.base import Group
 from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
-from ..types import Call
+from . import kinds
+from .call import Call
 from .call_site import call_site
 from .connections import Mesh
+from .kinds import Kind
 from .stall import StallWatch
 from .timeline import Timeline
 from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
@@ -97,7 +99,7 @@ class Channel:
         self._enqueue(job)
         return future
 
-    def fail(self, kind: str, error: Exception) -> None:
+    def fail(self, kind: Kind, error: Exception) -> None:
         """Tell the other members that this rank could not make its call, without waiting for them."""
         entry = Entry(FAILED, Call(kind, site=call_site()), str(error))
         self._enqueue(lambda: self._notify(entry))
@@ -105,7 +107,7 @@ class Channel:
     def join(self) -> int:
         """Answer the others' collectives until every member has joined; return the rank that joined last."""
         done: Future[int] = Future()
-        call = Call("join", site=call_site())
+        call = Call(kinds.JOIN, site=call_site())
 
         def job() -> None:
             try:

@@ -15,7 +15,8 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from ..types import Call, Settings
+from ..types import Settings
+from .call import Call
 
 __all__ = ("StallWatch",)
 

@@ -22,38 +22,16 @@ from typing import Any
 
 from ..backends.base import Backend, Work
 from ..errors import ConfigurationError
-from ..types import Call
+from . import kinds
+from .call import Call
+from .kinds import Data
 
 __all__ = ("Timeline", "TraceFile")
 
 logger = logging.getLogger("dualdist")
 
-_EVENTS = {
-    "allgather_object": "ALLGATHER",
-    "broadcast_object": "BROADCAST",
-    "broadcast_parameters": "BROADCAST",
-    "gather_object": "GATHER",
-    "gradient synchronization": "ALLREDUCE",
-    "grouped_allgather": "ALLGATHER",
-    "grouped_allreduce": "ALLREDUCE",
-    "grouped_reducescatter": "REDUCESCATTER",
-    "scatter_object": "SCATTER",
-}
-"""A call's kind -> its event; others are the kind in capitals."""
 _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> what the transport does; others are the same."""
-_WITHOUT_DATA = frozenset(
-    {
-        "DistributedDataParallel",
-        "DistributedOptimizer",
-        "add_process_set",
-        "barrier",
-        "gradient synchronization",
-        "join",
-        "remove_process_set",
-    }
-)
-"""Kinds of calls which end with the agreement."""
 
 Arrivals = Callable[[Sequence[int]], None]
 """Takes when each member came, in nanoseconds since the epoch by its own clock."""
@@ -225,7 +203,7 @@ class Timeline:
 
     def operation(self, line: str, call: Call) -> AbstractContextManager[None]:
         """Record the body as the collective `call` itself."""
-        if self._file is None or call.kind in _WITHOUT_DATA:
+        if self._file is None or call.kind.data is not Data.AFTER:
             return _NOTHING
         return self._operation(self._file, line, call)
 
@@ -299,13 +277,12 @@ class _Flight(Work):
 def _event_name(call: Call) -> str:
     if dict(call.arguments).get("op") == "Adasum":
         return "ADASUM"
-    return _EVENTS.get(call.kind, call.kind.upper())
+    return call.kind.event
 
 
 def _track_name(call: Call) -> str:
-    place = dict(call.arguments).get("grad_sync")
-    if place is not None:
-        return f"allreduce.gradients.{place}"
+    if call.kind == kinds.GRADIENTS:
+        return f"allreduce.gradients.{dict(call.arguments)['grad_sync']}"
     return f"{call.kind}.{call.name or 'noname'}"
 
 

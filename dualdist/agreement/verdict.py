@@ -17,13 +17,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..types import Call
+from .call import Call
 from .connections import Mesh
+from .kinds import Data, WhenJoined
 
 __all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
 
 ACTIVE, JOINED, FAILED = range(3)
-_MESSAGE = struct.Struct("<16sB7xqq")  # digest, state, the call's free number, time
+_MESSAGE = struct.Struct("<16sB?6xqq")  # digest, state, the call's flag and count, time
 _PAYLOAD_BYTES = 2048
 _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
@@ -46,8 +47,10 @@ class Verdict:
     """What the active members run; None when every member has joined, and when there is nothing to run."""
     joined: frozenset[int] = frozenset()
     """Places of the members that have joined."""
-    extras: tuple[int, ...] = ()
-    """Every member's free number."""
+    counts: tuple[int, ...] = ()
+    """Every member's `Call.count`."""
+    flags: tuple[bool, ...] = ()
+    """Every member's `Call.flag`."""
     payloads: tuple[bytes, ...] = ()
     """Every member's payload, when all members run `call` and have one."""
     error: str | None = None
@@ -67,12 +70,12 @@ def payload_capacity(size: int) -> int:
 def agree(mesh: Mesh, entry: Entry) -> Verdict:
     """Return the members' verdict on what each of them came with. Collective over the members."""
     digest = hashlib.blake2b(repr(entry.call.identity).encode(), digest_size=16).digest()
-    message = _MESSAGE.pack(digest, entry.state, entry.call.extra, time.time_ns())
+    message = _MESSAGE.pack(digest, entry.state, entry.call.flag, entry.call.count, time.time_ns())
     messages = mesh.exchange(message + entry.call.payload)
-    digests, states, extras, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
+    digests, states, flags, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
     if set(states) == {ACTIVE} and set(digests) == {digest}:
         payloads = tuple(other[len(message) :] for other in messages)
-        return Verdict(entry.call, extras=extras, payloads=payloads, arrivals=arrivals)
+        return Verdict(entry.call, counts=counts, flags=flags, payloads=payloads, arrivals=arrivals)
     entries = [pickle.loads(other) for other in mesh.exchange(pickle.dumps(entry))]
     return replace(resolve(entries, mesh.ranks), arrivals=arrivals)
 
@@ -92,11 +95,11 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
     first = next(iter(active.values()))
     everyone = frozenset(active)
     if any(call.identity != first.identity for call in active.values()):
-        started = {call.identity: call for call in active.values() if call.under_way}
+        started = {call.identity: call for call in active.values() if call.kind.data is Data.BEFORE}
         return Verdict(
             None, joined, error=_mismatch(active, ranks), raising=everyone, drained=tuple(started.values())
         )
-    if joined and not first.joinable:
+    if joined and first.kind.when_joined is WhenJoined.UNSUPPORTED:
         members = ", ".join(str(ranks[place]) for place in sorted(joined))
         return Verdict(
             None,
@@ -104,7 +107,8 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
             raising=everyone,
             error=f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined.",
         )
-    return Verdict(first, joined, tuple(entry.call.extra for entry in entries))
+    counts, flags = zip(*((entry.call.count, entry.call.flag) for entry in entries), strict=True)
+    return Verdict(first, joined, counts, flags)
 
 
 def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:

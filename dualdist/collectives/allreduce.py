@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..agreement.call_site import warn_deprecated
 from ..agreement.channel import Execute
 from ..agreement.verdict import Verdict
@@ -75,7 +76,7 @@ def reduction_arguments(tensors: Sequence[torch.Tensor], reduction: Reduction) -
     }
 
 
-@planned
+@planned(kinds.ALLREDUCE)
 def plan_allreduce(
     tensors: Sequence[torch.Tensor],
     asked: Asked,
@@ -90,9 +91,9 @@ def plan_allreduce(
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor, but is empty instead.")
     check_reduction(tensors, reduction, process_set)
-    kind = "grouped_allreduce" if grouped else "allreduce"
+    kind = kinds.GROUPED_ALLREDUCE if grouped else kinds.ALLREDUCE
     payload = payload_of(channel.group, tensors, reduction)
-    call = make_call(kind, name, payload=payload, joinable=True, **reduction_arguments(tensors, reduction))
+    call = make_call(kind, name, payload=payload, **reduction_arguments(tensors, reduction))
     return Plan(channel, call, _executor(tensors, reduction, in_place))
 
 

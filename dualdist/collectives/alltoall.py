@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .move import exchange_rows
 from .plan import Plan, check_root, check_tensor, differentiable, make_call, planned
@@ -40,7 +41,7 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     return counts
 
 
-@planned
+@planned(kinds.ALLTOALL)
 def plan_alltoall(
     tensor: torch.Tensor, splits: Any, name: str | None, *, process_set: ProcessSet
 ) -> Plan[Exchanged]:
@@ -51,7 +52,7 @@ def plan_alltoall(
         raise ValueError("`tensor` must have at least one dimension, but is a number instead.")
     counts = check_splits(tensor, splits, channel.group.size)
     call = make_call(
-        "alltoall",
+        kinds.ALLTOALL,
         name,
         trailing_shape=tuple(tensor.shape[1:]),
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -128,7 +129,7 @@ def _beside(counts: torch.Tensor, splits: Any) -> torch.Tensor:
     return counts.to(splits.device) if isinstance(splits, torch.Tensor) else counts
 
 
-@planned
+@planned(kinds.SCATTER)
 def plan_scatter(
     tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
@@ -138,7 +139,7 @@ def plan_scatter(
     size = channel.group.size
     counts = check_splits(tensor, splits, size) if channel.group.rank == root else [0] * size
     call = make_call(
-        "scatter",
+        kinds.SCATTER,
         name,
         trailing_shape=tuple(tensor.shape[1:]),
         dtype=str(tensor.dtype).removeprefix("torch."),

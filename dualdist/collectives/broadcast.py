@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..types import Average
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .move import broadcast_into
@@ -14,14 +15,14 @@ from .plan import Plan, check_root, check_tensor, describe, differentiable, make
 __all__ = ("broadcast", "broadcast_", "broadcast_async", "broadcast_async_")
 
 
-@planned
+@planned(kinds.BROADCAST)
 def plan_broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None, in_place: bool, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
     """Return the plan of a broadcast. Its result: `tensor` itself, or a new tensor."""
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     check_tensor(tensor)
-    call = make_call("broadcast", name, root_rank=root_rank, **describe(tensor))
+    call = make_call(kinds.BROADCAST, name, root_rank=root_rank, **describe(tensor))
 
     def execute(group: Any, verdict: Any) -> torch.Tensor:
         output = tensor if in_place else tensor.detach().clone()

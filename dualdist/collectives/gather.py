@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..types import Average
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .move import exchange_rows, gather_rows
@@ -15,7 +16,7 @@ from .plan import Plan, check_root, check_tensor, differentiable, make_call, pla
 __all__ = ("allgather", "allgather_async", "gather", "grouped_allgather", "grouped_allgather_async")
 
 
-@planned
+@planned(kinds.ALLGATHER)
 def plan_allgather(
     tensors: Sequence[torch.Tensor], name: str | None, grouped: bool, *, process_set: ProcessSet
 ) -> Plan[list[torch.Tensor]]:
@@ -27,9 +28,9 @@ def plan_allgather(
         check_tensor(tensor)
     tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     call = make_call(
-        "grouped_allgather" if grouped else "allgather",
+        kinds.GROUPED_ALLGATHER if grouped else kinds.ALLGATHER,
         name,
-        extra=tables[0].shape[0],
+        count=tables[0].shape[0],
         trailing_shapes=tuple(tuple(table.shape[1:]) for table in tables),
         dtypes=tuple(str(table.dtype).removeprefix("torch.") for table in tables),
         device=tables[0].device.type,
@@ -37,7 +38,7 @@ def plan_allgather(
     return Plan(
         channel,
         call,
-        lambda group, verdict: gather_rows(group, tables, verdict.extras if len(tables) == 1 else None),
+        lambda group, verdict: gather_rows(group, tables, verdict.counts if len(tables) == 1 else None),
     )
 
 
@@ -123,7 +124,7 @@ def grouped_allgather_async(
     return plan_allgather(list(tensors), name, True, process_set=process_set).then(tuple).submit()
 
 
-@planned
+@planned(kinds.GATHER)
 def plan_gather(
     tensor: torch.Tensor, root_rank: int, name: str | None, *, process_set: ProcessSet
 ) -> Plan[tuple[torch.Tensor, list[int]]]:
@@ -132,7 +133,7 @@ def plan_gather(
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
     call = make_call(
-        "gather",
+        kinds.GATHER,
         name,
         trailing_shape=tuple(table.shape[1:]),
         dtype=str(table.dtype).removeprefix("torch."),

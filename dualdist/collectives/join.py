@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
+from ..agreement.call import Call
+from ..agreement.kinds import WhenJoined
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
-from ..types import Call
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .plan import Plan, make_call
@@ -20,10 +22,10 @@ __all__ = ("barrier", "join", "poll", "stand_in", "synchronize")
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
     """Do what a rank that has joined does while the others run `call`."""
     given = dict(call.arguments)
-    if "shapes" in given:
+    if call.kind.when_joined is WhenJoined.REDUCTION:
         device = torch.device(given["device"])
         contribute_nothing(group, call, device if device.type == "cpu" else torch.device("cuda"))
-    elif "grad_sync" in given:
+    elif call.kind.when_joined is WhenJoined.GRADIENTS:
         current().grad_syncs[given["process_set"]][given["grad_sync"]].contribute_nothing()
 
 
@@ -46,7 +48,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Ranks that have joined count as having called it. Raises HorovodInternalError as `allreduce` does.
     """
     channel = channel_of(process_set)
-    Plan(channel, make_call("barrier", None, joinable=True), lambda group, verdict: None).run()
+    Plan(channel, make_call(kinds.BARRIER, None), lambda group, verdict: None).run()
 
 
 def poll(handle: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..backends.base import Group
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .move import exchange_rows, gather_rows
@@ -29,7 +30,7 @@ def _load(data: torch.Tensor) -> Any:
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
-@planned
+@planned(kinds.BROADCAST_OBJECT)
 def plan_broadcast_object(
     obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet
 ) -> Plan[Any]:
@@ -38,14 +39,14 @@ def plan_broadcast_object(
     data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
 
     def execute(group: Group, verdict: Any) -> Any:
-        length = verdict.extras[root]
+        length = verdict.counts[root]
         sent = data if is_root else torch.empty(length, dtype=torch.uint8)
         sent = sent.to(group.wire_device(sent.device))
         group.broadcast_(sent, root).wait()
         return obj if is_root else _load(sent)
 
     return Plan(
-        channel, make_call("broadcast_object", name, extra=data.numel(), root_rank=root_rank), execute
+        channel, make_call(kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank), execute
     )
 
 
@@ -60,15 +61,15 @@ def broadcast_object(
     return plan_broadcast_object(obj, root_rank, name, process_set=process_set).run()
 
 
-@planned
+@planned(kinds.ALLGATHER_OBJECT)
 def plan_allgather_object(obj: Any, name: str | None, *, process_set: ProcessSet) -> Plan[list[Any]]:
     data = _dump(obj)
 
     def execute(group: Group, verdict: Any) -> list[Any]:
-        (gathered,) = gather_rows(group, [data], verdict.extras)
-        return [_load(part) for part in gathered.split(verdict.extras)]
+        (gathered,) = gather_rows(group, [data], verdict.counts)
+        return [_load(part) for part in gathered.split(verdict.counts)]
 
-    return Plan(channel_of(process_set), make_call("allgather_object", name, extra=data.numel()), execute)
+    return Plan(channel_of(process_set), make_call(kinds.ALLGATHER_OBJECT, name, count=data.numel()), execute)
 
 
 def allgather_object(
@@ -82,7 +83,7 @@ def allgather_object(
     return plan_allgather_object(obj, name, process_set=process_set).run()
 
 
-@planned
+@planned(kinds.GATHER_OBJECT)
 def plan_gather_object(
     obj: Any, root_rank: int, name: str | None, *, process_set: ProcessSet
 ) -> Plan[list[Any] | None]:
@@ -94,7 +95,7 @@ def plan_gather_object(
         rows, counts = exchange_rows(group, data, splits)
         return [_load(part) for part in rows.split(counts)] if group.rank == root else None
 
-    return Plan(channel, make_call("gather_object", name, root_rank=root_rank), execute)
+    return Plan(channel, make_call(kinds.GATHER_OBJECT, name, root_rank=root_rank), execute)
 
 
 def gather_object(
@@ -107,7 +108,7 @@ def gather_object(
     return plan_gather_object(obj, root_rank, name, process_set=process_set).run()
 
 
-@planned
+@planned(kinds.SCATTER_OBJECT)
 def plan_scatter_object(
     objs: Sequence[Any] | None, root_rank: int, name: str | None, *, process_set: ProcessSet
 ) -> Plan[Any]:
@@ -121,7 +122,7 @@ def plan_scatter_object(
     parts = [_dump(obj) for obj in objs] if is_root and objs is not None else []
     data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     splits = [part.numel() for part in parts] or [0] * size
-    call = make_call("scatter_object", name, root_rank=root_rank)
+    call = make_call(kinds.SCATTER_OBJECT, name, root_rank=root_rank)
     return Plan(channel, call, lambda group, verdict: _load(exchange_rows(group, data, splits)[0]))
 
 

@@ -10,9 +10,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel, Execute
-from ..types import Call
+from ..agreement.kinds import Kind
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of
 
@@ -44,29 +45,30 @@ class Plan(Generic[T]):
         return Plan(self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)))
 
 
-def planned(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
-    """Decorate a function that makes a Plan: when it raises, the other ranks are told instead of left waiting."""
+def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
+    """Decorate a function that makes a Plan of `kind`: when it raises, the other ranks get an error and do not wait."""
 
-    @functools.wraps(make)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
-        try:
-            return make(*args, **kwargs)
-        except Exception as error:
-            with contextlib.suppress(
-                TypeError, ValueError
-            ):  # no line to tell it on: not initialised, not a member
-                channel_of(kwargs["process_set"]).fail(make.__name__.removeprefix("plan_"), error)  # type: ignore[arg-type]
-            raise
+    def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
+        @functools.wraps(make)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
+            try:
+                return make(*args, **kwargs)
+            except Exception as error:
+                # Not initialised, or not a member: then there is no channel to report the error on.
+                with contextlib.suppress(TypeError, ValueError):
+                    channel_of(kwargs["process_set"]).fail(kind, error)  # type: ignore[arg-type]
+                raise
 
-    return wrapper
+        return wrapper
+
+    return decorate
 
 
 def make_call(
-    kind: str,
+    kind: Kind,
     name: str | None,
-    extra: int = 0,
+    count: int = 0,
     payload: bytes = b"",
-    joinable: bool = False,
     **arguments: Any,
 ) -> Call:
     """Return the Call of the user's line for `kind`; `arguments` must be equal on all members.
@@ -77,7 +79,7 @@ def make_call(
         raise ValueError(
             f"`name` must not be in use, but {name!r} names a collective that is still outstanding."
         )
-    return Call(kind, tuple(arguments.items()), name, call_site(), extra, payload, joinable)
+    return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)
 
 
 def check_tensor(tensor: Any, what: str = "tensor") -> None:

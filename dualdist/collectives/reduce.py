@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..agreement.call import Call
 from ..agreement.verdict import payload_capacity
 from ..backends.base import Group
-from ..types import REDUCE_OP_NAMES, Adasum, Average, Call, Max, Min, Product, Sum
+from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 from .adasum import adasum
 from .move import gather_rows
 from .wire import neutral, pack, reduction_dtype, unpack

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..backends.base import Group
 from ..errors import HorovodInternalError
 from ..types import REDUCE_OP_NAMES, Average, Sum
@@ -28,7 +29,7 @@ __all__ = (
 )
 
 
-@planned
+@planned(kinds.REDUCESCATTER)
 def plan_reducescatter(
     tensors: Sequence[torch.Tensor],
     reduction: Reduction,
@@ -50,7 +51,7 @@ def plan_reducescatter(
             f"`op` must be Sum or Average for reducescatter, but is {name_of} instead."
         )
     check_reduction(tensors, reduction, process_set)
-    kind = "grouped_reducescatter" if grouped else "reducescatter"
+    kind = kinds.GROUPED_REDUCESCATTER if grouped else kinds.REDUCESCATTER
     call = make_call(kind, name, **reduction_arguments(tensors, reduction))
     return Plan(channel, call, lambda group, verdict: _own_rows(group, tensors, reduction))
 
@@ -171,14 +172,14 @@ def grouped_reducescatter_async(
     )
 
 
-@planned
+@planned(kinds.REDUCE)
 def plan_reduce(
     tensor: torch.Tensor, root_rank: int, reduction: Reduction, name: str | None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
     """Return the plan of a reduce. Its result: the reduced tensor on the root, zeros elsewhere."""
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     check_reduction([tensor], reduction, process_set)
-    call = make_call("reduce", name, root_rank=root_rank, **reduction_arguments([tensor], reduction))
+    call = make_call(kinds.REDUCE, name, root_rank=root_rank, **reduction_arguments([tensor], reduction))
 
     def execute(group: Group, verdict: Any) -> torch.Tensor:
         output = tensor.detach().clone()

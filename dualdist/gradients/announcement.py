@@ -1,12 +1,13 @@
-"""What the ranks tell each other at the end of a backward, while their gradients are under way already."""
+"""What the ranks report to each other at the end of a backward, while their gradients are being sent."""
 
 from __future__ import annotations
 
+from ..agreement import kinds
+from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..errors import HorovodInternalError
-from ..types import Call
 from ..world.process_sets import ProcessSet, channel_of
 
 __all__ = ("announce",)
@@ -15,33 +16,34 @@ __all__ = ("announce",)
 def announce(process_set: ProcessSet, grad_sync: int, buckets_sent: int, *, is_wrong: bool) -> list[int]:
     """Return the ranks on which something is wrong. Collective over the process set.
 
-    grad_sync: which one combines its gradients. buckets_sent: by this rank since the world was joined. Gradients are
-    matched by the order in which they are sent, so a rank that gives up a backward, or repeats it alone, is out of step
-    for good.
+    Gradients are matched by the order in which they are sent. A rank that gives up a backward, or repeats it alone,
+    is therefore out of step until the world is joined again.
 
-    Raises CollectiveMismatchError when a rank does something else, HorovodInternalError when ranks are out of step.
+    Args:
+        grad_sync: the place of the gradient synchronisation among those of the process set.
+        buckets_sent: by this rank since the world was joined.
+        is_wrong: whether this rank cannot use the gradients.
+
+    Raises:
+        CollectiveMismatchError: a rank called something else.
+        HorovodInternalError: the ranks are out of step.
     """
     call = Call(
-        "gradient synchronization",
+        kinds.GRADIENTS,
         (("process_set", process_set.process_set_id), ("grad_sync", grad_sync)),
         site=call_site(),
-        extra=2 * buckets_sent + is_wrong,
-        joinable=True,
-        under_way=True,
+        count=buckets_sent,
+        flag=is_wrong,
     )
     return channel_of(process_set).run(call, _compare)
 
 
 def _compare(group: Group, verdict: Verdict) -> list[int]:
-    if verdict.extras[0] % 2 == 0 and len(set(verdict.extras)) == 1:
-        return []
-    told = {
-        group.ranks[place]: extra for place, extra in enumerate(verdict.extras) if place not in verdict.joined
-    }
-    if len({extra // 2 for extra in told.values()}) > 1:
-        sent = ", ".join(f"rank {rank}: {extra // 2}" for rank, extra in told.items())
+    active = [place for place in range(group.size) if place not in verdict.joined]
+    if len({verdict.counts[place] for place in active}) > 1:
+        sent = ", ".join(f"rank {group.ranks[place]}: {verdict.counts[place]}" for place in active)
         raise HorovodInternalError(
-            "the ranks have not sent the same buckets of gradients, since some have given up a backward, or repeated "
+            "the ranks have not sent the same number of gradient buckets, because some gave up a backward or repeated "
             f"one alone (sent until now: {sent})"
         )
-    return [rank for rank, extra in told.items() if extra % 2]
+    return [group.ranks[place] for place in active if verdict.flags[place]]

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
+from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..backends.base import Group, Work
 from ..collectives.reduce import scale_, sum_sparse
 from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
-from ..types import Average, Call, Sum
+from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
 from .accumulation import Accumulated

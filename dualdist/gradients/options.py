@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
+from ..agreement.kinds import Kind
 from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduce import Reduction
@@ -31,7 +33,7 @@ class SyncOptions:
     sparse_as_dense: bool = False
     bucket_cap_mb: float | None = None
     """How many MiB are sent at once; None: as in DDP."""
-    owner: str = "DistributedOptimizer"
+    owner: Kind = kinds.OPTIMIZER
     """Who combines them, for errors."""
 
     @functools.cached_property  # each gradient asks

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..agreement import kinds
 from ..collectives.compression import Compression
 from ..collectives.join import join
 from ..collectives.reduce import Reduction
@@ -87,7 +88,7 @@ class DistributedDataParallel(torch.nn.Module):
                 1,
                 self._process_set,
                 bucket_cap_mb=bucket_cap_mb,
-                owner="DistributedDataParallel",
+                owner=kinds.DATA_PARALLEL,
             )
             self._sync = GradSync(list(module.named_parameters()), options, self)
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]

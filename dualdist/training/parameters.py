@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import kinds
 from ..backends.base import Group
 from ..collectives.objects import broadcast_object
 from ..collectives.plan import Plan, check_root, check_tensor, make_call, planned
@@ -40,14 +41,14 @@ def broadcast_parameters(
     plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
 
 
-@planned
+@planned(kinds.BROADCAST_PARAMETERS)
 def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     named = _named(params)
     for name, tensor in named:
         check_tensor(tensor, name)
     call = make_call(
-        "broadcast_parameters",
+        kinds.BROADCAST_PARAMETERS,
         None,
         root_rank=root_rank,
         parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..agreement import kinds
+from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
-from ..types import Call
 from .context import current, is_initialized
 
 __all__ = (
@@ -119,7 +120,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(
             f"A process set with ranks {ranks} is registered already; every set must be registered once."
         )
-    call = Call("add_process_set", (("ranks", tuple(ranks)),), site=call_site())
+    call = Call(kinds.ADD_PROCESS_SET, (("ranks", tuple(ranks)),), site=call_site())
     process_set.process_set_id = context.channels[0].run(
         call, lambda group, verdict: context.add_channel(ranks)
     )
@@ -136,7 +137,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0 or _registered.get(number) is not process_set:
         return False
-    call = Call("remove_process_set", (("ranks", tuple(process_set.ranks or ())),), site=call_site())
+    call = Call(kinds.REMOVE_PROCESS_SET, (("ranks", tuple(process_set.ranks or ())),), site=call_site())
     context.channels[0].run(call, lambda group, verdict: context.channels.pop(number).close())
     del _registered[number]
     process_set.process_set_id = None

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from dualdist.agreement import kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.kinds import Kind
 from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, Entry, payload_capacity, resolve
-from dualdist.types import Call
 
 RANKS = (0, 2, 5)
 
 
-def call(kind: str = "allreduce", line: int = 1, joinable: bool = True, **arguments: Any) -> Call:
-    extra, under_way = arguments.pop("extra", 0), arguments.pop("under_way", False)
-    return Call(
-        kind,
-        tuple(arguments.items()),
-        arguments.pop("name", None),
-        ("train.py", line),
-        extra,
-        b"",
-        joinable,
-        under_way,
-    )
+def call(
+    kind: Kind = kinds.ALLREDUCE, line: int = 1, count: int = 0, flag: bool = False, **arguments: Any
+) -> Call:
+    return Call(kind, tuple(arguments.items()), site=("train.py", line), count=count, flag=flag)
 
 
 def active(made: Call) -> Entry:
     return Entry(ACTIVE, made)
 
 
-JOIN = Entry(JOINED, Call("join", site=("train.py", 9)))
+JOIN = Entry(JOINED, Call(kinds.JOIN, site=("train.py", 9)))
 
 
-def test_equal_calls_run_with_every_free_number() -> None:
-    verdict = resolve([active(call(extra=number, line=number)) for number in (3, 1, 2)], RANKS)
-    assert verdict.call is not None and verdict.call.kind == "allreduce"
-    assert verdict.extras == (3, 1, 2)
+def test_equal_calls_run_with_every_count_and_flag() -> None:
+    calls = [call(count=number, flag=number == 1, line=number) for number in (3, 1, 2)]
+    verdict = resolve([active(made) for made in calls], RANKS)
+    assert verdict.call is not None and verdict.call.kind == kinds.ALLREDUCE
+    assert verdict.counts == (3, 1, 2) and verdict.flags == (False, True, False)
     assert not verdict.joined and not verdict.raising and verdict.error is None
 
 
@@ -52,9 +47,9 @@ def test_different_calls_raise_on_all_and_quote_each_group_once() -> None:
 
 def test_the_first_difference_is_named() -> None:
     cases = [
-        (call("allreduce"), call("broadcast"), "collectives"),
+        (call(kinds.ALLREDUCE), call(kinds.BROADCAST), "collectives"),
         (call(shape=1, op="Sum"), call(shape=1, op="Max"), "op"),
-        (Call("allreduce", (), "a"), Call("allreduce", (), "b"), "name"),
+        (Call(kinds.ALLREDUCE, (), "a"), Call(kinds.ALLREDUCE, (), "b"), "name"),
         (call(factor=1), call(factor=1.0), "factor"),
     ]
     for one, other, difference in cases:
@@ -69,20 +64,20 @@ def test_the_call_site_may_differ() -> None:
 
 
 def test_joined_members_stand_in_for_what_the_others_run() -> None:
-    verdict = resolve([JOIN, active(call(extra=4)), JOIN], RANKS)
+    verdict = resolve([JOIN, active(call(count=4)), JOIN], RANKS)
     assert verdict.call is not None and verdict.joined == {0, 2}
     assert not verdict.raising
 
 
 def test_calls_that_cannot_run_with_joined_members_raise_on_the_active_ones() -> None:
-    verdict = resolve([active(call("broadcast", joinable=False)), JOIN, JOIN], RANKS)
+    verdict = resolve([active(call(kinds.BROADCAST)), JOIN, JOIN], RANKS)
     assert verdict.call is None and verdict.raising == {0}
     assert verdict.error is not None and "not supported with Join" in verdict.error
     assert "ranks 2, 5 have joined" in verdict.error
 
 
 def test_a_mismatch_raises_on_the_active_members_alone() -> None:
-    verdict = resolve([JOIN, active(call("allreduce")), active(call("barrier"))], RANKS)
+    verdict = resolve([JOIN, active(call(kinds.ALLREDUCE)), active(call(kinds.BARRIER))], RANKS)
     assert verdict.raising == {1, 2} and verdict.joined == {0}
 
 
@@ -105,8 +100,8 @@ def test_a_failed_call_that_nobody_else_made_raises_nowhere() -> None:
 
 
 def test_calls_under_way_are_seen_through_in_a_mismatch() -> None:
-    gradients = call("gradient synchronization", grad_sync=0, under_way=True)
-    verdict = resolve([active(gradients), active(call("barrier")), active(gradients)], RANKS)
+    gradients = call(kinds.GRADIENTS, grad_sync=0)
+    verdict = resolve([active(gradients), active(call(kinds.BARRIER)), active(gradients)], RANKS)
     assert verdict.raising == {0, 1, 2} and verdict.drained == (gradients,)
 
 

@@ -1,0 +1,102 @@
+"""The kinds of calls: one row per kind, with what the agreement, the timeline and joined ranks need to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = (
+    "ADD_PROCESS_SET",
+    "ALLGATHER",
+    "ALLGATHER_OBJECT",
+    "ALLREDUCE",
+    "ALLTOALL",
+    "BARRIER",
+    "BROADCAST",
+    "BROADCAST_OBJECT",
+    "BROADCAST_PARAMETERS",
+    "DATA_PARALLEL",
+    "GATHER",
+    "GATHER_OBJECT",
+    "GRADIENTS",
+    "GROUPED_ALLGATHER",
+    "GROUPED_ALLREDUCE",
+    "GROUPED_REDUCESCATTER",
+    "JOIN",
+    "OPTIMIZER",
+    "REDUCE",
+    "REDUCESCATTER",
+    "REMOVE_PROCESS_SET",
+    "SCATTER",
+    "SCATTER_OBJECT",
+    "Data",
+    "Kind",
+    "WhenJoined",
+)
+
+
+class Data(Enum):
+    """When the data of a call is sent."""
+
+    NONE = "none"
+    """Never: the call ends with the agreement."""
+    AFTER = "after"
+    """After the agreement."""
+    BEFORE = "before"
+    """Before the agreement, by the group for gradients: every member must receive it, even if the calls differ."""
+
+
+class WhenJoined(Enum):
+    """What a rank that has joined does while the other ranks run a call; collectives/join.py does it."""
+
+    UNSUPPORTED = "unsupported"
+    """It cannot take part: the call raises HorovodInternalError on the other ranks."""
+    NOTHING = "nothing"
+    """Nothing: the call has no data."""
+    REDUCTION = "reduction"
+    """It contributes values that do not change the result of the reduction."""
+    GRADIENTS = "gradients"
+    """It contributes zeros to each bucket of gradients."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of call."""
+
+    name: str
+    """As errors show it."""
+    event: str
+    """Its name on the timeline, as Horovod writes it (horovod/common/timeline.cc)."""
+    data: Data = Data.AFTER
+    when_joined: WhenJoined = WhenJoined.UNSUPPORTED
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ALLREDUCE = Kind("allreduce", "ALLREDUCE", when_joined=WhenJoined.REDUCTION)
+GROUPED_ALLREDUCE = Kind("grouped_allreduce", "ALLREDUCE", when_joined=WhenJoined.REDUCTION)
+ALLGATHER = Kind("allgather", "ALLGATHER")
+GROUPED_ALLGATHER = Kind("grouped_allgather", "ALLGATHER")
+ALLGATHER_OBJECT = Kind("allgather_object", "ALLGATHER")
+BROADCAST = Kind("broadcast", "BROADCAST")
+BROADCAST_OBJECT = Kind("broadcast_object", "BROADCAST")
+BROADCAST_PARAMETERS = Kind("broadcast_parameters", "BROADCAST")
+ALLTOALL = Kind("alltoall", "ALLTOALL")
+REDUCESCATTER = Kind("reducescatter", "REDUCESCATTER")
+GROUPED_REDUCESCATTER = Kind("grouped_reducescatter", "REDUCESCATTER")
+REDUCE = Kind("reduce", "REDUCE")
+GATHER = Kind("gather", "GATHER")
+GATHER_OBJECT = Kind("gather_object", "GATHER")
+SCATTER = Kind("scatter", "SCATTER")
+SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
+
+BARRIER = Kind("barrier", "BARRIER", Data.NONE, WhenJoined.NOTHING)
+JOIN = Kind("join", "JOIN", Data.NONE)
+ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
+REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
+
+# The comparison of the gradients' layout when one of these is made, and the end of each backward.
+OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
+DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
+GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS)
