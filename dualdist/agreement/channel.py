@@ -19,7 +19,7 @@ from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
 from . import kinds
 from .call import Call
 from .call_site import call_site
-from .connections import Mesh
+from .connections import Connections
 from .kinds import Kind
 from .stall import StallWatch
 from .timeline import Timeline
@@ -42,7 +42,7 @@ class Channel:
     def __init__(
         self,
         name: str,
-        mesh: Mesh,
+        connections: Connections,
         data: Group,
         gradients: Group,
         watch: StallWatch,
@@ -53,7 +53,7 @@ class Channel:
         self.gradients = gradients
         """Gradients go their own way, in an order of their own; see grad_sync."""
         self._name = name
-        self._mesh = mesh
+        self._connections = connections
         self._watch = watch
         self._timeline = timeline
         self._stand_in = stand_in
@@ -123,7 +123,7 @@ class Channel:
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join(_LAST_CALLS_SECONDS)
-        for held in (self.group, self.gradients, self._mesh):
+        for held in (self.group, self.gradients, self._connections):
             held.close()
 
     def _enqueue(self, job: Callable[[], None]) -> None:
@@ -144,7 +144,7 @@ class Channel:
     def _perform(self, call: Call, execute: Execute[T]) -> T:
         while True:
             verdict = self._agree(Entry(ACTIVE, call))
-            if self._mesh.rank in verdict.raising:
+            if self._connections.rank in verdict.raising:
                 raise CollectiveMismatchError(verdict.error)
             if verdict.call is not None:
                 return self._guarded(call, functools.partial(self._execute, call, execute, verdict))
@@ -171,7 +171,7 @@ class Channel:
 
     def _negotiate(self, entry: Entry) -> Verdict:
         with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
-            verdict = agree(self._mesh, entry)
+            verdict = agree(self._connections, entry)
             self._joined = verdict.joined
             tell(verdict.arrivals)
         for call in verdict.drained:
@@ -202,11 +202,11 @@ class Channel:
             raise StallError(self._broken) from None
         except HorovodInternalError as error:
             self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
-            self._mesh.close()  # so that no member waits for this one
+            self._connections.close()  # so that no member waits for this one
             raise HorovodInternalError(
                 f"{self._broken} Look for the first error of another rank, or for a failure of the network."
             ) from error.__cause__
         except BaseException as error:  # an interrupt, or no memory: nobody knows how far the members are
             self._broken = f"{call} at {call.where} was interrupted: {error!r}."
-            self._mesh.close()
+            self._connections.close()
             raise

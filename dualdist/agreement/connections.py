@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import HorovodInternalError, StallError
 
-__all__ = ("Mesh",)
+__all__ = ("Connections",)
 
 _CONNECT_SECONDS = 5.0
 _TOKEN_BYTES = 16
@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
 
 
-class Mesh:
+class Connections:
     """The connections of one member to its peers."""
 
     def __init__(
@@ -53,9 +53,9 @@ class Mesh:
         self._timeout = timeout
         self._peers: dict[int, _Peer] = {}
         if self.rank >= 0 and self.size > 1:
-            self._connect(store, f"mesh/{name}", address)
+            self._connect(store, f"connections/{name}", address)
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def allgather_messages(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.
 
         Raises StallError when a member does not come in time, HorovodInternalError when one has left.

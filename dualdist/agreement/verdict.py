@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .call import Call
-from .connections import Mesh
+from .connections import Connections
 from .kinds import Data, WhenJoined
 
 __all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
@@ -67,17 +67,17 @@ def payload_capacity(size: int) -> int:
     return min(_PAYLOAD_BYTES, _PAYLOAD_BYTES_OF_ALL // size)
 
 
-def agree(mesh: Mesh, entry: Entry) -> Verdict:
+def agree(connections: Connections, entry: Entry) -> Verdict:
     """Return the members' verdict on what each of them came with. Collective over the members."""
     digest = hashlib.blake2b(repr(entry.call.identity).encode(), digest_size=16).digest()
     message = _MESSAGE.pack(digest, entry.state, entry.call.flag, entry.call.count, time.time_ns())
-    messages = mesh.exchange(message + entry.call.payload)
+    messages = connections.allgather_messages(message + entry.call.payload)
     digests, states, flags, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
     if set(states) == {ACTIVE} and set(digests) == {digest}:
         payloads = tuple(other[len(message) :] for other in messages)
         return Verdict(entry.call, counts=counts, flags=flags, payloads=payloads, arrivals=arrivals)
-    entries = [pickle.loads(other) for other in mesh.exchange(pickle.dumps(entry))]
-    return replace(resolve(entries, mesh.ranks), arrivals=arrivals)
+    entries = [pickle.loads(other) for other in connections.allgather_messages(pickle.dumps(entry))]
+    return replace(resolve(entries, connections.ranks), arrivals=arrivals)
 
 
 def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from ..agreement.connections import Mesh
+from ..agreement.connections import Connections
 from ..checkpoint.ranks import on_all_ranks
 from ..checkpoint.storage.filesystem import FileSystem
 from ..errors import HorovodInternalError
@@ -68,7 +68,7 @@ class _Lifeline:
         arguments = current().arguments
         shutdown()
         try:
-            self._mesh.exchange(b"here")
+            self._connections.allgather_messages(b"here")
         except HorovodInternalError as error:
             raise HorovodInternalError(
                 "A process has ended, and this one must end, too: torchrun starts all of them anew, if --max-restarts "
@@ -80,12 +80,12 @@ class _Lifeline:
 
     def close(self) -> None:
         """Give the connections back. Local."""
-        self._mesh.close()
+        self._connections.close()
 
     def _connect(self) -> None:
         context = current()
         backend = context.backend
-        self._mesh = Mesh(
+        self._connections = Connections(
             backend.store,
             f"lifeline-{next(_lifelines)}",
             range(backend.size),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..agreement.channel import Channel, StandIn
-from ..agreement.connections import Mesh
+from ..agreement.connections import Connections
 from ..agreement.handles import HandleTable
 from ..agreement.stall import StallWatch
 from ..agreement.timeline import Timeline
@@ -66,11 +66,11 @@ class Context:
         self._next_set += 1
         backend, name = self.backend, f"set {number}"
         data, gradients = (backend.new_group(ranks) for _ in range(2))
-        mesh = Mesh(
+        connections = Connections(
             backend.store, name, ranks, backend.rank, backend.address, self.settings.stall_timeout_seconds
         )
         self.channels[number] = Channel(
-            name, mesh, data, gradients, self.watch, self.timeline, self._stand_in
+            name, connections, data, gradients, self.watch, self.timeline, self._stand_in
         )
         return number
 

@@ -1,4 +1,4 @@
-"""What the members of a process set tell each other, between threads of one process."""
+"""What the members of a process set send to each other; here the members are threads of one process."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from dualdist.agreement.connections import Mesh
+from dualdist.agreement.connections import Connections
 from dualdist.errors import HorovodInternalError
 
 T = TypeVar("T")
 
 
-def each_of(size: int, member: Callable[[Mesh], T]) -> list[T]:
+def each_of(size: int, member: Callable[[Connections], T]) -> list[T]:
     """Return what `member` returns for each of `size` members."""
     store = HashStore()
 
     def run(rank: int) -> T:
-        mesh = Mesh(store, "test", range(size), rank, "127.0.0.1", timeout=20)
+        peers = Connections(store, "test", range(size), rank, "127.0.0.1", timeout=20)
         try:
-            return member(mesh)
+            return member(peers)
         finally:
-            mesh.close()
+            peers.close()
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -33,29 +33,31 @@ def each_of(size: int, member: Callable[[Mesh], T]) -> list[T]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_every_member_gets_all_messages_in_rank_order_whatever_their_lengths(size: int) -> None:
     messages = [bytes([rank]) * 1000 * rank for rank in range(size)]
-    assert each_of(size, lambda mesh: mesh.exchange(messages[mesh.rank])) == [messages] * size
+    received = each_of(size, lambda peers: peers.allgather_messages(messages[peers.rank]))
+    assert received == [messages] * size
 
 
-def test_messages_larger_than_a_connection_holds_arrive_whole() -> None:
+def test_messages_larger_than_the_socket_buffers_arrive_whole() -> None:
     messages = [bytes([rank]) * (16 << 20) for rank in range(3)]
-    assert each_of(3, lambda mesh: mesh.exchange(messages[mesh.rank])) == [messages] * 3
+    received = each_of(3, lambda peers: peers.allgather_messages(messages[peers.rank]))
+    assert received == [messages] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_member_that_is_ahead_or_has_left_behind_its_last_message_disturbs_nobody(size: int) -> None:
-    def member(mesh: Mesh) -> list[list[bytes]]:
-        return [mesh.exchange(b"%d" % (number * size + mesh.rank)) for number in range(200)]
+def test_a_member_may_be_ahead_and_may_leave_after_its_last_message(size: int) -> None:
+    def member(peers: Connections) -> list[list[bytes]]:
+        return [peers.allgather_messages(b"%d" % (number * size + peers.rank)) for number in range(200)]
 
     expected = [[b"%d" % (number * size + rank) for rank in range(size)] for number in range(200)]
     assert each_of(size, member) == [expected] * size
 
 
 def test_a_member_that_leaves_is_an_error_for_the_others() -> None:
-    def member(mesh: Mesh) -> str:
-        if mesh.rank == 1:
+    def member(peers: Connections) -> str:
+        if peers.rank == 1:
             return "left"
         with pytest.raises(HorovodInternalError, match=r"a rank has left|connection to a rank was lost"):
-            mesh.exchange(b"here")
+            peers.allgather_messages(b"here")
         return "noticed"
 
     assert each_of(2, member) == ["noticed", "left"]
