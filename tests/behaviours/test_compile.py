@@ -8,8 +8,8 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.reference_training import assert_same_weights, batches, train_beside
 from ..helpers.world import everywhere
-from .test_training import assert_same_weights, batches, train_beside
 from .test_wrong_use import STYLES
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.reference_training import assert_same_weights, batches, loss_of, make_model, share
 from ..helpers.world import everywhere
-from .test_training import assert_same_weights, batches, loss_of, make_model, share
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4}, {"static_graph": True}])

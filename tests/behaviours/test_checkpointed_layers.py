@@ -1,0 +1,58 @@
+"""torch.utils.checkpoint: layers whose activations backward computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dualdist as hvd
+
+from ..helpers.reference_training import assert_same_weights, batches, make_model, train_beside
+from ..helpers.world import everywhere
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@everywhere
+def test_checkpointed_parts_train_as_one_process_does(reentrant: bool) -> None:
+    model, reference = make_model(), make_model()
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        hidden = model[1](model[0](inputs))
+        for part in (model[2:4], model[4:]):
+            hidden = checkpoint(part, hidden, use_reentrant=reentrant)
+        return hidden  # type: ignore[no-any-return]
+
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    train_beside(batches(3), forward, optimizer, reference, alone)
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@everywhere
+def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool) -> None:
+    model, reference = make_model(), make_model()
+
+    def through(network: Any, keep: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        first, inner, *last = network[0], network[2], network[4:]
+
+        def part(hidden: torch.Tensor) -> torch.Tensor:
+            return inner(hidden).tanh()  # type: ignore[no-any-return]
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            hidden = part(first(inputs))
+            for _ in range(2):
+                hidden = part(hidden) if keep else checkpoint(part, hidden, use_reentrant=reentrant)
+            return nn.Sequential(*last)(part(hidden))  # type: ignore[no-any-return]
+
+        return forward
+
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    train_beside(batches(4), through(model, keep=False), optimizer, through(reference, keep=True), alone)
+    assert_same_weights(model, reference)

@@ -1,0 +1,107 @@
+"""Gradients of every dtype: mixed in one model, compressed, and under mixed precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..helpers.world import everywhere
+
+
+@everywhere
+def test_parameters_of_every_dtype_shape_and_layout() -> None:
+    mine, total = hvd.rank() + 1, sum(range(1, hvd.size() + 1))
+    params = [
+        nn.Parameter(torch.zeros(3, dtype=torch.float16)),
+        nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)),
+        nn.Parameter(torch.zeros((), dtype=torch.float64)),
+        nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.zeros(2, dtype=torch.complex64)),
+        nn.Parameter(torch.zeros(3, 2).t()),
+        nn.Parameter(torch.zeros(0, 4)),
+    ]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
+    for number in (1, 2):
+        optimizer.zero_grad()
+        torch.stack(
+            [torch.view_as_real(p).sum() if p.is_complex() else p.sum().float() for p in params]
+        ).sum().mul(mine).backward()
+        for param in params:
+            assert param.grad is not None
+            assert param.grad.dtype == param.dtype and param.grad.stride() == param.stride()
+        optimizer.step()
+        for param in params:
+            expected = complex(-number * total, -number * total) if param.is_complex() else -number * total
+            assert torch.equal(param.detach(), torch.full_like(param, expected))
+
+
+@everywhere
+def test_complex_and_real_parameters_together() -> None:
+    waves, reals = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([waves, reals], lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((waves * (1 - 2j)).real.sum() + reals.sum()).mul(hvd.rank() + 1.0).backward()
+        assert waves.grad is not None and reals.grad is not None
+        mean = (hvd.size() + 1) / 2
+        torch.testing.assert_close(waves.grad, torch.full((2,), mean * (1 + 2j), dtype=torch.complex64))
+        torch.testing.assert_close(reals.grad, torch.full((3,), mean))
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@everywhere
+def test_compressed_gradients_keep_their_dtype(compression: str) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), compression=getattr(hvd.Compression, compression), op=hvd.Sum
+    )
+    for number in (1, 2):
+        optimizer.zero_grad()
+        weight.mul(torch.tensor([1.0, 0.5, 4.0]) * (hvd.rank() + 1)).sum().backward()
+        assert weight.grad is not None and weight.grad.dtype == torch.float32
+        optimizer.step()
+        total = number * sum(range(1, hvd.size() + 1))
+        assert weight.tolist() == [-total, -total / 2, -4 * total]
+
+
+@everywhere
+def test_compression_rounds_as_the_smaller_dtype_does() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=hvd.Compression.bf16)
+    optimizer.zero_grad()
+    weight.mul(1.0 + 2**-12).sum().backward()
+    assert weight.grad is not None and weight.grad.item() == 1.0
+
+
+@everywhere
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    for number, factor in enumerate([1.0, float("inf"), 3.0]):
+        optimizer.zero_grad()
+        mine = factor if hvd.rank() == hvd.size() - 1 else 1.0
+        scaler.scale((weight * mine).sum()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([weight], 100.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == [8.0, 4.0, 8.0][number]
+    expected = -1.0 - (3.0 + hvd.size() - 1) / hvd.size()
+    assert weight.tolist() == pytest.approx([expected] * 2)
+
+
+@everywhere
+def test_autocast_trains() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.full((1, 4), hvd.rank() + 1.0)).sum()
+    loss.backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before - (hvd.size() + 1) / 2)

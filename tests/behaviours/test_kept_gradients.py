@@ -1,0 +1,65 @@
+"""The memory of gradients: where backward puts them, and that a gradient which the script keeps does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..helpers.world import everywhere
+
+
+@everywhere
+def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
+    """So that the memory which backward took for them is free for the next ones."""
+    model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    seen: list[int] = []
+    first, last = model[0].weight, model[2].weight
+    first.register_post_accumulate_grad_hook(lambda _: seen.append(last.grad.data_ptr()))
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.ones(1, 4)).sum().backward()
+        seen.append(last.grad.data_ptr())
+    before, after = seen[::2], seen[1::2]
+    assert before[1:] == after[1:] == [after[0]] * 2
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda grad: grad,
+    "detach": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "numpy": lambda grad: grad.numpy(),
+    "row": lambda grad: grad[0],
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@everywhere
+def test_gradients_that_somebody_keeps_stay_what_they_were(kind: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = hvd.DistributedDataParallel(model)
+    kept = []
+    for number in range(4):
+        wrapped.zero_grad()
+        wrapped(torch.full((1, 1), float(number))).sum().backward()
+        assert model.weight.grad is not None
+        kept.append(KEPT[kind](model.weight.grad))
+    assert [float(grad.item()) for grad in kept] == [0.0, 1.0, 2.0, 3.0]
+
+
+@everywhere
+def test_gradients_that_somebody_keeps_are_left_alone() -> None:
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
+    kept = []
+    for factor in (1.0, 2.0, 3.0):
+        optimizer.zero_grad()
+        sum(factor * weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+        kept.append([weight.grad for weight in weights])
+    assert [[float(grad) for grad in grads] for grads in kept] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]  # type: ignore[arg-type]

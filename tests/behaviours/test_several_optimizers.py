@@ -1,0 +1,61 @@
+"""Several wrapped optimizers or modules in one script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..helpers.world import everywhere
+
+
+@everywhere
+def test_two_optimizers_that_take_turns() -> None:
+    maker, judge = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    first = hvd.DistributedOptimizer(torch.optim.SGD([maker], lr=1.0))
+    second = hvd.DistributedOptimizer(torch.optim.SGD([judge], lr=1.0))
+    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
+    for number in (1, 2):
+        second.zero_grad()
+        (judge * mine + maker.detach()).sum().backward()
+        second.step()
+        first.zero_grad()
+        ((maker + judge.detach()) * 10 * mine).sum().backward()
+        first.step()
+        assert judge.item() == pytest.approx(-number * mean)
+        assert maker.item() == pytest.approx(-10 * number * mean)
+
+
+@everywhere
+def test_two_optimizers_in_one_backward() -> None:
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for param in params]
+    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
+    for number in (1, 2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ((params[0] + 10 * params[1]) * mine).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [param.item() for param in params] == pytest.approx([-number * mean, -10 * number * mean])
+
+
+@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@everywhere
+def test_parameters_that_are_wrapped_twice_have_the_same_gradients(style: str) -> None:
+    """As after a change of optimizers in mid-training, while something holds the old one."""
+    model = nn.Linear(1, 1, bias=False)
+    if style == "optimizers":
+        kept: Any = [hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0)) for _ in range(2)]
+    else:
+        kept = [hvd.DistributedDataParallel(model) for _ in range(2)]
+    for number in range(1, 4):
+        model.zero_grad()
+        model(torch.full((1, 1), number * (hvd.rank() + 1.0))).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.item() == pytest.approx(number * (hvd.size() + 1) / 2, rel=1e-6)
+    assert len(kept) == 2

@@ -1,0 +1,51 @@
+"""Training with sparse gradients of embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..helpers.world import everywhere
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "as-dense"])
+@everywhere
+def test_sparse_embeddings(sparse_as_dense: bool, op: int) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    table, scale = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.zeros(1))
+    nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([table.weight, scale], lr=1.0), sparse_as_dense=sparse_as_dense, op=op
+    )
+    divisor = size if op == hvd.Average else 1
+    for number in (1, 2):
+        optimizer.zero_grad()
+        (table(torch.tensor([0, rank + 1, rank + 1])).sum() + scale.sum()).backward()
+        assert table.weight.grad is not None and table.weight.grad.is_sparse
+        optimizer.step()
+        rows = [size] + [2.0] * size + [0.0] * (4 - size)
+        expected = torch.tensor(rows).mul(-number / divisor).reshape(-1, 1).expand(5, 2)
+        torch.testing.assert_close(table.weight.detach(), expected)
+        assert scale.item() == pytest.approx(-number * size / divisor)
+
+
+@everywhere
+def test_sparse_gradients_with_a_sparse_optimizer() -> None:
+    table, reference = nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3, sparse=True)
+    nn.init.ones_(table.weight)
+    nn.init.ones_(reference.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.1))
+    alone = torch.optim.SparseAdam(reference.parameters(), lr=0.1)
+    for step in range(3):
+        rows = [[step, rank] for rank in range(hvd.size())]
+        optimizer.zero_grad()
+        table(torch.tensor(rows[hvd.rank()])).square().sum().backward()
+        optimizer.step()
+        alone.zero_grad()
+        (reference(torch.tensor(rows)).square().sum() / hvd.size()).backward()
+        alone.step()
+    torch.testing.assert_close(table.weight, reference.weight)
