@@ -59,7 +59,8 @@ from .training.parallel import DistributedDataParallel
 from .training.parameters import broadcast_optimizer_state, broadcast_parameters
 from .training.sync_batch_norm import SyncBatchNorm
 from .types import Adasum, Average, Max, Min, Product, Sum
-from .world.context import device, is_initialized
+from .world.context import is_initialized
+from .world.device import device
 from .world.numbers import (
     backend_name,
     cross_rank,

@@ -1,4 +1,4 @@
-"""python -m dualdist: the command `dualdist`."""
+"""`python -m dualdist` runs the command `dualdist`."""
 
 from __future__ import annotations
 

@@ -6,17 +6,17 @@
     │     ├─ BackendUnavailableError   the backend is known but cannot run here
     │     └─ WorldMismatchError        the launcher and the backend disagree on the world
     └─ RuntimeError
-       ├─ ProcessEndedError            a process of dualdist.spawn died, or raised what cannot be sent
+       ├─ ProcessEndedError            a process of dualdist.spawn died, or its exception cannot be sent
        ├─ CheckpointError              a checkpoint could not be saved or restored, or does not fit
-       │  └─ DamagedCheckpointError    a file is not the one that was written, or holds what must not be loaded
+       │  └─ DamagedCheckpointError    a file differs from what was written, or holds what must not be loaded
        ├─ HostsUpdatedInterrupt        not an error: the hosts of an elastic job have changed
        └─ HorovodInternalError         a collective failed; elastic training recovers from it
-          ├─ NotInitializedError       also a ValueError, as Horovod's rank() and size() raise one
-          ├─ CollectiveMismatchError   the ranks called different things
-          └─ StallError                a rank never came
+          ├─ NotInitializedError       also a ValueError, because Horovod's rank() and size() raise ValueError
+          ├─ CollectiveMismatchError   the ranks called different collectives
+          └─ StallError                a rank did not call the collective in time
 
-Horovod's class names are kept where a script may catch them: `HorovodInternalError` and the built-in
-`ValueError` for arguments that are wrong on this rank alone (horovod/common/exceptions.py, adapter_v2.cc:189).
+Errors that a script may catch have the same classes as in Horovod: `HorovodInternalError`, and the built-in
+`ValueError` for arguments that are wrong on this rank (horovod/common/exceptions.py, horovod/torch/adapter_v2.cc:188).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = (
 
 
 class ConfigurationError(ValueError):
-    """An option, an environment variable or the installation is wrong; the message is one line with the remedy."""
+    """An option, an environment variable or the installation is wrong. The message is one line and says what to do."""
 
 
 class BackendUnavailableError(ConfigurationError):
@@ -45,15 +45,15 @@ class BackendUnavailableError(ConfigurationError):
 
 
 class WorldMismatchError(ConfigurationError):
-    """The backend joined another world than the launcher started."""
+    """The backend joined a different world from the one that the launcher started."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or restored, or does not fit; every rank raises it, and knows what was kept."""
+    """A checkpoint could not be saved or restored, or does not fit. Every rank raises it, and its message says why."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file is not the checkpoint that was written, or it holds what only running code could load."""
+    """A file differs from the checkpoint that was written, or loading it would run code."""
 
 
 class HorovodInternalError(RuntimeError):
@@ -61,11 +61,11 @@ class HorovodInternalError(RuntimeError):
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
-    """A call needs `init()` first. A ValueError as in Horovod's rank(), a HorovodInternalError as in its ops."""
+    """A call needs `init()` first. Horovod's rank() raises ValueError here, its collectives HorovodInternalError."""
 
 
 class CollectiveMismatchError(HorovodInternalError):
-    """The members of a process set called different collectives; every one of them raises this."""
+    """The members of a process set called different collectives. Every member raises it."""
 
 
 class StallError(HorovodInternalError):
@@ -73,9 +73,9 @@ class StallError(HorovodInternalError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of an elastic job have changed; `elastic.run` joins the new world. Not an error.
+    """The hosts of an elastic job have changed. Not an error: `elastic.run` catches it and joins the new world.
 
-    skip_sync: whether hosts have only gone, so that every rank has the state already.
+    skip_sync: whether hosts were only removed, so that every rank has the state already.
     """
 
     def __init__(self, skip_sync: bool) -> None:
@@ -86,7 +86,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 class ProcessEndedError(RuntimeError):
     """A process of `spawn` ended before its function returned, or raised an exception that cannot be sent.
 
-    rank: which one. exit_code: its exit code, or minus the signal that ended it; None for an exception.
+    rank: the rank of that process. exit_code: its exit code, or minus the signal that ended it; None for an exception.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int | None) -> None:

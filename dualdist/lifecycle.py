@@ -1,4 +1,4 @@
-"""Joining and leaving the world, and recording what it does."""
+"""init, shutdown, start_timeline and stop_timeline."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def init(
     """Join the world. Collective: every launched process must call it. A second call does nothing.
 
     Args:
-        comm: an mpi4py communicator that is the world, or the list of all ranks; None: what the launcher says.
+        comm: an mpi4py communicator of all ranks, or the list of all ranks. None: the ranks that the launcher started.
         process_sets: process sets to register, or "dynamic" (sets can always be added later).
-        backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, a backend that already runs in this process,
-            or what the launcher stands for.
-        transport: "nccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, or what the machine has.
+        backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, else a backend that already runs in this
+            process, else the usual backend of the launcher.
+        transport: "nccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one on this machine.
         init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
             "env://".
 
     Raises:
         ConfigurationError: an argument or the environment is wrong, or the backend is not installed.
-        WorldMismatchError: the backend joined another world than the launcher started.
+        WorldMismatchError: the backend joined a different world from the one that the launcher started.
     """
     if is_initialized():
         return
@@ -68,20 +68,20 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the world. Does nothing when none is joined; runs by itself when the process ends."""
+    """Leave the world. Does nothing if none is joined. Runs automatically when the process ends."""
     forget_world()
     leave_world()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Write a Chrome trace of all collectives from now on, as HOROVOD_TIMELINE does from `init()` on. Local.
+    """Start to write a Chrome trace of all collectives, as HOROVOD_TIMELINE does from `init()` on. Local.
 
-    Rank 0 writes; on the other ranks it does nothing. Works whether or not HOROVOD_TIMELINE is set (Horovod needs it).
-    The file can be read at any time, also after a crash, by chrome://tracing and ui.perfetto.dev.
+    Only rank 0 writes; the call does nothing on other ranks. Unlike in Horovod, HOROVOD_TIMELINE need not be set.
+    chrome://tracing and ui.perfetto.dev can read the file at any time, also after a crash.
 
     Args:
-        file_path: is overwritten, unless it is being written already. One that is open under another path is closed.
-        mark_cycles: put a mark CYCLE_START wherever ranks begin to agree on a collective.
+        file_path: overwritten, unless it is the open timeline. A timeline that is open under another path is closed.
+        mark_cycles: write an event CYCLE_START whenever ranks begin to agree on a collective.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -91,7 +91,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Close the file that `start_timeline` or HOROVOD_TIMELINE has opened, if there is one. Local.
+    """Close the file that `start_timeline` or HOROVOD_TIMELINE opened, if any. Local.
 
     Raises NotInitializedError before `init()`.
     """

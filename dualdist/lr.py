@@ -1,7 +1,7 @@
-"""Learning rates for larger batches: scaled and warmed up when you say so, with torch's own schedulers.
+"""Learning rates for larger batches: scaling and warm-up, only on request, with torch's own schedulers.
 
-Goyal et al. 2017, https://arxiv.org/abs/1706.02677: when the batch is k times larger, multiply the learning rate by k,
-and reach it from the unscaled one over the first steps.
+Goyal et al. 2017, https://arxiv.org/abs/1706.02677: if the batch is k times as large, multiply the learning rate by k,
+and raise it over the first steps from the unscaled value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 
 
 def scaled(lr: float, factor: float | None = None, *, rule: str = "linear") -> float:
-    """Return `lr` for a batch that is `factor` times as large as the one it was chosen for.
+    """Return the learning rate for a batch that is `factor` times as large as the batch that `lr` was chosen for.
 
     Args:
         lr: the learning rate for one process.
-        factor: None: the size of the world. With accumulation over n steps it is `n * hvd.size()`.
+        factor: None: the size of the world. With accumulation over n steps, pass `n * hvd.size()`.
         rule: "linear" (SGD) or "sqrt" (often used with Adam).
     """
     factor = _checked(factor)
@@ -36,13 +36,13 @@ def scaled(lr: float, factor: float | None = None, *, rule: str = "linear") -> f
 def warmup(
     optimizer: Optimizer, steps: int, factor: float | None = None, *, then: LRScheduler | None = None
 ) -> LRScheduler:
-    """Return a scheduler which raises the learning rate from 1/`factor` of its value to all of it, linearly.
+    """Return a scheduler that raises the learning rate linearly from 1/`factor` of its value to its full value.
 
     Args:
-        optimizer: has the learning rate to be reached.
-        steps: how many calls of `scheduler.step()` it takes; 0: none.
-        factor: None: the size of the world, so that linearly scaled rates begin at what one process would use.
-        then: what follows, such as a CosineAnnealingLR; it counts its steps from the end of the warm-up.
+        optimizer: its learning rate is the value at the end of the warm-up.
+        steps: the length of the warm-up, in calls of `scheduler.step()`; 0: no warm-up.
+        factor: None: the size of the world, so that a linearly scaled rate starts at the rate for one process.
+        then: the scheduler after the warm-up, such as a CosineAnnealingLR. It counts its steps from there.
     """
     if steps < 0:
         raise ValueError(f"`steps` must be at least 0, but is {steps} instead.")

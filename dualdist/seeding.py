@@ -1,4 +1,4 @@
-"""Seeding the random generators of this process and of its data workers, when you ask for it and never otherwise."""
+"""Seeds for the random generators of this process and of its data workers, only on request."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from .world.numbers import rank, size
 __all__ = ("seed_everything", "worker_init_fn")
 
 LIMIT = 2**32
-"""numpy's generator takes seeds below this."""
+"""Seeds of numpy's generator must be smaller."""
 
 
 def seed_everything(seed: int, *, rank_offset: bool | int = False) -> int:
-    """Seed random, numpy and torch, with the GPUs, and return the seed that this rank got. Local.
+    """Seed random, numpy and torch (GPUs too), and return the seed of this rank. Local.
 
-    Equal seeds make equal weights on all ranks, and also equal dropout: make the model with the first, train with
-    `rank_offset=True`. The workers of a DataLoader are seeded by `worker_init_fn`.
+    Equal seeds give equal weights on all ranks, but also equal dropout. So create the model with equal seeds, then call
+    this again with `rank_offset=True` before training. `worker_init_fn` seeds the workers of a DataLoader.
 
     Args:
-        seed: equal on all ranks; at least 0 and, with the highest rank's offset, below 2**32.
-        rank_offset: how much to add for each rank: False or 0 is the same seed on all ranks, True or 1 is seed + rank,
-            n is seed + n * rank.
+        seed: equal on all ranks, at least 0. The seed of the highest rank must be below 2**32.
+        rank_offset: the seed of a rank is seed + rank_offset * rank. False or 0: the same on all ranks. True: 1.
 
     Raises:
-        ValueError: a seed, of any rank, is out of range.
-        NotInitializedError: there is an offset, but no world before `init()`.
+        ValueError: the seed of a rank is out of range.
+        NotInitializedError: with an offset, before `init()`.
     """
     highest = seed + rank_offset * (size() - 1) if rank_offset else seed
     if seed < 0 or rank_offset < 0 or highest >= LIMIT:
@@ -46,18 +45,18 @@ def seed_everything(seed: int, *, rank_offset: bool | int = False) -> int:
 
 
 def worker_init_fn(offset: int | None = None) -> Callable[[int], None]:
-    """Return a `worker_init_fn` for DataLoader, by which no two workers of any ranks draw the same numbers.
+    """Return a `worker_init_fn` for DataLoader that gives every worker of every rank different random numbers.
 
-    torch seeds the workers from the generator of the process. Where that is equal on all ranks, so are the random
-    augmentations: worker 0 of each rank would crop and flip alike. Reproducible when the process is.
+    torch seeds the workers from the generator of the process. If all ranks have the same seed, worker 0 of each rank
+    would crop and flip in the same way. If the seed of the process is set, the numbers are reproducible.
 
-    offset: what tells this rank from the others; None: its rank, taken now, since workers may not know it.
+    offset: a number that differs between the ranks. None: the rank, read now because workers may not know it.
     """
     return functools.partial(_seed_worker, rank() if offset is None else offset)
 
 
 def _seed_worker(offset: int, worker_id: int) -> None:
-    # torch has seeded this worker already, otherwise in each worker and epoch, but alike on all ranks.
+    # torch has already seeded this worker: a different seed in each worker and epoch, but the same on all ranks.
     sequence = np.random.SeedSequence([torch.initial_seed(), offset])
     of_torch, of_numpy, of_random = sequence.spawn(3)
     torch.manual_seed(int(of_torch.generate_state(1, np.uint64)[0]))

@@ -1,4 +1,4 @@
-"""Data that crosses the package's boundaries: frozen, and made of the standard library alone."""
+"""Data that several parts of the package share: immutable, and made of the standard library alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REDUCE_OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 @dataclass(frozen=True)
 class Launch:
-    """Who this process is, and who says so. It says nothing of how the processes talk."""
+    """The numbers of this process, and the source of each. Independent of the backend."""
 
     launcher: str
     rank: int = 0
@@ -34,17 +34,17 @@ class Launch:
     local_rank: int | None = None
     local_size: int | None = None
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Where each number came from: an environment variable or an argument of `init`."""
+    """The source of each number: an environment variable or an argument of `init`."""
     init_method: str | None = None
-    """Where the processes meet, as in torch.distributed, if it was given."""
+    """Where the processes meet, as in torch.distributed; None if not given."""
     elastic: bool = False
-    """Whether the launcher changes the world while it runs: then the numbers are those of its start."""
+    """Whether the launcher can change the world while it runs. Then the numbers are those at its start."""
     restarts: bool = False
-    """Whether the launcher ends all processes and starts them anew when one fails or the hosts change."""
+    """Whether the launcher restarts all processes if one fails or the hosts change."""
     starts_mpi: bool = False
-    """Whether MPI joins these processes; starting it elsewhere makes a world of one, or fails."""
+    """Whether these processes can start MPI together. Under other launchers MPI makes a world of size 1, or fails."""
     ignored: tuple[str, ...] = ()
-    """'NAME=value' of variables that tell of a larger world but did not start this process."""
+    """'NAME=value' of variables that describe a larger world, although no launcher started this process."""
 
     def describe(self, name: str) -> str:
         """Return '`value` (from `source`)' for the field `name`."""
@@ -53,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class World:
-    """The six numbers of Horovod for one process, as the backend confirmed them."""
+    """Horovod's six numbers for one process, confirmed by the backend."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class World:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user may set through the environment, read once by `init`."""
+    """What the user can set through environment variables. `init` reads them once."""
 
     stall_warn_seconds: float = 60.0
     stall_timeout_seconds: float = 600.0

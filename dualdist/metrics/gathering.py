@@ -10,7 +10,7 @@ import torch
 from ..collectives import allgather, grouped_allgather
 from ..collectives.objects import allgather_object
 from ..collectives.plan import check_tensor
-from ..world.context import device
+from ..world.device import device
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 
 __all__ = ("gather_all_tensors", "gather_in_order")

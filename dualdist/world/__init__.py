@@ -1,1 +1,1 @@
-"""The world that this process has joined: its ranks, its process sets, and what can be asked of it."""
+"""The world that this process has joined: its numbers, its process sets, and queries about its backend."""

@@ -1,4 +1,4 @@
-"""Who we are in the world: Horovod's six numbers, and what carries the collectives."""
+"""Horovod's six numbers of this process, and the names of its backend, transport and launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = (
 
 
 def rank() -> int:
-    """Return this process's number in the world, from 0. Raises NotInitializedError before `init()`."""
+    """Return the rank of this process in the world, from 0. Raises NotInitializedError before `init()`."""
     return current().world.rank
 
 
@@ -34,7 +34,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number on its node, from 0. Raises NotInitializedError before `init()`."""
+    """Return the rank of this process on its node, from 0. Raises NotInitializedError before `init()`."""
     return current().world.local_rank
 
 
@@ -44,17 +44,17 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this process's place among those of its local rank. Raises NotInitializedError before `init()`."""
+    """Return this process's index among those with its local rank. Raises NotInitializedError before `init()`."""
     return current().world.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of processes of this local rank. Raises NotInitializedError before `init()`."""
+    """Return the number of processes with this local rank, one per node. Raises NotInitializedError before `init()`."""
     return current().world.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether every node runs equally many processes. Raises NotInitializedError before `init()`."""
+    """Return whether every node runs the same number of processes. Raises NotInitializedError before `init()`."""
     world = current().world
     return world.local_size * world.cross_size == world.size
 
@@ -65,7 +65,7 @@ def backend_name() -> str:
 
 
 def transport_name() -> str:
-    """Return what carries the data: "nccl", "gloo", "mpi" or "local". Raises NotInitializedError before `init()`."""
+    """Return what transfers the data: "nccl", "gloo", "mpi" or "local". Raises NotInitializedError before `init()`."""
     return current().backend.transport
 
 
@@ -75,8 +75,8 @@ def launcher_name() -> str:
 
 
 def launch_info() -> Launch:
-    """Return what the launcher says of this process, without joining anything.
+    """Return what the launcher's environment variables say about this process. Local; works before `init()`.
 
-    Raises ConfigurationError when the launcher's variables contradict each other.
+    Raises ConfigurationError if the variables contradict each other.
     """
     return detect(os.environ)

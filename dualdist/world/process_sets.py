@@ -1,4 +1,4 @@
-"""Process sets: collectives over some of the ranks. Same names and rules as horovod/common/process_sets.py."""
+"""Process sets: collectives over some of the ranks. Names and rules are those of horovod/common/process_sets.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = (
 
 
 class ProcessSet:
-    """Some of the ranks of the world, which communicate among themselves once the set is registered.
+    """Some of the ranks of the world. Once the set is registered, collectives can run among them.
 
     ranks: global ranks in any order, or an mpi4py communicator. Register the set with `init(process_sets=)` or
     `add_process_set`; until then `process_set_id` is None. Raises ValueError when a rank is not an integer.
@@ -43,7 +43,7 @@ class ProcessSet:
         self.ranks = ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
-        """A copy of a model or an optimizer works in the very process set."""
+        """Return the set itself: the copy of a model or an optimizer uses the same set."""
         return self
 
     def _registered(self) -> bool:
@@ -80,33 +80,34 @@ def _ranks_of(comm: Any) -> list[int]:
 
 
 global_process_set = ProcessSet([])
+"""All ranks of the world. Joining a world sets its `ranks`, as in Horovod."""
 global_process_set.process_set_id = 0
-
-_registered: dict[int, ProcessSet] = {}
 
 
 def register_world(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
     """Register the global process set and then `process_sets`. Collective over the world."""
     context = current()
     global_process_set.ranks = list(range(context.world.size))
-    _registered.clear()
-    _registered[0] = global_process_set
+    context.process_sets[0] = global_process_set
     for process_set in process_sets:
         add_process_set(process_set)
 
 
 def forget_world() -> None:
-    """Mark every set but the global one as not registered."""
-    for number, process_set in list(_registered.items()):
-        if number:
+    """Mark every set but the global one as not registered. Does nothing if no world is joined. Local."""
+    if not is_initialized():
+        return
+    process_sets: dict[int, ProcessSet] = current().process_sets
+    for process_set in process_sets.values():
+        if process_set is not global_process_set:
             process_set.process_set_id = None
-    _registered.clear()
+    process_sets.clear()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set and return it. Collective: every rank of the world must call it, members or not.
 
-    Raises ValueError when the set is registered already, is empty or names a rank that does not exist.
+    Raises ValueError if the set is registered already, is empty or contains a rank that does not exist.
     """
     context = current()
     if not isinstance(process_set, ProcessSet):
@@ -116,7 +117,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(
             f"`process_set` must name at least one rank, all below {context.world.size}, but has {ranks} instead."
         )
-    if any(other.ranks == ranks for other in _registered.values()):
+    if any(other.ranks == ranks for other in context.process_sets.values()):
         raise ValueError(
             f"A process set with ranks {ranks} is registered already; every set must be registered once."
         )
@@ -124,30 +125,30 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     process_set.process_set_id = context.channels[0].run(
         call, lambda group, verdict: context.add_channel(ranks)
     )
-    _registered[process_set.process_set_id] = process_set
+    context.process_sets[process_set.process_set_id] = process_set
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; return whether it was registered. Collective: every rank of the world must call it.
+    """Remove a process set and return whether it was registered. Collective: every rank of the world must call it.
 
     The global process set cannot be removed.
     """
     context = current()
-    number = process_set.process_set_id
-    if number is None or number == 0 or _registered.get(number) is not process_set:
+    set_id = process_set.process_set_id
+    if set_id is None or set_id == 0 or context.process_sets.get(set_id) is not process_set:
         return False
     call = Call(kinds.REMOVE_PROCESS_SET, (("ranks", tuple(process_set.ranks or ())),), site=call_site())
-    context.channels[0].run(call, lambda group, verdict: context.channels.pop(number).close())
-    del _registered[number]
+    context.channels[0].run(call, lambda group, verdict: context.channels.pop(set_id).close())
+    del context.process_sets[set_id]
     process_set.process_set_id = None
     return True
 
 
 def channel_of(process_set: ProcessSet) -> Channel:
-    """Return the line of collectives of `process_set`.
+    """Return the channel of `process_set`.
 
-    Raises TypeError when it is not registered, as Horovod does, and ValueError when this process is not part of it.
+    Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
     if process_set.process_set_id is None:

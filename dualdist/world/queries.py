@@ -1,6 +1,6 @@
-"""What is built into the backend and what is in use, under Horovod's names: the truth about what is under them.
+"""What is built into the backend and what is in use, under Horovod's names.
 
-Before `init()` the answer is that of the backend which `init()` would take, and nothing is in use.
+Before `init()` the functions answer for the backend that `init()` would choose, and nothing is in use.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def _facts() -> Mapping[str, bool | int]:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called by several threads, such as by mpi4py beside the backend. Local.
+    """Return whether several threads may call MPI, such as mpi4py and the backend at the same time. Local.
 
-    Raises ValueError when MPI is not in use, as Horovod does.
+    Raises ValueError if MPI is not in use, as Horovod does.
     """
     if not mpi_enabled():
-        raise ValueError("MPI must be in use, but is not: start with mpirun, or choose the transport mpi.")
+        raise ValueError("MPI must be in use, but is not. Start with mpirun, or choose the transport mpi.")
     return bool(_facts().get("mpi_threads_supported"))
 
 
 def mpi_enabled() -> bool:
-    """Return whether MPI carries the collectives. Local."""
+    """Return whether the collectives run over MPI. Local."""
     return bool(_facts().get("mpi_enabled"))
 
 
@@ -55,7 +55,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether Gloo carries the collectives, or those of tensors on the CPU. Local."""
+    """Return whether the collectives, or those of CPU tensors, run over Gloo. Local."""
     return bool(_facts().get("gloo_enabled"))
 
 
@@ -65,7 +65,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return NCCL's version code (such as 22705) when the backend can run on NCCL, else 0. Local."""
+    """Return NCCL's version code (such as 22705) if the backend can run on NCCL, else 0. Local."""
     return int(_facts().get("nccl_built", 0))
 
 
