@@ -162,6 +162,10 @@ class Backend(ABC):
     def remove_host_listener(self, listener: Any) -> None:  # noqa: B027
         """Undo `add_host_listener`."""
 
+    def transport_of(self, device: str) -> str:
+        """Return the transport that carries tensors of `device`, a type such as "cpu" or "cuda"."""
+        return self.transport
+
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:
         """Return what is built into the backend, under the names of Horovod's queries; an absent one is False."""

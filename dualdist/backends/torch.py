@@ -227,6 +227,9 @@ class TorchBackend(Backend):
     def store(self) -> dist.Store | None:
         return self._store
 
+    def transport_of(self, device: str) -> str:
+        return "gloo" if self.transport == "nccl" and device == "cpu" else self.transport
+
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:
         return built_into_torch()

@@ -329,7 +329,7 @@ class GradSync:
         work = group.allreduce_(wire, Sum, lane=lane)
         self._buckets_sent += 1
         names = (self._params[slot.param].name for slot in bucket.slots)
-        flight = current().timeline.flight(work, f"gradients.{lane}", names, memory.flat.device.type)
+        flight = current().timeline.recorded(work, f"gradients.{lane}", names, memory.flat.device.type)
         self._works.append((wire, flight))
 
     def _memory_of(self, place: int) -> BucketMemory:

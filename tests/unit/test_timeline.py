@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.agreement.timeline import TraceFile
+from dualdist.agreement.trace_file import TraceFile
 
 from ..helpers.trace_reader import read_marks, read_spans
 

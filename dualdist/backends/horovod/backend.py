@@ -284,6 +284,9 @@ class HorovodBackend(Backend):
     def store(self) -> dist.Store | None:
         return self._store
 
+    def transport_of(self, device: str) -> str:
+        return self._controller() if device == "cpu" else self.transport
+
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:
         names = (
