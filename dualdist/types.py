@@ -43,6 +43,10 @@ class Launch:
     """Whether the launcher restarts all processes if one fails or the hosts change."""
     starts_mpi: bool = False
     """Whether these processes can start MPI together. Under other launchers MPI makes a world of size 1, or fails."""
+    starts_horovod: bool = False
+    """Whether Horovod itself starts under this launcher: with its MPI controller if `starts_mpi`, else with Gloo."""
+    by_launcher: bool = True
+    """Whether a launcher or the arguments of `init` set the rank and the size; False for plain python."""
     ignored: tuple[str, ...] = ()
     """'NAME=value' of variables that describe a larger world, although no launcher started this process."""
 

@@ -1,4 +1,4 @@
-"""The backends. A backend is imported only when it is asked for; nothing outside this folder compares their names."""
+"""The backends. A backend is imported only when it is needed, and only this folder compares the names of backends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = {
     "horovod": ("dualdist.backends.horovod.backend", "HorovodBackend", "horovod"),
     "local": ("dualdist.backends.local", "LocalBackend", "torch"),
 }
-"""name -> (module, class, the package it needs)."""
+"""name -> (module, class, the package that it needs)."""
 
 TRANSPORTS = ("nccl", "gloo", "mpi")
 
@@ -31,12 +31,12 @@ _INSTALL = {"horovod": "ci/install-horovod", "torch": "pip install torch"}
 def load(name: str) -> type[Backend]:
     """Return the backend class called `name`.
 
-    Raises ConfigurationError for an unknown name, BackendUnavailableError when what it needs is not installed.
+    Raises ConfigurationError for an unknown name, BackendUnavailableError when its package is not installed.
     """
     if name not in BACKENDS:
         raise ConfigurationError(
             f"`backend` must be one of {', '.join(BACKENDS)}, but is {name!r} instead. "
-            "Choose one of these, or none to let the launcher decide."
+            "Choose one of these, or leave it out to let the launcher decide."
         )
     module, attribute, package = BACKENDS[name]
     with real_horovod():
@@ -51,21 +51,21 @@ def load(name: str) -> type[Backend]:
 
 
 def check_transport(transport: str | None) -> None:
-    """Raise ConfigurationError unless `transport` is None or one that some backend has."""
+    """Raise ConfigurationError unless `transport` is None or the name of a transport."""
     if transport not in (None, *TRANSPORTS):
         raise ConfigurationError(
             f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
-            "Choose one of these, or none to take what the machine has."
+            "Choose one of these, or leave it out to use the fastest of this machine."
         )
 
 
 def choose(
     asked: str | None, transport: str | None, launch: Launch, env: Mapping[str, str]
 ) -> tuple[type[Backend], str]:
-    """Return the backend class to use and, in a few words, why.
+    """Return the backend class to use, and the reason in a few words.
 
-    The order: the argument of `init`, DUALDIST_BACKEND, a backend that already runs in this process, what the
-    launcher stands for.
+    The first of these decides: the argument of `init`, DUALDIST_BACKEND, a backend that already runs in this process,
+    the launcher.
     """
     if asked is not None:
         return load(asked), "asked for by init(backend=)"
@@ -77,13 +77,13 @@ def choose(
             return load(name), f"{name} already runs in this process"
     if transport is None and dataclasses.replace(launch, ignored=()) == detect({}):
         return load("local"), "a single process"
-    if _stands_for_horovod(launch, env):
+    if _launcher_starts_horovod(launch, env):
         return load("horovod"), f"started by {launch.launcher} with Horovod installed"
     return load("torch"), f"started by {launch.launcher}"
 
 
-def _stands_for_horovod(launch: Launch, env: Mapping[str, str]) -> bool:
-    """Return whether the launcher stands for Horovod: horovodrun, or mpirun with Horovod built for MPI."""
-    if launch.launcher not in ("horovodrun", "mpirun") or not is_installed():
+def _launcher_starts_horovod(launch: Launch, env: Mapping[str, str]) -> bool:
+    """Return whether the launcher is one of Horovod's. One that starts MPI needs a Horovod that was built with MPI."""
+    if not launch.starts_horovod or not is_installed():
         return False
-    return launch.launcher == "horovodrun" or load("horovod").can_start(launch, env)
+    return not launch.starts_mpi or load("horovod").can_start(launch, env)

@@ -1,10 +1,11 @@
 """The contract between dualdist and a backend.
 
-A `Backend` is one joined world; a `Group` is some of its ranks with a line of their own. A backend implements the few
-abstract methods; everything else has a working default here, built on those, that a backend overrides only when its
-own is better. All that users see beyond this (averaging, scaling, dtypes, layouts, names, agreement, async handles,
-autograd) is written once, above the seam: a Group is only ever called by one thread at a time, in the same order on
-all of its ranks, with contiguous tensors on `wire_device` and of a dtype in `reduce_dtypes`.
+A `Backend` is one joined world. A `Group` is a communicator over some of its ranks. A backend implements the few
+abstract methods; the others have a default here, and a backend overrides one only if its own is faster.
+
+Averaging, scaling, dtype conversion, layouts, names, agreement, async handles and autograd are written once, above the
+backends. They guarantee that only one thread at a time calls a Group, in the same order on all of its ranks, with
+contiguous tensors on `wire_device` and with a dtype of `reduce_dtypes`.
 """
 
 from __future__ import annotations
@@ -21,50 +22,50 @@ __all__ = ("Backend", "Group", "Work")
 
 
 class Work(ABC):
-    """A collective under way."""
+    """A collective in progress."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the result is there (on CUDA: when the current stream is ordered behind it).
+        """Wait for the result. On CUDA: make the current stream wait for it.
 
         Raises HorovodInternalError when the collective failed, StallError after the group's timeout.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether `wait` would return at once."""
+        """Return whether `wait` would return immediately."""
 
-    def wait_for(self, seconds: float) -> None:  # noqa: B027 - most backends go on at once
-        """Leave the machine to the collective for at most `seconds`, where that speeds it up. Never raises."""
+    def wait_for(self, seconds: float) -> None:  # noqa: B027 - most backends gain nothing by waiting
+        """Wait at most `seconds` for the result, if leaving the CPU to the collective makes it faster. Never raises."""
 
 
 class Group(ABC):
-    """A communicator of its own over some ranks of the world."""
+    """A communicator over some ranks of the world."""
 
     reduce_dtypes: frozenset[torch.dtype]
-    """What `allreduce_` takes; other dtypes are converted above the seam."""
+    """The dtypes that `allreduce_` supports. The caller converts all others."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks = tuple(ranks)
         """Global ranks, ascending."""
         self.rank = self.ranks.index(rank) if rank in self.ranks else -1
-        """This process's place in `ranks`; -1 when it is not a member."""
+        """The index of this process in `ranks`; -1 when it is not a member."""
         self.size = len(self.ranks)
 
     @abstractmethod
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return where a tensor of `device` must lie to be sent."""
+        """Return the device to which a tensor on `device` must be moved before it is sent."""
 
     @abstractmethod
-    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         """Start reducing `tensor` (1-D) in place by `op`: Sum, Min, Max or Product.
 
-        lane: tells collectives apart that are under way at once, and stays the same when one is repeated.
+        tag: distinguishes allreduces in progress at the same time. A repeated allreduce keeps its tag.
         """
 
     @abstractmethod
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
-        """Start overwriting `tensor` (1-D, uint8) with that of the member at place `root`."""
+        """Start overwriting `tensor` (1-D, uint8) with that of member `root`, an index in `ranks`."""
 
     @abstractmethod
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -76,11 +77,11 @@ class Group(ABC):
     ) -> Work:
         """Start filling `output` ((sum(received),), uint8) with what each member sends to this one.
 
-        sent[i] bytes of `tensor` ((sum(sent),), uint8) go to member i, received[i] come from it.
+        sent[i] bytes of `tensor` ((sum(sent),), uint8) go to member i, and received[i] bytes arrive from it.
         """
 
     def allgatherv(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return every member's `tensor` ((counts[i],), uint8) behind one another: ((sum(counts),), uint8)."""
+        """Return the concatenation of every member's `tensor` ((counts[i],), uint8): ((sum(counts),), uint8)."""
         longest = max(counts)
         padded = torch.zeros(longest, dtype=torch.uint8, device=tensor.device)
         padded[: len(tensor)] = tensor
@@ -89,20 +90,20 @@ class Group(ABC):
         rows = output.view(self.size, longest)
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
 
-    def close(self) -> None:  # noqa: B027 - most groups hold nothing
-        """Give back what the group holds. Local."""
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """Return every member's `message`, all of the same length, in rank order."""
+    def allgather_bytes(self, message: bytes) -> list[bytes]:
+        """Return every member's `message`, in rank order. All messages have the same length."""
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         received = torch.empty(self.size * len(message), dtype=torch.uint8)
         self.allgather(received, sent).wait()
         data = received.numpy().tobytes()
         return [data[start : start + len(message)] for start in range(0, len(data), len(message))]
 
+    def close(self) -> None:  # noqa: B027 - most groups hold no resources
+        """Release the resources of the group. Local."""
+
 
 class Backend(ABC):
-    """One joined world. Made by `start`, ended by `shutdown`."""
+    """One joined world. `start` creates it, `shutdown` ends it."""
 
     name: ClassVar[str]
     transport: str
@@ -124,39 +125,39 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def check(cls, transport: str, launch: Launch) -> None:
-        """Raise BackendUnavailableError, with the remedy, unless the processes of `launch` can use `transport`. Local.
+        """Raise BackendUnavailableError, with the fix, unless the processes of `launch` can use `transport`. Local.
 
-        It starts nothing, so that it may overlook what shows at the start alone.
+        It starts nothing, and therefore misses problems that only `start` can find.
         """
 
     @classmethod
     @abstractmethod
     def is_running(cls) -> bool:
-        """Return whether the backend has joined a world in this process already."""
+        """Return whether the backend has already joined a world in this process."""
 
     @classmethod
     def can_start(cls, launch: Launch, env: Mapping[str, str]) -> bool:
-        """Return whether the launcher can start this backend without help."""
+        """Return whether the launcher provides all that this backend needs to start."""
         return True
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Leave the world. A backend that was adopted is left running. Never raises for a broken world."""
+        """Leave the world. An adopted backend keeps running. Never raises for a broken world."""
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group:
-        """Return a communicator over `ranks`. Collective over the world, members or not."""
+        """Return a communicator over `ranks`. Collective over the world, also for ranks outside the group."""
 
     @property
     @abstractmethod
     def store(self) -> Any | None:
-        """A key-value store beside the backend (c10d's Store), None when the world has one process."""
+        """A key-value store that all processes share (c10d's Store); None when the world has one process."""
 
-    def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers have nothing to tell
-        """Have `listener.on_hosts_updated(timestamp, change)` called when the launcher changes the hosts of the job.
+    def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers never change the hosts
+        """Call `listener.on_hosts_updated(timestamp, change)` whenever the launcher changes the hosts of the job.
 
-        change: 1 for removed, 2 for added, 3 for both. The default is for launchers that never do. A listener stays
-        when the world is joined anew.
+        change: 1 for removed, 2 for added, 3 for both. The default is for launchers that never change them. A listener
+        stays registered when the world is left and joined again.
         """
 
     def remove_host_listener(self, listener: Any) -> None:  # noqa: B027
@@ -168,7 +169,7 @@ class Backend(ABC):
 
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:
-        """Return what is built into the backend, under the names of Horovod's queries; an absent one is False."""
+        """Return what is built into the backend, under the names of Horovod's queries. A missing name means False."""
         return {}
 
     def facts(self) -> Mapping[str, bool | int]:

@@ -1,4 +1,4 @@
-"""The world of one process. Every collective is the identity, so that no other file asks whether the size is 1."""
+"""A world of one process. Every collective is the identity, so that no other file needs a branch for size 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ConfigurationError
 from ..rendezvous import LOOPBACK
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
-from .built import built_into_torch
+from .torch_build import built_into_torch
 
 __all__ = ("LocalBackend",)
 
@@ -41,7 +41,7 @@ class _LocalGroup(Group):
     def wire_device(self, device: torch.device) -> torch.device:
         return device
 
-    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         return _Done()
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
@@ -57,7 +57,7 @@ class _LocalGroup(Group):
         output.copy_(tensor)
         return _Done()
 
-    def exchange(self, message: bytes) -> list[bytes]:
+    def allgather_bytes(self, message: bytes) -> list[bytes]:
         return [message]
 
 

@@ -1,8 +1,8 @@
 """torch.distributed as a backend: nccl, gloo, or MPI through mpi4py.
 
-What it guarantees: collectives of one process group run in the order in which they were called. What it lacks, and is
-made up for above the seam: gloo does not notice that ranks pass different shapes, and nobody notices that they call
-different collectives.
+It guarantees that the collectives of one process group run in the order of the calls. It lacks two checks, which
+dualdist adds above the backends: gloo does not detect that ranks pass different shapes, and no transport detects that
+they call different collectives.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..errors import BackendUnavailableError, ConfigurationError, HorovodInterna
 from ..rendezvous import INTERFACE, interface_of
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
-from .built import built_into_torch
-from .environment import environment
-from .meeting import Meeting, meet, meet_in
+from .store import SharedStore, open_store, share_store
+from .temporary_environment import temporary_environment
+from .torch_build import built_into_torch
 
 __all__ = ("TorchBackend",)
 
@@ -33,12 +33,12 @@ _OPS = {
     Product: dist.ReduceOp.PRODUCT,
 }
 _TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "mpi4py"}
-"""transport -> torch's name for it; tensors on the CPU always have a way."""
+"""transport -> torch's name for it. Each also carries tensors on the CPU."""
 
 
 @contextlib.contextmanager
 def _wrapped() -> Iterator[None]:
-    """Turn what c10d raises into this package's errors."""
+    """Convert c10d's exceptions into those of this package."""
     try:
         yield
     except HorovodInternalError:
@@ -63,9 +63,9 @@ class _TorchWork(Work):
         return bool(self._work.is_completed())
 
     def wait_for(self, seconds: float) -> None:
-        if self._device.type == "cpu":  # NCCL would give up the collective
-            limit = timedelta(seconds=max(seconds, 0.001))  # none at all for gloo is no limit
-            with contextlib.suppress(RuntimeError):  # late, or failed: `wait` tells
+        if self._device.type == "cpu":  # NCCL would abort the collective
+            limit = timedelta(seconds=max(seconds, 0.001))  # for gloo, 0 means no limit
+            with contextlib.suppress(RuntimeError):  # late or failed: `wait` raises it
                 self._work.wait(limit)
 
 
@@ -80,7 +80,7 @@ class _TorchGroup(Group):
     def wire_device(self, device: torch.device) -> torch.device:
         return device if self._cuda and device.type == "cuda" else torch.device("cpu")
 
-    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         with _wrapped():
@@ -110,28 +110,44 @@ class _TorchGroup(Group):
 
 
 def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that make Gloo use the interface of `address`, where the user has not set them.
+    """Return the variables that make Gloo use the interface of `address`, except those that the user has set.
 
-    Left alone, Gloo takes the address of the host's name, which others may not reach (127.0.1.1 on Debian). NCCL knows
-    better than we what joins GPUs, and is told only what the user tells.
+    By default, Gloo uses the address of the host's name, which other hosts may not reach (127.0.1.1 on Debian). NCCL
+    finds the best connection between GPUs itself, so its variable is set only if the user chose an interface.
     """
     names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * bool(env.get(INTERFACE))
     return {name: interface_of(address) for name in names if not env.get(name)}
 
 
+def _preferred_transport(launch: Launch) -> str:
+    """Return the fastest transport that the machine and the launcher offer. Starts nothing."""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "nccl"
+    return "mpi" if launch.starts_mpi else "gloo"
+
+
+def _start_mpi(launch: Launch, required: bool) -> bool:
+    """Start MPI and return whether it can be used. Raises BackendUnavailableError when it is `required` but cannot."""
+    from . import mpi
+
+    if required:
+        mpi.require(launch)
+    return required or mpi.start(launch)
+
+
 class TorchBackend(Backend):
     name = "torch"
 
-    def __init__(self, transport: str, meeting: Meeting, timeout: timedelta, adopted: bool) -> None:
+    def __init__(self, transport: str, shared: SharedStore, timeout: timedelta, adopted: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.transport = transport
-        self.address = meeting.addresses.own
-        self._store = meeting.store
+        self.address = shared.addresses.own
+        self._store = shared.store
         self._timeout = timeout
         self._adopted = adopted
         self._groups: list[_TorchGroup] = []
-        self._held = contextlib.ExitStack()
-        """What is undone when the world is left."""
+        self._on_shutdown = contextlib.ExitStack()
+        """What `shutdown` undoes."""
 
     @classmethod
     def is_running(cls) -> bool:
@@ -143,46 +159,42 @@ class TorchBackend(Backend):
     ) -> TorchBackend:
         timeout = timedelta(seconds=settings.stall_timeout_seconds)
         if cls.is_running():
-            running = next((name for name in ("nccl", "mpi") if name in dist.get_backend()), "gloo")
-            if transport not in (None, running):
-                raise ConfigurationError(
-                    f"`transport` must be {running!r}, but is {transport!r} instead: torch.distributed runs already."
-                )
-            store = dist.distributed_c10d._get_default_store()
-            meeting = meet_in(store, dist.get_rank(), dist.get_world_size(), env)
-            return cls(running, meeting, timeout, adopted=True)
-        transport = cls._transport(transport, launch)
-        meeting = meet(launch, env, settings.stall_timeout_seconds)
-        device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else None
-        with contextlib.ExitStack() as held, _wrapped():
-            held.enter_context(environment(_interfaces(meeting.addresses.own, env)))
+            return cls._adopt(transport, env, timeout)
+        if transport is not None:
+            cls.check(transport, launch)
+        chosen = transport or _preferred_transport(launch)
+        if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
+            chosen = "gloo"
+        device = None
+        if chosen == "nccl":
+            device = torch.device("cuda", (launch.local_rank or 0) % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        shared = open_store(launch, env, settings.stall_timeout_seconds)
+        with contextlib.ExitStack() as undo, _wrapped():
+            undo.enter_context(temporary_environment(_interfaces(shared.addresses.own, env)))
             dist.init_process_group(
-                _TRANSPORTS[transport],
-                store=meeting.store,
+                _TRANSPORTS[chosen],
+                store=shared.store,
                 rank=launch.rank,
                 world_size=launch.size,
                 timeout=timeout,
                 device_id=device,
             )
-            started = cls(transport, meeting, timeout, adopted=False)
-            started._held.push(held.pop_all())
+            started = cls(chosen, shared, timeout, adopted=False)
+            started._on_shutdown.push(undo.pop_all())
         return started
 
     @classmethod
-    def _transport(cls, asked: str | None, launch: Launch) -> str:
-        """Return the transport to use: as asked, else the fastest that the machine and the launcher have."""
-        if asked is not None:
-            cls.check(asked, launch)
-        if asked in (None, "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
-            torch.cuda.set_device((launch.local_rank or 0) % torch.cuda.device_count())
-            return "nccl"
-        if asked == "mpi" or (asked is None and launch.starts_mpi):
-            from . import mpi
-
-            if asked is None:
-                return "mpi" if mpi.is_usable(launch) else "gloo"
-            mpi.require(launch)
-        return asked or "gloo"
+    def _adopt(cls, asked: str | None, env: Mapping[str, str], timeout: timedelta) -> TorchBackend:
+        """Use the process group that torch.distributed has already. Collective."""
+        transport = next((name for name in ("nccl", "mpi") if name in dist.get_backend()), "gloo")
+        if asked not in (None, transport):
+            raise ConfigurationError(
+                f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
+            )
+        store = dist.distributed_c10d._get_default_store()
+        shared = share_store(store, dist.get_rank(), dist.get_world_size(), env)
+        return cls(transport, shared, timeout, adopted=True)
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
@@ -214,7 +226,7 @@ class TorchBackend(Backend):
         return group
 
     def shutdown(self) -> None:
-        with self._held:
+        with self._on_shutdown:
             if not dist.is_initialized():
                 return
             if not self._adopted:

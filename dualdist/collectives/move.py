@@ -73,7 +73,7 @@ def exchange_rows(
 def exchange_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
     """Return every member's `numbers`, equally many on each."""
     layout = struct.Struct(f"<{len(numbers)}q")
-    return [list(layout.unpack(message)) for message in group.exchange(layout.pack(*numbers))]
+    return [list(layout.unpack(message)) for message in group.allgather_bytes(layout.pack(*numbers))]
 
 
 def split_rows(rows: int, size: int) -> list[int]:

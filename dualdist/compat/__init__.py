@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import sys
 
-from ..backends.horovod.installed import STAND_IN_FOLDER, lend_name
+from ..backends.horovod.installed import CHILDREN_FOLDER, replace_horovod
 from .environment import MARK, export_launch
-from .finder import StandInFinder
+from .finder import HorovodFinder
 
 __all__ = ("install",)
 
@@ -32,12 +32,12 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    lend_name(StandInFinder())
+    replace_horovod(HorovodFinder())
     export_launch(os.environ)
     os.environ[MARK] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
-    if STAND_IN_FOLDER not in sys.path:
+    if CHILDREN_FOLDER not in sys.path:
         # A child that multiprocessing spawns is given this list in PYTHONPATH's place.
-        sys.path.insert(1, STAND_IN_FOLDER)
-    if STAND_IN_FOLDER not in inherited.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_IN_FOLDER, inherited]))
+        sys.path.insert(1, CHILDREN_FOLDER)
+    if CHILDREN_FOLDER not in inherited.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHILDREN_FOLDER, inherited]))

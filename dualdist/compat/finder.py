@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
 
-__all__ = ("MODULES", "StandInFinder")
+__all__ = ("MODULES", "HorovodFinder")
 
 _API = ("dualdist", "dualdist.compat.lifecycle")
 
@@ -35,7 +35,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 """Horovod's module -> where its names come from; a later module goes before an earlier one."""
 
 
-class StandInFinder(MetaPathFinder, Loader):
+class HorovodFinder(MetaPathFinder, Loader):
     """Finds and loads dualdist under Horovod's names."""
 
     def find_spec(

@@ -326,7 +326,7 @@ class GradSync:
         wire = self._to_wire(memory.flat, group)
         scale_(wire[: bucket.numel], self.options.reduction.prescale_factor)
         lane = f"{self._place}.{place}"
-        work = group.allreduce_(wire, Sum, lane=lane)
+        work = group.allreduce_(wire, Sum, tag=lane)
         self._buckets_sent += 1
         names = (self._params[slot.param].name for slot in bucket.slots)
         flight = current().timeline.recorded(work, f"gradients.{lane}", names, memory.flat.device.type)

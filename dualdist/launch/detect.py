@@ -103,6 +103,7 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
         elastic=any(_is_set(env, marker) for marker in launcher.elastic),
         restarts=any(env.get(name, "") not in ("", "0") for name in launcher.restarts),
         starts_mpi=any(env.get(name) for name in launcher.starts_mpi),
+        starts_horovod=launcher.starts_horovod,
     )
 
 
@@ -136,7 +137,7 @@ def _plain_python(env: Mapping[str, str]) -> Launch:
         f"{name}={env[name]}" for name in _OF_LARGER_WORLDS if env.get(name, "") not in ("", "0", "1")
     )
     sources = MappingProxyType({"rank": "plain python", "size": "plain python"})
-    return Launch("python", sources=sources, ignored=ignored)
+    return Launch("python", sources=sources, by_launcher=False, ignored=ignored)
 
 
 def _number(env: Mapping[str, str], name: str, launcher: Launcher) -> int | None:

@@ -35,6 +35,8 @@ class Launcher:
     """NAME=VALUE: any one of them shows that the launcher changes the world while it runs."""
     restarts: tuple[str, ...] = ()
     """Any one of these variables, unless it is empty or 0, shows that the launcher restarts all processes."""
+    starts_horovod: bool = False
+    """Whether Horovod itself starts under this launcher: with its MPI controller if `starts_mpi`, else with Gloo."""
     node: str | None = None
     """The variable with this node's number. Then `local_size` lists the sizes of all nodes: 4(x2),3 is 4, 4, 3."""
     init_method: str | None = None
@@ -70,6 +72,7 @@ LAUNCHERS = (
         markers=("HOROVOD_RANK", "HOROVOD_SIZE"),
         inside=(*_MPI, *_SCHEDULERS),
         elastic=("HOROVOD_ELASTIC=1",),
+        starts_horovod=True,
     ),
     Launcher(
         "jsrun",
@@ -90,6 +93,7 @@ LAUNCHERS = (
         markers=("OMPI_COMM_WORLD_SIZE",),
         inside=_SCHEDULERS,
         starts_mpi=("OMPI_COMM_WORLD_SIZE",),
+        starts_horovod=True,
     ),
     Launcher(
         "mpirun_rsh",

@@ -95,7 +95,7 @@ class Context:
     def _confirm_world(self) -> World:
         """Return this process's numbers. Collective. Raises WorldMismatchError if the backend joined another world."""
         launched, joined = self.launch, self.backend
-        has_numbers = launched.launcher != "python" and not launched.elastic
+        has_numbers = launched.by_launcher and not launched.elastic
         if has_numbers and (launched.size, launched.rank) != (joined.size, joined.rank):
             raise WorldMismatchError(
                 f"World size must be the {launched.describe('size')} that {launched.launcher} started, but is "
@@ -105,7 +105,7 @@ class Context:
                 "mpirun of the library that the backend was built for."
             )
         mine = json.dumps([own_node(), launched.local_rank]).encode().ljust(256)
-        places = [json.loads(text) for text in self.channels[0].group.exchange(mine)]
+        places = [json.loads(text) for text in self.channels[0].group.allgather_bytes(mine)]
         return topology([(host, local_rank) for host, local_rank in places])[joined.rank]
 
 

@@ -190,6 +190,11 @@ def test_mpi_joins_what_its_own_launchers_start(name: str) -> None:
     assert not detect(of_another_world("mpirun") | TORCHRUN).starts_mpi
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_horovod_starts_under_its_own_launchers_alone(name: str) -> None:
+    assert detect(ROWS[name]).starts_horovod == (name in ("horovodrun", "mpirun"))
+
+
 def test_the_address_of_the_first_rank_makes_any_launcher_meet_there() -> None:
     assert detect(MPIRUN | {"MASTER_ADDR": "node1", "MASTER_PORT": "1"}).init_method == "env://"
     assert detect(MPIRUN | {"MASTER_ADDR": "node1"}).init_method is None

@@ -33,7 +33,7 @@ class Alike:
     def wire_device(self, device: torch.device) -> torch.device:
         return device
 
-    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         tensor.mul_(self.size if op == Sum else 1)
         return cast(Work, Ready())
 

@@ -1,1 +1,1 @@
-"""Real Horovod as a backend. `import horovod` stands here and in native/ alone."""
+"""Real Horovod as a backend. Only this folder and native/ import `horovod`."""

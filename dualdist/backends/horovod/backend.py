@@ -1,9 +1,11 @@
 """Real Horovod as a backend, with its Gloo or its MPI controller.
 
-What it guarantees: operations are matched by name, so any order works, and a coordinator compares what the ranks pass
-under one name. What it lacks: it cannot start under a launcher that is not its own, its Gloo controller never
-notices a missing rank, only contiguous tensors of five dtypes reduce, and `horovod.torch.synchronize` spins. So it is
-started by hand where the launcher cannot, names are given per group in call order, and waiting sleeps.
+It guarantees that operations are matched by name, so that any order works, and its coordinator compares what the ranks
+pass under one name. It lacks four things:
+- It starts only under its own launcher. For the others, rendezvous.py provides what the launcher does not.
+- Its Gloo controller never detects a missing rank. Waiting has a deadline here.
+- It reduces only contiguous tensors of five dtypes. The caller converts all others.
+- `horovod.torch.synchronize` spins. Waiting sleeps here.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from ...errors import BackendUnavailableError, HorovodInternalError, StallError
 from ...rendezvous import LOOPBACK, find_addresses
 from ...types import Launch, Settings
 from ..base import Backend, Group, Work
-from ..environment import environment
-from ..meeting import Meeting, serve_store
+from ..store import SharedStore, serve_store
+from ..temporary_environment import temporary_environment
 from .installed import real_horovod
-from .rendezvous import Help, bring_help
+from .rendezvous import GlooRendezvous, serve_rendezvous
 
 with real_horovod():
     import horovod.torch as hvd
@@ -34,12 +36,12 @@ with real_horovod():
 __all__ = ("HorovodBackend",)
 
 _SLEEP_SECONDS = (0.00005, 0.001)
-"""The first and the longest pause between two looks at an operation; Horovod's own cycle is 1 ms."""
+"""The first and the longest pause between two polls of an operation. Horovod's own cycle is 1 ms."""
 
 
 @contextlib.contextmanager
 def _wrapped() -> Iterator[None]:
-    """Turn what Horovod raises into this package's errors."""
+    """Convert Horovod's exceptions into those of this package."""
     try:
         yield
     except (hvd.HorovodInternalError, RuntimeError) as error:
@@ -87,27 +89,22 @@ class _HorovodGroup(Group):
     def _started(self, handle: int, output: torch.Tensor | None = None) -> Work:
         return _HorovodWork(handle, output, self._timeout)
 
-    def allreduce_(self, tensor: torch.Tensor, op: int, lane: str = "") -> Work:
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        name = f"{self._prefix}.allreduce.{tag}"
         with _wrapped():
-            return self._started(
-                hvd.allreduce_async_(
-                    tensor, name=f"{self._prefix}.allreduce.{lane}", op=op, process_set=self._set
-                )
-            )
+            return self._started(hvd.allreduce_async_(tensor, name=name, op=op, process_set=self._set))
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        name = f"{self._prefix}.broadcast"
         with _wrapped():
             return self._started(
-                hvd.broadcast_async_(
-                    tensor, self.ranks[root], name=f"{self._prefix}.broadcast", process_set=self._set
-                )
+                hvd.broadcast_async_(tensor, self.ranks[root], name=name, process_set=self._set)
             )
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        name = f"{self._prefix}.allgather"
         with _wrapped():
-            return self._started(
-                hvd.allgather_async(tensor, name=f"{self._prefix}.allgather", process_set=self._set), output
-            )
+            return self._started(hvd.allgather_async(tensor, name=name, process_set=self._set), output)
 
     def allgatherv(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         output = torch.empty(sum(counts), dtype=torch.uint8, device=tensor.device)
@@ -117,44 +114,49 @@ class _HorovodGroup(Group):
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
-        splits = torch.tensor(sent, dtype=torch.int32)
+        splits, name = torch.tensor(sent, dtype=torch.int32), f"{self._prefix}.alltoall"
         with _wrapped():
-            return self._started(
-                hvd.alltoall_async(tensor, splits, name=f"{self._prefix}.alltoall", process_set=self._set),
-                output,
-            )
+            return self._started(hvd.alltoall_async(tensor, splits, name=name, process_set=self._set), output)
 
 
 class HorovodBackend(Backend):
     name = "horovod"
+
     _kept = False
     """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
 
-    _numbers = itertools.count()
-    """Of the groups since Horovod was started. After a stall, what was sent in a former world may still wait for its
-    partners, under a name with the number of its group."""
+    _group_numbers = itertools.count()
+    """A new number for each group since Horovod was started. After a stall, operations of an earlier world may still be
+    pending; the number in their names keeps them apart from new ones."""
 
     _launchers_server_used = False
-    """Whether horovodrun's rendezvous server has served a world of this process: it keeps addresses of that one, since
-    it forgets who has finished in one scope as soon as another is complete (horovod/runner/http/http_server.py:132)."""
+    """Whether a world of this process has used horovodrun's rendezvous server. It cannot serve a second one, since it
+    keeps the addresses of the first: it forgets which ranks have finished in one scope as soon as another scope is
+    complete (horovod/runner/http/http_server.py:132)."""
+
     _notifications = WorkerNotificationManager()
-    """Hears from horovodrun when hosts come and go; it serves one port for the life of the process."""
+    """Receives horovodrun's messages about changed hosts. It listens on one port for the life of the process."""
 
     def __init__(
-        self, launch: Launch, settings: Settings, env: Mapping[str, str], help: Help | None, adopted: bool
+        self,
+        launch: Launch,
+        settings: Settings,
+        env: Mapping[str, str],
+        rendezvous: GlooRendezvous | None,
+        adopted: bool,
     ) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
         self._timeout = settings.stall_timeout_seconds
-        self._help = help
+        self._rendezvous = rendezvous
         self._adopted = adopted
         self._elastic = launch.elastic
         self._sets = _process_sets()
         self._store: dist.Store | None = None
         self.address = LOOPBACK
         if self.size > 1:
-            meeting = self._meet(env) if help is None else help.meeting
-            self._store, self.address = meeting.store, meeting.addresses.own
+            shared = self._open_store(env) if rendezvous is None else rendezvous.shared
+            self._store, self.address = shared.store, shared.addresses.own
 
     @staticmethod
     def _controller() -> str:
@@ -166,9 +168,9 @@ class HorovodBackend(Backend):
 
     @classmethod
     def can_start(cls, launch: Launch, env: Mapping[str, str]) -> bool:
-        if launch.launcher == "mpirun":
+        if _has_mpi_controller(launch):
             return bool(hvd.mpi_built())
-        return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+        return _has_launchers_server(env)
 
     @classmethod
     def start(
@@ -176,7 +178,7 @@ class HorovodBackend(Backend):
     ) -> HorovodBackend:
         cls._check_build()
         if cls.is_running():
-            if settings.timeline is not None:  # Horovod writes to that very file
+            if settings.timeline is not None:  # Horovod writes to the same file
                 hvd.stop_timeline()
             return cls(launch, settings, env, None, adopted=True)
         if transport is not None:
@@ -184,35 +186,37 @@ class HorovodBackend(Backend):
         if cls._kept:
             cls._kept = False
             return cls(launch, settings, env, None, adopted=False)
-        with contextlib.ExitStack() as undone:
+        with contextlib.ExitStack() as undo:
             variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
-            help = None
+            rendezvous = None
             if transport == "mpi":
                 variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-            elif cls._needs_help(launch, env, transport):
-                help = bring_help(launch, env, settings.stall_timeout_seconds)
-                undone.callback(help.end)
-                variables |= help.variables
-            with environment(variables), _wrapped():
+            elif cls._needs_rendezvous(launch, env, transport):
+                rendezvous = serve_rendezvous(launch, env, settings.stall_timeout_seconds)
+                undo.callback(rendezvous.close)
+                variables |= rendezvous.variables
+            elif _has_launchers_server(env):
+                cls._launchers_server_used = True
+            with temporary_environment(variables), _wrapped():
                 hvd.init()
-            cls._numbers = itertools.count()
-            started = cls(launch, settings, env, help, adopted=False)
-            undone.pop_all()
+            cls._group_numbers = itertools.count()
+            started = cls(launch, settings, env, rendezvous, adopted=False)
+            undo.pop_all()
         return started
 
     @classmethod
-    def _needs_help(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
-        """Return whether we must do what the launcher does not: bring a rendezvous server."""
-        if launch.launcher == "mpirun":
+    def _needs_rendezvous(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
+        """Return whether rank 0 must serve Horovod's rendezvous, because the launcher does not."""
+        if _has_mpi_controller(launch):
             return transport == "gloo" or not cls.can_start(launch, env)
-        used, cls._launchers_server_used = cls._launchers_server_used, True
         if launch.elastic:  # the launcher prepares its server for the new world
             return False
-        return (launch.size > 1 or transport == "gloo") and (used or not cls.can_start(launch, env))
+        usable = cls.can_start(launch, env) and not cls._launchers_server_used
+        return (launch.size > 1 or transport == "gloo") and not usable
 
     @classmethod
     def _check_build(cls) -> None:
-        if not hasattr(hvd, "init"):  # horovod.torch imports without its library, with a warning alone
+        if not hasattr(hvd, "init"):  # without its library, importing horovod.torch only warns
             raise BackendUnavailableError(
                 "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
                 "Build it with ci/install-horovod."
@@ -222,33 +226,36 @@ class HorovodBackend(Backend):
     def check(cls, transport: str, launch: Launch) -> None:
         cls._check_build()
         if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
-            lacking = f"{launch.launcher} does not start it" if hvd.mpi_built() else "was built without it"
+            lacking = (
+                f"{launch.launcher} does not start it" if hvd.mpi_built() else "Horovod was built without it"
+            )
             raise BackendUnavailableError(
                 f"`transport` must be gloo for Horovod here, but is 'mpi' instead: it needs MPI, and {lacking}. Start "
                 "with a launcher that starts MPI (mpirun, srun --mpi=pmix) and a Horovod built for it, or choose gloo."
             )
         if transport == "gloo" and not hvd.gloo_built():
             raise BackendUnavailableError(
-                "`transport` is 'gloo', but Horovod was built without Gloo. Build it anew."
+                "`transport` is 'gloo', but Horovod was built without Gloo. Rebuild it with ci/install-horovod."
             )
         if transport == "nccl" and not hvd.nccl_built():
             raise BackendUnavailableError(
-                "`transport` is 'nccl', but Horovod was built without NCCL. Build it anew."
+                "`transport` is 'nccl', but Horovod was built without NCCL. "
+                "Rebuild it with HOROVOD_GPU_OPERATIONS=NCCL ci/install-horovod."
             )
 
-    def _meet(self, env: Mapping[str, str]) -> Meeting:
-        """Meet at a store that rank 0 serves, its address told through Horovod itself. Collective."""
+    def _open_store(self, env: Mapping[str, str]) -> SharedStore:
+        """Open a store that rank 0 serves. Its address goes to all ranks through Horovod itself. Collective."""
         rounds = itertools.count()
 
         def gather(text: str) -> list[str]:
-            return list(hvd.allgather_object(text, name=f"dualdist.meeting.{next(rounds)}"))
+            return list(hvd.allgather_object(text, name=f"dualdist.addresses.{next(rounds)}"))
 
         timeout = timedelta(seconds=self._timeout)
         addresses = find_addresses(self.rank, gather, env)
         served = serve_store(addresses.first, timeout) if self.rank == 0 else None
         port = int(gather(str(served.port if served else None))[0])
         store = served or dist.TCPStore(addresses.first, port, is_master=False, timeout=timeout)
-        return Meeting(store, addresses)
+        return SharedStore(store, addresses)
 
     def add_host_listener(self, listener: Any) -> None:
         if self._elastic:
@@ -261,12 +268,13 @@ class HorovodBackend(Backend):
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
-        # Horovod reads where its rendezvous is anew for every process set (gloo_context.cc:InitializeForProcessSet).
-        with environment(self._help.variables if self._help is not None else {}), _wrapped():
+        # Horovod reads the variables again for every process set (gloo_context.cc:InitializeForProcessSet).
+        variables = {} if self._rendezvous is None else self._rendezvous.variables
+        with temporary_environment(variables), _wrapped():
             if key not in self._sets:
                 self._sets[key] = hvd.add_process_set(list(ranks))
-                hvd.barrier()  # else a rank that leaves at once makes this call fail on another, which looks later
-            prefix = f"dualdist.{next(self._numbers)}"
+                hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
+            prefix = f"dualdist.{next(self._group_numbers)}"
             return _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
 
     def shutdown(self) -> None:
@@ -277,8 +285,8 @@ class HorovodBackend(Backend):
             HorovodBackend._kept = True
             return
         hvd.shutdown()
-        if self._help is not None:
-            self._help.end()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     @property
     def store(self) -> dist.Store | None:
@@ -311,8 +319,18 @@ class HorovodBackend(Backend):
         }
 
 
+def _has_mpi_controller(launch: Launch) -> bool:
+    """Return whether Horovod uses its MPI controller under this launcher by default."""
+    return launch.starts_horovod and launch.starts_mpi
+
+
+def _has_launchers_server(env: Mapping[str, str]) -> bool:
+    """Return whether the launcher serves Horovod's rendezvous."""
+    return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+
+
 def _process_sets() -> dict[tuple[int, ...], Any]:
-    """Return the process sets that Horovod knows: beside the global one, those of whoever has started it before us."""
+    """Return Horovod's process sets: the global one, and those that the script made before dualdist adopted Horovod."""
     known = {}
     for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
         known[tuple(ranks)] = hvd.ProcessSet(ranks)

@@ -1,8 +1,8 @@
-"""The installed Horovod, also while `dualdist.compat` answers to its name: the one place that tells the two apart.
+"""The installed Horovod, and `dualdist.compat` under the same name: the only module that distinguishes the two.
 
-Horovod imports itself by absolute names, so it cannot live under another one. Instead, its modules are kept here and
-are in `sys.modules` only inside `real_horovod()`; outside, the name belongs to whom it was lent. The backend imports
-all it needs inside; none of Horovod's functions that it calls imports Horovod later (only
+Horovod imports itself by absolute names, so it cannot be imported under another name. Instead, while dualdist.compat
+is installed, Horovod's modules are kept here, and they are in `sys.modules` only inside `real_horovod()`. The backend
+imports all that it needs there. None of the Horovod functions that it calls imports Horovod later (only
 horovod.torch.functions.broadcast_optimizer_state does).
 """
 
@@ -17,47 +17,47 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ("STAND_IN_FOLDER", "is_imported", "is_installed", "lend_name", "real_horovod")
+__all__ = ("CHILDREN_FOLDER", "is_imported", "is_installed", "real_horovod", "replace_horovod")
 
-STAND_IN_FOLDER = str(Path(__file__).parents[2] / "compat" / "children")
-"""A folder for PYTHONPATH whose `horovod` is dualdist.compat, for the child processes of a script."""
+CHILDREN_FOLDER = str(Path(__file__).parents[2] / "compat" / "children")
+"""A folder for the PYTHONPATH of child processes, in which `horovod` is dualdist.compat."""
 
 _lock = threading.RLock()
-_borrower: MetaPathFinder | None = None
+_replacement: MetaPathFinder | None = None
 _kept: dict[str, ModuleType] = {}
-"""Horovod's own modules, while the borrower has their names."""
+"""Horovod's own modules, while the replacement has their names."""
 _inside = False
 
 
-def lend_name(finder: MetaPathFinder) -> None:
-    """From now on, `finder` answers to `import horovod` outside `real_horovod()`."""
-    global _borrower
+def replace_horovod(finder: MetaPathFinder) -> None:
+    """Let `finder` load `horovod` from now on, except inside `real_horovod()`."""
+    global _replacement
     with _lock:
         _kept.update(_take_modules())
-        _borrower = finder
+        _replacement = finder
         sys.meta_path.insert(0, finder)
 
 
 @contextlib.contextmanager
 def real_horovod() -> Iterator[None]:
-    """Make `import horovod` mean the installed Horovod."""
+    """Make `import horovod` load the installed Horovod inside the block."""
     global _inside
     with _lock:
-        path = [entry for entry in sys.path if entry != STAND_IN_FOLDER]
-        if _inside or (_borrower is None and path == sys.path):
+        path = [entry for entry in sys.path if entry != CHILDREN_FOLDER]
+        if _inside or (_replacement is None and path == sys.path):
             yield
             return
-        lent, path_before, finders_before = _take_modules(), list(sys.path), list(sys.meta_path)
+        replaced, path_before, finders_before = _take_modules(), list(sys.path), list(sys.meta_path)
         sys.modules.update(_kept)
         sys.path[:] = path
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _borrower]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _replacement]
         _inside = True
         try:
             yield
         finally:
             _inside = False
             _kept.update(_take_modules())
-            sys.modules.update(lent)
+            sys.modules.update(replaced)
             sys.path[:], sys.meta_path[:] = path_before, finders_before
 
 
@@ -74,6 +74,6 @@ def is_imported() -> bool:
 
 
 def _take_modules() -> dict[str, ModuleType]:
-    """Remove Horovod's names from sys.modules and return what they meant."""
+    """Remove Horovod's names from sys.modules, and return the modules that they named."""
     names = [name for name in sys.modules if name.partition(".")[0] == "horovod"]
     return {name: sys.modules.pop(name) for name in names}

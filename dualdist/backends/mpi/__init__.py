@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from .joining import NAME, create, is_usable, register_rendezvous, require
+from .startup import NAME, create, register_rendezvous, require, start
 
-__all__ = ("NAME", "is_usable", "require")
+__all__ = ("NAME", "require", "start")
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 register_rendezvous()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...rendezvous import mpi
 
-__all__ = ("PIECE_BYTES", "Buffer", "Reduction", "fits", "overlap", "reduction")
+__all__ = ("PIECE_BYTES", "Buffer", "MpiReduction", "fits", "mpi_reduction", "overlap")
 
 LARGEST_BYTES = 1 << 30
 PIECE_BYTES, _MOST_PIECES = 4 << 20, 64
@@ -56,7 +56,7 @@ _OPS: dict[str, dict[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class Reduction:
+class MpiReduction:
     """How values of one dtype are combined."""
 
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Reduction:
 
 
 @functools.cache
-def _reduction(dtype: torch.dtype, op: Any) -> Reduction:
+def _reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
     if dtype == torch.bool:
         kind, wire = "bool", torch.uint8
     elif dtype.is_complex:
@@ -83,10 +83,10 @@ def _reduction(dtype: torch.dtype, op: Any) -> Reduction:
             "Convert the tensor, or scale it and use SUM."
         )
     library: Any = mpi.library()
-    return Reduction(wire, getattr(library, _TYPES[wire]), getattr(library, _OPS[kind][op]), op == _Op.AVG)
+    return MpiReduction(wire, getattr(library, _TYPES[wire]), getattr(library, _OPS[kind][op]), op == _Op.AVG)
 
 
-def reduction(dtype: torch.dtype, op: Any) -> Reduction:
+def mpi_reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
     """Return how to combine values of `dtype` by `op`, a ReduceOp or its type. Raises RuntimeError when MPI cannot."""
     return _reduction(dtype, getattr(op, "op", op))
 
@@ -94,7 +94,7 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
 class Buffer:
     """The memory of a tensor, of it itself where possible; a copy is written back by `finish`."""
 
-    def __init__(self, tensor: torch.Tensor, how: Reduction | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, how: MpiReduction | None = None) -> None:
         """how: the reduction it is for; without one its bytes are sent as they are."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise RuntimeError(

@@ -13,29 +13,29 @@ import torch
 import torch.distributed as dist
 
 from ...rendezvous import mpi
+from .communicator import Communicator, Operation
 from .progress import progress
-from .steps import Line, Step
-from .work import FORKED, Work
+from .work import FORKED, MpiWork
 
-__all__ = ("ProcessGroup",)
+__all__ = ("MpiProcessGroup",)
 
 Tensors = list[torch.Tensor]
 
 
-class ProcessGroup(dist.ProcessGroup):
+class MpiProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed on a communicator of its own."""
 
     supports_splitting = False
     supports_coalescing = False
 
     def __init__(self, store: Any, communicator: Any, name: str, backend: str, timeout: timedelta) -> None:
-        self._line: Line | None = Line(communicator)
-        super().__init__(store, self._line.rank, self._line.size)
-        self._rank, self._size = self._line.rank, self._line.size
+        self._communicator: Communicator | None = Communicator(communicator)
+        super().__init__(store, self._communicator.rank, self._communicator.size)
+        self._rank, self._size = self._communicator.rank, self._communicator.size
         self._name, self._desc = name, "undefined"
         self._backend_name = backend
         self.seconds = timeout.total_seconds()
-        self._gathered: list[Work] | None = None
+        self._gathered: list[MpiWork] | None = None
         """The works since `_start_coalescing`."""
         self.unsettled = False
         """Whether MPI may still be at work on what was given up: then the communicator must stay."""
@@ -76,13 +76,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Give the communicator back. Collective in name; a rank that fails leaves it to MPI's end."""
-        line, self._line = self._line, None
-        if line is None or progress.forked:
+        communicator, self._communicator = self._communicator, None
+        if communicator is None or progress.forked:
             return
         progress.leave(self)
         if not self.unsettled and not mpi.is_failing():
             with progress.calls:
-                line.comm.Free()
+                communicator.comm.Free()
 
     def abort(self) -> None:
         self.shutdown()
@@ -94,26 +94,26 @@ class ProcessGroup(dist.ProcessGroup):
         raise RuntimeError("MPI: process groups cannot be merged. Use torch.distributed.new_group.")
 
     @property
-    def _open(self) -> Line:
+    def _open(self) -> Communicator:
         if progress.forked:
             raise RuntimeError(FORKED)
-        if self._line is None:
+        if self._communicator is None:
             raise RuntimeError(f"MPI: the process group was destroyed on {self}. Make a new one.")
-        return self._line
+        return self._communicator
 
-    def _start(self, what: str, steps: Sequence[Step], result: Tensors, **options: Any) -> Work:
-        """Begin `steps` in this order."""
+    def _start(self, what: str, operations: Sequence[Operation], result: Tensors, **options: Any) -> MpiWork:
+        """Begin `operations` in this order."""
         requests: list[Any] = []
         try:
             with progress.calls:
-                for step in steps:
-                    requests.extend(step.post())
+                for operation in operations:
+                    requests.extend(operation.post())
         except RuntimeError as error:
-            Work(what, self, requests, steps, finish=None, result=[]).give_up("its start failed")
+            MpiWork(what, self, requests, operations, finish=None, result=[]).give_up("its start failed")
             raise RuntimeError(f"MPI: {what} failed on {self}: {error}.") from error
-        ends = [step.finish for step in steps if step.finish is not None]
+        ends = [operation.finish for operation in operations if operation.finish is not None]
         requests.reverse()  # they are tested from the last to the first
-        work = Work(what, self, requests, steps, finish=_together(ends), result=result, **options)
+        work = MpiWork(what, self, requests, operations, finish=_together(ends), result=result, **options)
         progress.add(work)
         if self._gathered is not None:
             self._gathered.append(work)
@@ -122,7 +122,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._gathered = []
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> MpiWork:
         """Return one work for all since `_start_coalescing`."""
         works, self._gathered = self._gathered or [], None
 
@@ -130,85 +130,92 @@ class ProcessGroup(dist.ProcessGroup):
             for work in works:
                 work.wait()
 
-        step = Step(lambda: iter(works), finish)
-        return self._start("several calls", [step], [tensor for work in works for tensor in work.result()])
+        operation = Operation(lambda: iter(works), finish)
+        return self._start(
+            "several calls", [operation], [tensor for work in works for tensor in work.result()]
+        )
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        line, op = self._open, _op(opts)
-        return self._start("allreduce", [line.allreduce(tensor, op) for tensor in tensors], tensors)
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
+        communicator, op = self._open, _op(opts)
+        return self._start("allreduce", [communicator.allreduce(tensor, op) for tensor in tensors], tensors)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+    def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
         return self._start("reduce", [self._open.reduce(tensors[0], _op(opts), opts.rootRank)], tensors)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # type: ignore[override]
-        line, op = self._open, _op(opts)
-        _check_number("inputs", inputs[0], line.size)
-        step = line.reduce_scatter(outputs[0], inputs[0], op)
-        return self._start("reduce_scatter", [step], outputs)
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> MpiWork:  # type: ignore[override]
+        communicator, op = self._open, _op(opts)
+        _check_number("inputs", inputs[0], communicator.size)
+        operation = communicator.reduce_scatter(outputs[0], inputs[0], op)
+        return self._start("reduce_scatter", [operation], outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        line, op = self._open, _op(opts)
-        steps = [
-            line.reduce_scatter(output, [tensor], op) for output, tensor in zip(outputs, inputs, strict=True)
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
+        communicator, op = self._open, _op(opts)
+        operations = [
+            communicator.reduce_scatter(output, [tensor], op)
+            for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._start("reduce_scatter", steps, outputs)
+        return self._start("reduce_scatter", operations, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+    def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
         return self._start("broadcast", [self._open.broadcast(tensors[0], opts.rootRank)], tensors)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        line = self._open
-        steps = [line.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._start("allgather", steps, outputs)
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
+        communicator = self._open
+        operations = [
+            communicator.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+        return self._start("allgather", operations, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         return self.all_gather_single_coalesced([output], [tensor])
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
 
-    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
-        line = self._open
-        _check_number("outputs", outputs[0], line.size)
-        return self._start("allgather", [line.allgather_apart(outputs[0], tensors[0])], outputs[0])
+    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
+        communicator = self._open
+        _check_number("outputs", outputs[0], communicator.size)
+        return self._start("allgather", [communicator.allgather_apart(outputs[0], tensors[0])], outputs[0])
 
-    def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+    def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:
         """outputs: for each member, one tensor for each of `tensors`."""
-        line = self._open
-        _check_number("outputs", outputs, line.size)
+        communicator = self._open
+        _check_number("outputs", outputs, communicator.size)
         columns = list(zip(*outputs, strict=True))
-        steps = [line.allgather_apart(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)]
-        return self._start("allgather", steps, [tensor for rows in outputs for tensor in rows])
+        operations = [
+            communicator.allgather_apart(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)
+        ]
+        return self._start("allgather", operations, [tensor for rows in outputs for tensor in rows])
 
-    def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
-        line = self._open
-        rows = outputs[0] if line.rank == opts.rootRank else []
-        _check_number("outputs", rows, line.size if line.rank == opts.rootRank else 0)
-        return self._start("gather", [line.gather(rows, tensors[0], opts.rootRank)], rows)
+    def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
+        communicator = self._open
+        rows = outputs[0] if communicator.rank == opts.rootRank else []
+        _check_number("outputs", rows, communicator.size if communicator.rank == opts.rootRank else 0)
+        return self._start("gather", [communicator.gather(rows, tensors[0], opts.rootRank)], rows)
 
-    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         is_root = self._rank == opts.rootRank
         return self.gather([list(output.chunk(self._size))] if is_root else [], [tensor], opts)
 
     gather_into_tensor = gather_single  # type: ignore[assignment]
 
-    def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any) -> Work:  # type: ignore[override]
-        line = self._open
-        rows = tensors[0] if line.rank == opts.rootRank else []
-        _check_number("inputs", rows, line.size if line.rank == opts.rootRank else 0)
-        return self._start("scatter", [line.scatter(outputs[0], rows, opts.rootRank)], outputs)
+    def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any) -> MpiWork:  # type: ignore[override]
+        communicator = self._open
+        rows = tensors[0] if communicator.rank == opts.rootRank else []
+        _check_number("inputs", rows, communicator.size if communicator.rank == opts.rootRank else 0)
+        return self._start("scatter", [communicator.scatter(outputs[0], rows, opts.rootRank)], outputs)
 
     def all_to_all_single(
         self,
@@ -217,35 +224,35 @@ class ProcessGroup(dist.ProcessGroup):
         received: list[int],
         sent: list[int],
         opts: Any = None,
-    ) -> Work:
+    ) -> MpiWork:
         return self._start("alltoall", [self._open.alltoall(output, tensor, received, sent)], [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
-    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
-        line = self._open
-        _check_number("outputs", outputs, line.size)
-        _check_number("inputs", tensors, line.size)
-        return self._start("alltoall", [line.alltoall_apart(outputs, tensors)], outputs)
+    def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> MpiWork:
+        communicator = self._open
+        _check_number("outputs", outputs, communicator.size)
+        _check_number("inputs", tensors, communicator.size)
+        return self._start("alltoall", [communicator.alltoall_apart(outputs, tensors)], outputs)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> MpiWork:
         return self._start("barrier", [self._open.barrier()], [])
 
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> MpiWork:
         return self._start(f"send to {to}", [self._open.send(tensors[0], to, tag)], tensors, expires=False)
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MpiWork:
         return self._receive(f"recv from {source}", tensors, source, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MpiWork:
         return self._receive("recv from any source", tensors, None, tag)
 
     recvAnysource = recv_anysource
 
-    def _receive(self, what: str, tensors: Tensors, source: int | None, tag: int) -> Work:
+    def _receive(self, what: str, tensors: Tensors, source: int | None, tag: int) -> MpiWork:
         status = mpi.library().Status()  # type: ignore[union-attr]
-        step = self._open.recv(tensors[0], source, tag, status)
-        return self._start(what, [step], tensors, status=status, expires=False)
+        operation = self._open.recv(tensors[0], source, tag, status)
+        return self._start(what, [operation], tensors, status=status, expires=False)
 
 
 def _together(ends: list[Callable[[], None]]) -> Callable[[], None] | None:

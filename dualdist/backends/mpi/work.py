@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .progress import progress
 
-__all__ = ("FORKED", "Work")
+__all__ = ("FORKED", "MpiWork")
 
 FORKED = (
     "MPI: a process group must be used by the process that joined it, but is used in a forked child instead. "
@@ -26,7 +26,7 @@ _unfinished: list[Any] = []
 """What was given up: MPI may still write there when the late rank comes."""
 
 
-class Work(dist.Work):
+class MpiWork(dist.Work):
     """Requests of MPI, ended by whoever tests them last: the thread of `progress`, or one that waits."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Variables of the environment that a backend reads through getenv, set for as long as it needs them."""
+"""Environment variables that a backend reads with getenv, set only while it needs them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-__all__ = ("environment",)
+__all__ = ("temporary_environment",)
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set `variables` (None: unset), and leave no trace for a later launch detection."""
+def temporary_environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set `variables` (None: unset) inside the block, and restore them after it for later launch detections."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:

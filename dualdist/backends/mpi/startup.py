@@ -17,20 +17,20 @@ from ...errors import BackendUnavailableError
 from ...launch import detect
 from ...rendezvous import mpi
 from ...types import Launch
-from ..meeting import meet as meet_launched
-from .group import ProcessGroup
+from ..store import open_store
+from .group import MpiProcessGroup
 from .progress import progress
 from .work import FORKED
 
-__all__ = ("NAME", "create", "is_usable", "register_rendezvous", "require")
+__all__ = ("NAME", "create", "register_rendezvous", "require", "start")
 
 NAME = "mpi4py"
 
 _WORLD_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def is_usable(launch: Launch) -> bool:
-    """Return whether MPI joins the processes of `launch`, and takes calls from threads. Starts MPI."""
+def start(launch: Launch) -> bool:
+    """Start MPI. Return whether it joins the processes of `launch` and allows calls from any thread."""
     return mpi.world_size() == launch.size and not _is_for_one_thread(mpi.library())
 
 
@@ -47,7 +47,7 @@ def require(launch: Launch) -> None:
             "MPI must take calls from any thread, but was started for a single one instead. "
             "Leave mpi4py.rc.threads and thread_level alone, or use an MPI with thread support, or choose gloo."
         )
-    if is_usable(launch):
+    if start(launch):
         return
     version = library.Get_library_version().split(",")[0].splitlines()[0].strip()
     raise BackendUnavailableError(
@@ -81,15 +81,15 @@ def _before(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any
 def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
     """Yield (store, rank, size) once, as a rendezvous handler does. Collective over MPI's world."""
     launch = detect(os.environ)
-    require(launch if launch.launcher != "python" else Launch("MPI", size=max(1, mpi.world_size())))
+    require(launch if launch.by_launcher else Launch("MPI", size=max(1, mpi.world_size())))
     world = mpi.library().COMM_WORLD  # type: ignore[union-attr]
     rank, size = world.Get_rank(), world.Get_size()
     joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
-    yield meet_launched(joined, os.environ, timeout.total_seconds()).store, rank, size
+    yield open_store(joined, os.environ, timeout.total_seconds()).store, rank, size
     raise RuntimeError("MPI's world cannot be joined anew from inside it.")
 
 
-def create(options: Any, backend_options: object = None) -> ProcessGroup:
+def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
     """Make a process group. Collective over its members, who tell their MPI ranks through the store.
 
     Raises BackendUnavailableError when MPI is not usable, or not by a thread of this package.
@@ -113,7 +113,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
         communicator = world.Create_group(members, tag=zlib.crc32(str(options.group_id).encode()) & 0x7FFF)
         members.Free()
         everybody.Free()
-    return ProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)
+    return MpiProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)
 
 
 def _is_for_one_thread(library: Any) -> bool:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from ...rendezvous import mpi
-from .buffers import PIECE_BYTES, Buffer, Reduction, fits, overlap, reduction
+from .buffers import PIECE_BYTES, Buffer, MpiReduction, fits, mpi_reduction, overlap
 
-__all__ = ("Line", "Step")
+__all__ = ("Communicator", "Operation")
 
 Block = tuple[Buffer, int, int]
 """A part of a buffer: its first byte, and its length in bytes."""
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """One collective, not yet begun."""
 
     post: Callable[[], Iterator[Any]]
@@ -31,7 +31,7 @@ class Step:
     """What is left to do behind the requests."""
 
 
-class Line:
+class Communicator:
     """A communicator, and who we are in it."""
 
     def __init__(self, communicator: Any) -> None:
@@ -42,29 +42,29 @@ class Line:
         self._mpi = library
         self.own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB))
 
-    def allreduce(self, tensor: torch.Tensor, op: Any) -> Step:
-        how = reduction(tensor.dtype, op)
+    def allreduce(self, tensor: torch.Tensor, op: Any) -> Operation:
+        how = mpi_reduction(tensor.dtype, op)
         buffer = Buffer(tensor, how)
 
         def post() -> Iterator[Any]:
             for part in buffer.parts_side_by_side():
                 yield self.comm.Iallreduce(self._mpi.IN_PLACE, part, op=how.op)
 
-        return Step(post, self._finish_reduction(buffer, how))
+        return Operation(post, self._finish_reduction(buffer, how))
 
-    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> Step:
-        how = reduction(tensor.dtype, op)
+    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> Operation:
+        how = mpi_reduction(tensor.dtype, op)
         buffer = Buffer(tensor, how)
         if self.rank == root:
-            return Step(
+            return Operation(
                 lambda: self._reduced_into(buffer, (buffer, 0, buffer.num_bytes), how),
                 self._finish_reduction(buffer, how),
             )
-        return Step(lambda: self._reduced_away((buffer, 0, buffer.num_bytes), how, root))
+        return Operation(lambda: self._reduced_away((buffer, 0, buffer.num_bytes), how, root))
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Step:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Operation:
         """Reduce `inputs`: one of the size of each member's output, or a single one with all behind one another."""
-        how = reduction(output.dtype, op)
+        how = mpi_reduction(output.dtype, op)
         received = Buffer(output, how)
         sent = [Buffer(tensor, how) for tensor in inputs]
         whole = len(sent) == 1
@@ -76,7 +76,7 @@ class Line:
             def post() -> Iterator[Any]:
                 yield self.comm.Ireduce_scatter_block(sent[0].whole(), received.whole(), op=how.op)
 
-            return Step(post, self._finish_reduction(received, how))
+            return Operation(post, self._finish_reduction(received, how))
         blocks = self._rows(sent[0]) if whole else [(buffer, 0, buffer.num_bytes) for buffer in sent]
 
         def post_each() -> Iterator[Any]:
@@ -86,21 +86,21 @@ class Line:
                 else:
                     yield from self._reduced_away(block, how, root)
 
-        return Step(post_each, self._finish_reduction(received, how))
+        return Operation(post_each, self._finish_reduction(received, how))
 
-    def _reduced_into(self, received: Buffer, block: Block, how: Reduction) -> Iterator[Any]:
+    def _reduced_into(self, received: Buffer, block: Block, how: MpiReduction) -> Iterator[Any]:
         sent, start, length = block
         parts = sent.parts_side_by_side(start, length)
         for into, part in zip(received.parts_side_by_side(), parts, strict=True):
             own = self._mpi.IN_PLACE if sent is received else part
             yield self.comm.Ireduce(own, into, op=how.op, root=self.rank)
 
-    def _reduced_away(self, block: Block, how: Reduction, root: int) -> Iterator[Any]:
+    def _reduced_away(self, block: Block, how: MpiReduction, root: int) -> Iterator[Any]:
         sent, start, length = block
         for part in sent.parts_side_by_side(start, length):
             yield self.comm.Ireduce(part, None, op=how.op, root=root)
 
-    def _finish_reduction(self, buffer: Buffer, how: Reduction) -> Callable[[], None] | None:
+    def _finish_reduction(self, buffer: Buffer, how: MpiReduction) -> Callable[[], None] | None:
         if how.averages:
 
             def finish() -> None:
@@ -110,16 +110,16 @@ class Line:
             return finish
         return buffer.finish if buffer.is_copy else None
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Step:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         buffer = Buffer(tensor)
 
         def post() -> Iterator[Any]:
             for part in buffer.parts():
                 yield self.comm.Ibcast(part, root=root)
 
-        return Step(post, _finish_all([buffer]) if self.rank != root else None)
+        return Operation(post, _finish_all([buffer]) if self.rank != root else None)
 
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Step:
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
         """Gather into one tensor, in rank order."""
         received, sent = Buffer(output), Buffer(tensor)
         _check(received.num_bytes, sent.num_bytes * self.size)
@@ -128,17 +128,17 @@ class Line:
             if sent.address != received.address + own[1]:
                 sent = Buffer(tensor.clone())
             elif fits(received.num_bytes):
-                return Step(
+                return Operation(
                     lambda: iter([self.comm.Iallgather(self._mpi.IN_PLACE, received.whole())]),
                     _finish_all([received]),
                 )
         if fits(received.num_bytes):
-            return Step(
+            return Operation(
                 lambda: iter([self.comm.Iallgather(sent.whole(), received.whole())]), _finish_all([received])
             )
         return self._exchange([(sent, 0, sent.num_bytes)] * self.size, self._rows(received), [received])
 
-    def allgather_apart(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Step:
+    def allgather_apart(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
         """Gather into one tensor per member; they may differ in size."""
         received, sent = [Buffer(output) for output in outputs], Buffer(tensor)
         _check(received[self.rank].num_bytes, sent.num_bytes)
@@ -147,21 +147,23 @@ class Line:
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Step:
+    ) -> Operation:
         """Exchange rows; received, sent: how many with each member, none for equally many."""
         into, out = Buffer(output), Buffer(tensor)
         if not received and not sent and fits(out.num_bytes):
             _check(into.num_bytes, out.num_bytes)
-            return Step(lambda: iter([self.comm.Ialltoall(out.whole(), into.whole())]), _finish_all([into]))
+            return Operation(
+                lambda: iter([self.comm.Ialltoall(out.whole(), into.whole())]), _finish_all([into])
+            )
         return self._exchange(_split(out, tensor, sent, self), _split(into, output, received, self), [into])
 
-    def alltoall_apart(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Step:
+    def alltoall_apart(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Operation:
         into, out = [Buffer(output) for output in outputs], [Buffer(tensor) for tensor in tensors]
         _check(into[self.rank].num_bytes, out[self.rank].num_bytes)
         sent, received = ([(row, 0, row.num_bytes) for row in rows] for rows in (out, into))
         return self._exchange(sent, received, into)
 
-    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Step:
+    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
         """outputs: one per member at the root, none elsewhere."""
         sent, received = Buffer(tensor), [Buffer(output) for output in outputs]
         if self.rank == root:
@@ -174,7 +176,7 @@ class Line:
             received,
         )
 
-    def scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Step:
+    def scatter(self, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Operation:
         """tensors: one per member at the root, none elsewhere."""
         received, sent = Buffer(output), [Buffer(tensor) for tensor in tensors]
         if self.rank == root:
@@ -187,15 +189,15 @@ class Line:
             [received],
         )
 
-    def barrier(self) -> Step:
-        return Step(lambda: iter([self.comm.Ibarrier()]))
+    def barrier(self) -> Operation:
+        return Operation(lambda: iter([self.comm.Ibarrier()]))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Step:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Operation:
         buffer = Buffer(tensor)
         self._check_tag(tag)
-        return Step(lambda: self._sent((buffer, 0, buffer.num_bytes), to, tag))
+        return Operation(lambda: self._sent((buffer, 0, buffer.num_bytes), to, tag))
 
-    def recv(self, tensor: torch.Tensor, source: int | None, tag: int, status: Any) -> Step:
+    def recv(self, tensor: torch.Tensor, source: int | None, tag: int, status: Any) -> Operation:
         """source: None for any. status: filled, and compared with what was expected."""
         buffer = Buffer(tensor)
         self._check_tag(tag)
@@ -209,7 +211,7 @@ class Line:
                 raise RuntimeError(f"the tensor takes {buffer.num_bytes} bytes, but {came} were sent")
             buffer.finish()
 
-        return Step(lambda: self._received((buffer, 0, buffer.num_bytes), origin, tag), finish)
+        return Operation(lambda: self._received((buffer, 0, buffer.num_bytes), origin, tag), finish)
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag < self.own_tag:
@@ -231,7 +233,7 @@ class Line:
 
     def _exchange(
         self, sent: Sequence[Block | None], received: Sequence[Block | None], buffers: Sequence[Buffer]
-    ) -> Step:
+    ) -> Operation:
         """Send a block to each member and receive one from it; None for no message, which both ends must know."""
 
         def post() -> Iterator[Any]:
@@ -246,7 +248,7 @@ class Line:
             if own_in is not None and own_out is not None:
                 _copy(own_in, own_out)
 
-        return Step(post, _finish_all(buffers))
+        return Operation(post, _finish_all(buffers))
 
 
 def _copy(into: Block, out: Block) -> None:
@@ -266,16 +268,18 @@ def _finish_all(buffers: Sequence[Buffer]) -> Callable[[], None] | None:
     return finish
 
 
-def _split(buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int], line: Line) -> list[Block]:
+def _split(
+    buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int], communicator: Communicator
+) -> list[Block]:
     """Return the block of `buffer` that belongs to each member: so many rows of `tensor`, or equally many."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    counts = list(splits) or [rows // line.size] * line.size
-    if sum(counts) != rows or len(counts) != line.size:
+    counts = list(splits) or [rows // communicator.size] * communicator.size
+    if sum(counts) != rows or len(counts) != communicator.size:
         raise RuntimeError(
-            f"`splits` must be {line.size} numbers that add up to {rows} rows, but is {counts} instead."
+            f"`splits` must be {communicator.size} numbers that add up to {rows} rows, but is {counts} instead."
         )
     width = buffer.num_bytes // rows if rows else 0
-    starts = [sum(counts[:place]) * width for place in range(line.size)]
+    starts = [sum(counts[:place]) * width for place in range(communicator.size)]
     return [(buffer, start, count * width) for start, count in zip(starts, counts, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What is built into torch, under the names of Horovod's queries: it is under the torch and the local backend alike."""
+"""What the installed torch was built with, under the names of Horovod's queries. Shared by torch.py and local.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ("built_into_torch",)
 
 
 def built_into_torch() -> Mapping[str, bool | int]:
-    """Return what torch's collectives can run on; MPI counts when mpi4py is there, which carries it."""
+    """Return what torch's collectives can run on. MPI counts when mpi4py is installed, since it provides MPI."""
     return {
         "mpi_built": dist.is_mpi_available() or importlib.util.find_spec("mpi4py") is not None,
         "gloo_built": dist.is_gloo_available(),

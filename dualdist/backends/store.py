@@ -1,0 +1,120 @@
+"""The key-value store through which the processes of a job meet, for both backends: c10d's Store.
+
+A job has one store for its whole life. Every `init` uses a part of it under a new prefix, so that a second world does
+not see the keys of the first, and no port is bound twice. A store served here listens only on the one address that
+the other processes use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+
+from ..errors import ConfigurationError
+from ..rendezvous import Addresses, Gather, exchange_address, find_addresses, gather_through
+from ..types import Launch
+from .prefix_store import new_prefix_store
+
+__all__ = ("SharedStore", "open_store", "serve_store", "share_store", "store_gather")
+
+_stores: dict[tuple[str, int, int], SharedStore] = {}
+_generation = itertools.count()
+_ADVICE = {
+    False: "Look at that rank's output; every process must call dualdist.init().",
+    True: "Look at that rank's output. If hosts join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
+    "torchrun: without it, its older processes may get the address of an earlier round's store.",
+}
+"""By whether torchrun restarts processes: its agents keep the address of an earlier round's store
+(torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous)."""
+
+
+@dataclass(frozen=True)
+class SharedStore:
+    """A store that all processes of a world share, and the addresses of these processes."""
+
+    store: dist.Store
+    """Used by one `init` only."""
+    addresses: Addresses
+
+
+def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> SharedStore:
+    """Return a store that all launched processes share. Collective. timeout: seconds to wait for another process."""
+    key = (launch.init_method or launch.launcher, launch.rank, launch.size)
+    if key not in _stores:
+        _stores[key] = _open_first(launch, env, timedelta(seconds=timeout))
+    known = _stores[key]
+    return SharedStore(_own_part(known.store), known.addresses)
+
+
+def share_store(store: dist.Store, rank: int, size: int, env: Mapping[str, str]) -> SharedStore:
+    """Return an own part of `store`, which these `size` processes share already. Collective."""
+    own = _own_part(store)
+    return SharedStore(own, find_addresses(rank, store_gather(own, rank, size), env))
+
+
+def store_gather(store: dist.Store, rank: int, size: int) -> Gather:
+    """Return a function that gathers a text from every process through `store`."""
+
+    def get(key: str) -> str:
+        try:
+            return store.get(key).decode()
+        except RuntimeError as error:  # c10d's timeout
+            raise ConfigurationError(
+                f"Rank {rank} waited for rank {key.rpartition('.')[2]}, which did not arrive: "
+                f"{str(error).splitlines()[0]}. Look at that rank's output; every process must call dualdist.init()."
+            ) from error
+
+    return gather_through(rank, size, store.set, get)
+
+
+def serve_store(host: str, timeout: timedelta) -> dist.TCPStore:
+    """Serve a store on a free port of the address `host` only."""
+    server = socket.create_server((host, 0), backlog=4096)
+    port = server.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
+    )
+
+
+def _own_part(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"dualdist/{next(_generation)}", store)
+
+
+def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> SharedStore:
+    if launch.init_method is not None:
+        given = _rendezvous(launch, timeout)
+        store = new_prefix_store(given, launch.rank, launch.size, timeout, _ADVICE[launch.restarts])
+        return _with_addresses(store, launch, env)
+    served: list[dist.TCPStore] = []
+
+    def serve(host: str) -> int:
+        served.append(serve_store(host, timeout))
+        return int(served[0].port)
+
+    with exchange_address(launch, env, serve, timeout.total_seconds()) as (host, port):
+        joined = served[0] if served else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        return _with_addresses(joined, launch, env)
+
+
+def _with_addresses(store: dist.Store, launch: Launch, env: Mapping[str, str]) -> SharedStore:
+    gather = store_gather(dist.PrefixStore("dualdist/addresses", store), launch.rank, launch.size)
+    return SharedStore(store, find_addresses(launch.rank, gather, env))
+
+
+def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
+    method = cast(str, launch.init_method)
+    try:
+        store, _, _ = next(iter(dist.rendezvous(method, launch.rank, launch.size, timeout=timeout)))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(
+            f"Rank {launch.rank} of {launch.describe('size')} could not meet the other ranks at "
+            f"`init_method`={launch.init_method!r}: {str(error).splitlines()[0]}. Check the address, and that all "
+            f"{launch.size} processes were started."
+        ) from error
+    return cast(dist.Store, store)
