@@ -166,7 +166,7 @@ class World:
         }
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return kept | {
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": path,
             "HOROVOD_STALL_CHECK_DISABLE": "1",  # Horovod would tell for ever of what a test left pending
             **self.engine.environment,

@@ -1,6 +1,6 @@
 """One training loop, what it can be told to do, and the styles in which ranks take part in it.
 
-The loop knows neither engine nor style: a `Style` wraps networks and optimizers and returns what the loop uses. The
+The loop knows neither backend nor style: a `Style` wraps networks and optimizers and returns what the loop uses. The
 style `alone` is plain torch with the whole batch, the oracle of the others. Each loss is a sum divided by the nominal
 number of rows, so that the mean over ranks is that of the whole batch also when some ranks have no rows.
 """
