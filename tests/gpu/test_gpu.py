@@ -21,6 +21,7 @@ import dualdist as hvd
 
 from ..helpers.world import Engine, World, started
 from ..parity.loop import SCENARIOS, STYLES, Outcome, alone, train
+from ..parity.rounding import bounds, expected
 from ..parity.test_training import check
 
 pytestmark = [
@@ -64,10 +65,10 @@ def on_rank(name: str, style: str, dtype: torch.dtype, transport: str) -> Outcom
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ["plain", "accumulate", "clip", "two-optimizers"])
 def test_a_world_of_one_trains_on_nccl(one: World, name: str, style: str) -> None:
-    oracle = train(SCENARIOS[name], alone, torch.float64, 1, [[0]])
+    oracle, bound = expected(name, 1, torch.float64), bounds(name, 1, torch.float64)
     (outcome,) = one.run(on_rank, name, style, torch.float64, "nccl")
-    check(outcome.gradients, oracle.gradients, 1e-11)
-    check(outcome.state, oracle.state, 1e-11)
+    check(outcome.gradients, oracle.gradients, bound.gradients)
+    check(outcome.state, oracle.state, bound.state)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -75,18 +76,19 @@ def test_a_world_of_one_trains_on_nccl(one: World, name: str, style: str) -> Non
 def test_two_ranks_on_one_gpu_train_as_the_cpu_does_with_the_whole_batch(
     pair: World, name: str, style: str
 ) -> None:
-    oracle = train(SCENARIOS[name], alone, torch.float64, 2, [[0, 1]])
+    oracle, bound = expected(name, 2, torch.float64), bounds(name, 2, torch.float64)
     for outcome in pair.run(on_rank, name, style, torch.float64, "gloo"):
-        check(outcome.gradients, oracle.gradients, 1e-11)
-        check(outcome.state, oracle.state, 1e-11)
+        check(outcome.gradients, oracle.gradients, bound.gradients)
+        check(outcome.state, oracle.state, bound.state)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_sync_batch_norm_in_float32_is_that_of_the_cpu_in_float64(pair: World, style: str) -> None:
-    oracle = train(SCENARIOS["sync-batch-norm"], alone, torch.float64, 2, [[0, 1]])
+    oracle = expected("sync-batch-norm", 2, torch.float64)
+    bound = bounds("sync-batch-norm", 2, torch.float32)
     for outcome in pair.run(on_rank, "sync-batch-norm", style, torch.float32, "gloo"):
         state = {name: tensor.to(oracle.state[name].dtype) for name, tensor in outcome.state.items()}
-        check(state, oracle.state, 1e-4)
+        check(state, oracle.state, bound.state)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -94,7 +96,7 @@ def test_an_fp16_overflow_on_one_rank_makes_both_skip(pair: World, style: str) -
     oracle = train(SCENARIOS["fp16-scaler"], alone, torch.float32, 2, [[0], [1]], "cuda:0")
     for outcome in pair.run(on_rank, "fp16-scaler", style, torch.float32, "gloo"):
         assert outcome.scales == oracle.scales
-        check(outcome.state, oracle.state, 1e-4)
+        check(outcome.state, oracle.state, bounds("fp16-scaler", 2, torch.float32).state)
 
 
 LAYERS = 6
