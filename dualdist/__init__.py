@@ -51,7 +51,7 @@ from .errors import (
     WorldMismatchError,
 )
 from .lifecycle import init, shutdown, start_timeline, stop_timeline
-from .processes.spawning import spawn
+from .processes.spawn import spawn
 from .samplers import DistributedSampler, split_by_rank
 from .seeding import seed_everything
 from .training.optimizer import DistributedOptimizer

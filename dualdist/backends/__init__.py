@@ -13,8 +13,22 @@ from ..launch import detect
 from ..types import Launch
 from .base import Backend, Group, Work
 from .horovod.installed import is_imported, is_installed, real_horovod
+from .transports import TRANSPORTS, Transport, check_transport
 
-__all__ = ("BACKENDS", "TRANSPORTS", "Backend", "Group", "Work", "check_transport", "choose", "load")
+__all__ = (
+    "BACKENDS",
+    "DEFAULT_BACKEND",
+    "DISTRIBUTED_BACKENDS",
+    "HOROVOD_BACKENDS",
+    "TRANSPORTS",
+    "Backend",
+    "Group",
+    "Transport",
+    "Work",
+    "check_transport",
+    "choose",
+    "load",
+)
 
 BACKENDS = {
     "torch": ("dualdist.backends.torch", "TorchBackend", "torch"),
@@ -23,7 +37,12 @@ BACKENDS = {
 }
 """name -> (module, class, the package that it needs)."""
 
-TRANSPORTS = ("nccl", "gloo", "mpi")
+DISTRIBUTED_BACKENDS = ("torch", "horovod")
+"""The backends that can join several processes."""
+DEFAULT_BACKEND = "torch"
+"""The backend under launchers that have no backend of their own."""
+HOROVOD_BACKENDS = ("horovod",)
+"""The backends that run Horovod itself, so that Horovod's settings (HOROVOD_FUSION_THRESHOLD, ...) have an effect."""
 
 _INSTALL = {"horovod": "ci/install-horovod", "torch": "pip install torch"}
 
@@ -50,15 +69,6 @@ def load(name: str) -> type[Backend]:
     return backend
 
 
-def check_transport(transport: str | None) -> None:
-    """Raise ConfigurationError unless `transport` is None or the name of a transport."""
-    if transport not in (None, *TRANSPORTS):
-        raise ConfigurationError(
-            f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
-            "Choose one of these, or leave it out to use the fastest of this machine."
-        )
-
-
 def choose(
     asked: str | None, transport: str | None, launch: Launch, env: Mapping[str, str]
 ) -> tuple[type[Backend], str]:
@@ -79,7 +89,7 @@ def choose(
         return load("local"), "a single process"
     if _launcher_starts_horovod(launch, env):
         return load("horovod"), f"started by {launch.launcher} with Horovod installed"
-    return load("torch"), f"started by {launch.launcher}"
+    return load(DEFAULT_BACKEND), f"started by {launch.launcher}"
 
 
 def _launcher_starts_horovod(launch: Launch, env: Mapping[str, str]) -> bool:

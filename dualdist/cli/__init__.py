@@ -1,4 +1,4 @@
-"""The command `dualdist`, and its subcommands: one module each, with `add_arguments(parser)` and `execute(args)`."""
+"""The command `dualdist`. Each subcommand is a module with `add_arguments(parser)` and `execute(args)`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .version import version
 __all__ = ("main",)
 
 _COMMANDS = {
-    "doctor": "tell what was detected, and which backends and transports can start here",
-    "run": "start a command in several processes, on this host or on several",
+    "doctor": "show what was detected, and which backends and transports can start here",
+    "run": "start a command in several processes, on one or more hosts",
 }
-"""name, which is also that of its module -> what it does."""
+"""name of the subcommand and of its module -> what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default that of this process, and return its exit code."""
+    """Run the command line `argv`, by default this process's own, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="dualdist", description="Data-parallel training under Horovod's API."
     )
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(command)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:  # told with the usage of the subcommand
+    if unknown:
+        # The error shows the usage of the subcommand.
         commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(importlib.import_module(f".{args.subcommand}", __name__).execute(args))

@@ -1,10 +1,10 @@
-"""Tell what dualdist detects here: who started this process, what is installed, and which backends can run.
+"""Show what dualdist detects here: the launcher, the installed packages, and which backends can run.
 
-    dualdist doctor                    what a script would find when it is started in the same way
+    dualdist doctor                    what a script would detect if it were started in the same way
     torchrun ... -m dualdist doctor    the same under a launcher
-    dualdist doctor --smoke            start two processes on every backend and transport that is there
+    dualdist doctor --smoke            also start two processes on every available backend and transport
 
-The exit code is 1 when the chosen backend and transport cannot start, or when one that seems to be there fails under
+The exit code is 1 when the chosen backend and transport cannot start, or when an available combination fails under
 --smoke.
 """
 
@@ -27,18 +27,20 @@ __all__ = ("add_arguments", "execute")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist doctor`."""
     parser.add_argument(
-        "--backend", choices=BACKENDS, help="the backend to ask about; by default what init() takes"
+        "--backend", choices=BACKENDS, help="the backend to check; by default the one that init() chooses"
     )
-    parser.add_argument("--transport", choices=TRANSPORTS, help="the transport to ask about")
-    parser.add_argument("--smoke", action="store_true", help="start two processes on every available cell")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="the transport to check")
+    parser.add_argument(
+        "--smoke", action="store_true", help="start two processes on every available backend and transport"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what was found; return the exit code."""
+    """Print what was detected; return the exit code."""
     facts = collect(os.environ, args.backend, args.transport)
     if args.smoke:
-        available = [cell for cell, problem in facts.get("cells", {}).items() if problem is None]
+        available = [name for name, problem in facts.get("cells", {}).items() if problem is None]
         facts["smoke"] = smoke(available, os.environ)
     sys.stdout.write(f"{json.dumps(facts, indent=2) if args.json else _text(facts)}\n")
     failed = [result for result in facts.get("smoke", {}).values() if _has_failed(result["problem"])]
@@ -65,11 +67,11 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["Chosen", _line(name, chosen["problem"] or chosen["why"])]
     yield ["Versions", *(_line(name, found or "not installed") for name, found in facts["versions"].items())]
     if "cells" in facts:
-        yield ["Can start here", *(_line(cell, problem or "yes") for cell, problem in facts["cells"].items())]
+        yield ["Can start here", *(_line(name, problem or "yes") for name, problem in facts["cells"].items())]
     if "smoke" in facts:
         results = facts["smoke"].items()
-        told = {cell: result["problem"] or f"works ({result['seconds']} s)" for cell, result in results}
-        yield ["Two processes", *(_line(cell, text) for cell, text in told.items())]
+        shown = {name: result["problem"] or f"works ({result['seconds']} s)" for name, result in results}
+        yield ["Two processes", *(_line(name, text) for name, text in shown.items())]
     yield [
         "Network of " + network["host"],
         *(_line(name, address) for name, address in network["interfaces"].items()),

@@ -1,4 +1,4 @@
-"""What `dualdist doctor` looks at: who started us, what is installed, and what can run here."""
+"""What `dualdist doctor` collects: the launcher, the installed packages, and what can run here."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ from typing import Any
 
 import torch
 
-from ..backends import BACKENDS, TRANSPORTS, choose, load
+from ..backends import DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load
 from ..errors import ConfigurationError
-from ..launch import detect
+from ..launch import LAUNCHERS, detect
 from ..launch.environment import without_launchers
 from ..rendezvous import INTERFACE, LOOPBACK
 from ..rendezvous.interfaces import addresses, candidates
 from ..types import Launch
 from .version import version
 
-__all__ = ("Cell", "cells_of", "collect")
-
-Cell = tuple[str, str]
-"""(backend, transport)."""
+__all__ = ("collect",)
 
 _PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")
-_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "jsrun", "ssh")
-_ASK_SECONDS = 30.0
-_ASK_MPI = """\
+_COMMANDS = (*(row.name for row in LAUNCHERS if row.is_command), "ssh")
+_MPI_SECONDS = 30.0
+_MPI_SOURCE = """\
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
           MPI.THREAD_MULTIPLE: "multiple"}
@@ -41,7 +38,7 @@ print(MPI.Get_library_version().split(",")[0].strip("\\0\\n "), levels[MPI.Query
 
 
 def collect(env: Mapping[str, str], backend: str | None, transport: str | None) -> dict[str, Any]:
-    """Return all facts, as JSON has them. Local. backend, transport: as in dualdist.init."""
+    """Return all facts in the types of JSON. Local. backend, transport: as in dualdist.init."""
     transport = transport or env.get("DUALDIST_TRANSPORT") or None
     facts: dict[str, Any] = {
         "launch": {},
@@ -50,7 +47,7 @@ def collect(env: Mapping[str, str], backend: str | None, transport: str | None) 
     try:
         launch = detect(env)
         facts["launch"] = _launch(launch)
-        facts["cells"] = cells_of(launch)
+        facts["cells"] = _combinations(launch)
         facts["chosen"] |= _chosen(launch, env, backend, transport)
     except ConfigurationError as error:
         facts["chosen"]["problem"] = str(error)
@@ -59,16 +56,15 @@ def collect(env: Mapping[str, str], backend: str | None, transport: str | None) 
         "network": _network(env),
         "gpu": _gpu(),
         "mpi": _mpi(env),
-        "launchers": {name: path for name in _LAUNCHERS if (path := shutil.which(name))},
+        "launchers": {name: path for name in _COMMANDS if (path := shutil.which(name))},
     }
 
 
-def cells_of(launch: Launch) -> dict[str, str | None]:
-    """Return for every cell, as 'backend+transport', why the processes of `launch` cannot use it, None if they can."""
+def _combinations(launch: Launch) -> dict[str, str | None]:
+    """Return 'backend+transport' -> why the processes of `launch` cannot use it, None if they can."""
     return {
         f"{backend}+{transport}": _problem(backend, transport, launch)
-        for backend in BACKENDS
-        if backend != "local"
+        for backend in DISTRIBUTED_BACKENDS
         for transport in TRANSPORTS
     }
 
@@ -98,10 +94,10 @@ def _launch(launch: Launch) -> dict[str, Any]:
 def _chosen(
     launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None
 ) -> dict[str, Any]:
-    taken, why = choose(backend, transport, launch, env)
-    chosen: dict[str, Any] = {"backend": taken.name, "why": why}
+    found, why = choose(backend, transport, launch, env)
+    chosen: dict[str, Any] = {"backend": found.name, "why": why}
     if transport is not None:
-        chosen["problem"] = _problem(taken.name, transport, launch)
+        chosen["problem"] = _problem(found.name, transport, launch)
     return chosen
 
 
@@ -148,21 +144,21 @@ def _gpu() -> dict[str, Any]:
 
 
 def _mpi(env: Mapping[str, str]) -> dict[str, str | None]:
-    """Ask a fresh process: starting MPI in this one would end badly under most launchers."""
+    """Start MPI in a new process: under most launchers, starting it in this process would fail."""
     facts: dict[str, str | None] = {"library": None, "thread_level": None, "problem": None}
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_MPI],
+        ended = subprocess.run(
+            [sys.executable, "-c", _MPI_SOURCE],
             capture_output=True,
             text=True,
-            timeout=_ASK_SECONDS,
+            timeout=_MPI_SECONDS,
             check=True,
             env=without_launchers(env),
             stdin=subprocess.DEVNULL,
         )
-        facts["library"], facts["thread_level"] = asked.stdout.splitlines()
+        facts["library"], facts["thread_level"] = ended.stdout.splitlines()
     except subprocess.CalledProcessError as error:
         facts["problem"] = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        facts["problem"] = f"MPI did not start within {_ASK_SECONDS:.0f} s"
+        facts["problem"] = f"MPI did not start within {_MPI_SECONDS:.0f} s"
     return facts

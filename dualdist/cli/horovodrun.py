@@ -1,6 +1,6 @@
-"""horovodrun's options, each with what it means here: a table, so that none is ever ignored in silence.
+"""horovodrun's options and their effect here: a table, so that no option is silently ignored.
 
-The names are those of horovod/runner/launch.py:parse_args, the variables those of
+The names are from horovod/runner/launch.py:parse_args, the variables from
 horovod/runner/common/util/config_parser.py:set_env_from_args.
 """
 
@@ -11,24 +11,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..backends import DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS
 from ..errors import ConfigurationError
 
 __all__ = ("REFUSED", "TUNING", "Refused", "Tuning", "add_horovodrun_options", "refuse", "variables_of")
 
 _NEVER = "31536000"
-"""Seconds: a year, for what Horovod writes as 0 or as off."""
+"""A year in seconds, where Horovod says 0 or off."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """An option that sets variables. `value`: what turns its argument into theirs, None for a switch."""
+    """An option that sets variables. `value` converts its argument; None for an option without an argument."""
 
     flags: tuple[str, ...]
     variables: Mapping[str, str]
-    """name -> value, in which {} stands for the argument."""
+    """name -> value, in which {} is replaced by the converted argument."""
     value: Callable[[str], object] | None = None
-    backends: tuple[str, ...] = ("torch", "horovod")
-    """For which it has a meaning; for the others it is told that it has none."""
+    backends: tuple[str, ...] = DISTRIBUTED_BACKENDS
+    """The backends on which it has an effect. With another one, `dualdist run` warns."""
 
     @property
     def dest(self) -> str:
@@ -37,7 +38,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Refused:
-    """An option that cannot be kept, and what to do instead."""
+    """An option that is not supported, and what to do instead."""
 
     flags: tuple[str, ...]
     remedy: str
@@ -89,7 +90,7 @@ def _level(text: str) -> str:
 def _only_horovod(
     flag: str, variable: str, value: Callable[[str], object] | None = None, *more: str, to: str = "1"
 ) -> Tuning:
-    return Tuning((flag, *more), {variable: to if value is None else "{}"}, value, ("horovod",))
+    return Tuning((flag, *more), {variable: to if value is None else "{}"}, value, HOROVOD_BACKENDS)
 
 
 TUNING = (
@@ -140,12 +141,12 @@ TUNING = (
     Tuning(("--tcp",), {"NCCL_IB_DISABLE": "1"}),
 )
 
-_MPI = "`dualdist run` does not start MPI. Use mpirun, under which dualdist runs too, or leave it out."
+_MPI = "`dualdist run` does not start MPI. Use mpirun, which dualdist supports, or leave the option out."
 _ELASTIC = "`dualdist run` starts a fixed number of processes. Use torchrun or horovodrun for elastic jobs."
 
 REFUSED = (
     Refused(("--mpi",), _MPI),
-    Refused(("--jsrun",), "`dualdist run` does not start jsrun. Use jsrun itself, or leave it out."),
+    Refused(("--jsrun",), "`dualdist run` does not start jsrun. Use jsrun itself, or leave the option out."),
     Refused(("--mpi-args",), _MPI, 1),
     Refused(("--binding-args",), _MPI, 1),
     Refused(("--mpi-threads-disable",), _MPI),
@@ -153,17 +154,19 @@ REFUSED = (
     Refused(("--min-np", "--min-num-proc"), _ELASTIC, 1),
     Refused(("--max-np", "--max-num-proc"), _ELASTIC, 1),
     Refused(("--host-discovery-script",), _ELASTIC, 1),
-    Refused(("--slots-per-host",), f"{_ELASTIC} Write slots into -H host:SLOTS otherwise.", 1),
+    Refused(("--slots-per-host",), f"{_ELASTIC} Give the slots of a fixed job as -H host:SLOTS.", 1),
     Refused(("--elastic-timeout",), _ELASTIC, 1),
     Refused(("--reset-limit",), _ELASTIC, 1),
     Refused(("--blacklist-cooldown-range",), _ELASTIC, 2),
-    Refused(("--config-file",), "No configuration file is read. Write its settings as options.", 1),
-    Refused(("-cb", "--check-build"), "Use `dualdist doctor`, which tells what can run here."),
+    Refused(
+        ("--config-file",), "`dualdist run` reads no configuration file. Write its settings as options.", 1
+    ),
+    Refused(("-cb", "--check-build"), "Use `dualdist doctor`, which shows what can run here."),
 )
 
 
 class _Refuse(argparse.Action):
-    """Remembers the option, so that it is refused once the command line is read."""
+    """Records the option, so that it is refused after the whole command line is parsed."""
 
     def __call__(self, parser: Any, args: Any, values: Any, option: str | None = None) -> None:
         args.refused = [*(args.refused or []), (option, self.const)]
@@ -171,54 +174,61 @@ class _Refuse(argparse.Action):
 
 def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of both tables to `parser`."""
-    tuning = parser.add_argument_group("horovodrun's settings, passed on to the backend as variables")
+    tuning = parser.add_argument_group("horovodrun's settings, which become environment variables")
     for row in TUNING:
-        told = " and ".join(f"{name}={value.format('VALUE')}" for name, value in row.variables.items())
-        scope = "" if len(row.backends) > 1 else "; --backend horovod alone"
+        shown = " and ".join(f"{name}={value.format('VALUE')}" for name, value in row.variables.items())
+        scope = (
+            f"; only with --backend {' or '.join(row.backends)}" if row.backends == HOROVOD_BACKENDS else ""
+        )
         if row.value is None:
-            tuning.add_argument(*row.flags, dest=row.dest, action="store_true", help=f"sets {told}{scope}")
+            tuning.add_argument(*row.flags, dest=row.dest, action="store_true", help=f"sets {shown}{scope}")
         else:
-            tuning.add_argument(*row.flags, dest=row.dest, metavar="VALUE", help=f"sets {told}{scope}")
+            tuning.add_argument(*row.flags, dest=row.dest, metavar="VALUE", help=f"sets {shown}{scope}")
     refused = parser.add_argument_group("horovodrun's options that are refused")
-    for no in REFUSED:
+    for option in REFUSED:
         refused.add_argument(
-            *no.flags, dest="refused", action=_Refuse, nargs=no.arguments, const=no.remedy, help=no.remedy
+            *option.flags,
+            dest="refused",
+            action=_Refuse,
+            nargs=option.arguments,
+            const=option.remedy,
+            help=option.remedy,
         )
 
 
 def refuse(refused: Sequence[tuple[str, str]] | None) -> None:
-    """Raise ConfigurationError for the first option that cannot be kept, if there is one."""
+    """Raise ConfigurationError for the first unsupported option, if there is one."""
     for option, remedy in refused or ():
-        raise ConfigurationError(f"`{option}` cannot be kept: {remedy}")
+        raise ConfigurationError(f"`{option}` is not supported: {remedy}")
 
 
 def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that the options of TUNING set, and the options which mean nothing to `backend`.
+    """Return the variables that the options of TUNING set, and the options without an effect on `backend`.
 
-    Raises ConfigurationError for a value that is out of range, and for two options that contradict each other.
+    Raises ConfigurationError for a value out of range and for two options that contradict each other.
     """
     found: dict[str, str] = {}
-    by: dict[str, str] = {}
-    idle = []
+    set_by: dict[str, str] = {}
+    ignored = []
     for row in _given(args):
         given = getattr(args, row.dest)
         if backend not in row.backends:
-            idle.append(row.flags[0])
+            ignored.append(row.flags[0])
             continue
         try:
             value = row.value(given) if row.value is not None else None
         except ValueError:
             raise ConfigurationError(
-                f"`{row.flags[0]}` cannot be {given!r}. Look at `dualdist run --help`."
+                f"`{row.flags[0]}` cannot be {given!r}. See `dualdist run --help`."
             ) from None
         for name, text in row.variables.items():
             setting = text.format(value)
             if found.setdefault(name, setting) != setting:
                 raise ConfigurationError(
-                    f"`{row.flags[0]}` and `{by[name]}` cannot be given together. Leave one out."
+                    f"`{row.flags[0]}` and `{set_by[name]}` cannot be given together. Leave one out."
                 )
-            by[name] = row.flags[0]
-    return found, idle
+            set_by[name] = row.flags[0]
+    return found, ignored
 
 
 def _given(args: argparse.Namespace) -> Iterable[Tuning]:

@@ -3,9 +3,9 @@
     dualdist run -np 4 python train.py
     dualdist run -H node1:4,node2:4 python train.py
 
-Each process finds its rank in the environment; dualdist.init() reads it. Other hosts are reached by ssh, without a
-password, and need the same python, scripts and data at the same paths. The first process that fails ends all others,
-and its exit code is that of the command.
+Each process finds its rank in the environment, where dualdist.init() reads it. Other hosts are reached by ssh without a
+password, and need the same Python, scripts and data at the same paths. When a process fails, all others are ended, and
+its exit code becomes the exit code of this command.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..backends import BACKENDS, TRANSPORTS
+from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..processes.hosts import Host, parse_hostfile, parse_hosts
-from ..processes.job import RunOptions, run_job
+from ..processes.run import RunOptions, run_job
+from ..processes.variables import backend_variables
 from .horovodrun import add_horovodrun_options, refuse, variables_of
 from .version import version
 
 __all__ = ("add_arguments", "execute")
 
-_PIPE_CODE = 141  # as a shell tells of SIGPIPE
-
+_PIPE_CODE = 141
+"""The exit code by which a shell reports SIGPIPE."""
 
 _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("-v", "--version"), {"action": "version", "version": version()}),
@@ -37,25 +38,25 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "dest": "size",
             "type": int,
             "metavar": "N",
-            "help": "number of processes; by default all slots of the hosts",
+            "help": "the number of processes; by default all slots of the hosts",
         },
     ),
     (
         ("--backend",),
-        {"choices": [name for name in BACKENDS if name != "local"], "help": "the backend (DUALDIST_BACKEND)"},
+        {"choices": DISTRIBUTED_BACKENDS, "help": "the backend (DUALDIST_BACKEND)"},
     ),
     (
         ("--transport",),
-        {"choices": TRANSPORTS, "help": "what the backend talks through (DUALDIST_TRANSPORT)"},
+        {"choices": TRANSPORTS, "help": "what carries the backend's data (DUALDIST_TRANSPORT)"},
     ),
-    (("--gloo",), {"action": "store_true", "help": "the same as --transport gloo"}),
+    (("--gloo",), {"action": "store_const", "const": "gloo", "help": "the same as --transport gloo"}),
     (
         ("--output", "--output-filename"),
-        {"type": Path, "metavar": "DIR", "help": "write DIR/rank.N/stdout and stderr too"},
+        {"type": Path, "metavar": "DIR", "help": "also write the output to DIR/rank.N/stdout and stderr"},
     ),
     (
         ("-prefix-timestamp", "--prefix-output-with-timestamp"),
-        {"dest": "timestamps", "action": "store_true", "help": "put the time before each line"},
+        {"dest": "timestamps", "action": "store_true", "help": "write the time before each line"},
     ),
     (
         ("--env",),
@@ -63,7 +64,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "action": "append",
             "default": [],
             "metavar": "NAME[=VALUE]",
-            "help": "send this variable also where it would stay here, or set it; may be repeated",
+            "help": "set this variable, or send it to hosts to which it would not go; may be repeated",
         },
     ),
     (
@@ -75,14 +76,17 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "the network interface to use (DUALDIST_INTERFACE); may be repeated",
         },
     ),
-    (("-p", "--ssh-port"), {"type": int, "metavar": "PORT", "help": "ssh's port on the other hosts"}),
-    (("-i", "--ssh-identity-file"), {"metavar": "FILE", "help": "ssh's private key"}),
+    (("-p", "--ssh-port"), {"type": int, "metavar": "PORT", "help": "the port of ssh on the other hosts"}),
+    (("-i", "--ssh-identity-file"), {"metavar": "FILE", "help": "the private key for ssh"}),
     (
         ("--start-timeout",),
-        {"metavar": "SECONDS", "help": "for every host to answer (30, or HOROVOD_START_TIMEOUT)"},
+        {
+            "metavar": "SECONDS",
+            "help": "how long to wait for each host to answer (30, or HOROVOD_START_TIMEOUT)",
+        },
     ),
-    (("--disable-cache",), {"action": "store_true", "help": "nothing is cached in any case"}),
-    (("--verbose",), {"action": "store_true", "help": "tell what is started, and what is chosen"}),
+    (("--disable-cache",), {"action": "store_true", "help": "no effect: nothing is ever cached"}),
+    (("--verbose",), {"action": "store_true", "help": "report what is started and chosen"}),
 )
 
 
@@ -96,22 +100,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-H",
         "--hosts",
         metavar="HOST:SLOTS,...",
-        help="the hosts, the first filled first; by default this one",
+        help="the hosts, which are filled in this order; by default this host",
     )
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the hosts, one `host slots=N` a line")
+    where.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="a file with one `host slots=N` per line"
+    )
     add_horovodrun_options(parser)
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every process runs"
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command that every process runs"
     )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the job that `args` describe; return its exit code. Raises ConfigurationError for what cannot be done."""
+    """Run the job that `args` describes; return its exit code. Raises ConfigurationError when it cannot start."""
     refuse(args.refused)
     options = _options(args, os.environ)
     try:
         return run_job(options, os.environ)
-    except BrokenPipeError:  # nobody reads on; nor is there anyone for the interpreter's last flush
+    except BrokenPipeError:
+        # Nobody reads the output any more. The interpreter flushes it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CODE
 
@@ -144,9 +151,7 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
         try:
             return parse_hostfile(Path(args.hostfile).read_text(), args.hostfile)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(
-                f"`--hostfile` must be a file that can be read, but: {error}."
-            ) from error
+            raise ConfigurationError(f"`--hostfile` must be a readable file, but is not: {error}.") from error
     if args.size is None:
         raise ConfigurationError(
             "`-np` must be given without -H and --hostfile, but is absent. Give the number of processes."
@@ -157,24 +162,21 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
 def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
     transport = args.transport
     if args.gloo:
-        if transport not in (None, "gloo"):
+        if transport not in (None, args.gloo):
             raise ConfigurationError(
                 f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out."
             )
-        transport = "gloo"
-    if transport == "mpi":
-        raise ConfigurationError(
-            "`--transport` must be nccl or gloo, but is mpi instead. Start with mpirun, which starts MPI."
-        )
-    backend = args.backend or env.get("DUALDIST_BACKEND") or "torch"
-    found, idle = variables_of(args, backend)
-    for option in idle:
+        transport = args.gloo
+    chosen = backend_variables(args.backend, transport, option="--transport", launcher="dualdist run")
+    backend = args.backend or env.get("DUALDIST_BACKEND") or DEFAULT_BACKEND
+    found, ignored = variables_of(args, backend)
+    for option in ignored:
         sys.stderr.write(
-            f"dualdist run: {option} has no effect: it is for --backend horovod, but this is {backend}.\n"
+            f"dualdist run: {option} has no effect on the backend {backend}: it is a setting of Horovod.\n"
         )
-    chosen = {"DUALDIST_BACKEND": args.backend, "DUALDIST_TRANSPORT": transport}
-    chosen["DUALDIST_INTERFACE"] = ",".join(args.interfaces) if args.interfaces else None
-    found |= {name: value for name, value in chosen.items() if value is not None}
+    found |= chosen
+    if args.interfaces:
+        found["DUALDIST_INTERFACE"] = ",".join(args.interfaces)
     for item in args.env:
         name, given, value = item.partition("=")
         if not name or (not given and name not in env):

@@ -1,14 +1,12 @@
-"""The smoke test of `dualdist doctor`: two real processes that join a world and exchange a few numbers.
+"""The smoke test of `dualdist doctor`: two real processes join a world and exchange a few numbers.
+
+Where mpirun starts the processes, each one runs
 
     python -m dualdist.cli.smoke BACKEND TRANSPORT
-
-is what each process of a cell over MPI runs.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +15,12 @@ from typing import Any
 
 import torch
 
+from ..backends import TRANSPORTS
 from ..collectives import allgather, allreduce
 from ..launch.environment import without_launchers
+from ..launch.mpirun import mpirun_command
 from ..lifecycle import init, shutdown
-from ..processes.spawning import spawn
+from ..processes.spawn import spawn
 from ..types import Sum
 from ..world.numbers import backend_name, rank, size, transport_name
 
@@ -30,19 +30,19 @@ _SECONDS = 60.0
 _PROCESSES = 2
 
 
-def smoke(cells: Sequence[str], env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Start every one of `cells` ('backend+transport') and return, for each, the seconds it took or its problem."""
+def smoke(combinations: Sequence[str], env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Start each of `combinations` ('backend+transport') and return, for each, the seconds it took and its problem."""
     results = {}
-    for cell in cells:
+    for combination in combinations:
         start = time.monotonic()
-        backend, _, transport = cell.partition("+")
+        backend, _, transport = combination.partition("+")
         problem = _try(backend, transport, env)
-        results[cell] = {"seconds": round(time.monotonic() - start, 1), "problem": problem}
+        results[combination] = {"seconds": round(time.monotonic() - start, 1), "problem": problem}
     return results
 
 
 def attempt(backend: str, transport: str) -> None:
-    """Join a world of two on this cell and check what collectives return. Collective."""
+    """Join a world of two over `backend` and `transport`, and check the results of collectives. Collective."""
     init(backend=backend, transport=transport)
     joined = backend_name(), transport_name(), size()
     if joined != (backend, transport, _PROCESSES):
@@ -55,10 +55,10 @@ def attempt(backend: str, transport: str) -> None:
 
 
 def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
-    """Return what went wrong, None for nothing."""
-    if transport == "nccl" and torch.cuda.device_count() < _PROCESSES:
-        return f"not tried: NCCL needs a GPU for each of {_PROCESSES} processes"
-    if transport == "mpi":
+    """Return what went wrong, None when everything worked."""
+    if TRANSPORTS[transport].needs_gpus and torch.cuda.device_count() < _PROCESSES:
+        return f"not tried: {transport} needs a GPU for each of {_PROCESSES} processes"
+    if TRANSPORTS[transport].needs_mpi:
         return _try_mpirun(backend, transport, env)
     try:
         spawn(attempt, (backend, transport), _PROCESSES, timeout=_SECONDS)
@@ -68,14 +68,9 @@ def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
 
 
 def _try_mpirun(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
+    command = mpirun_command(_PROCESSES, [sys.executable, "-m", __name__, backend, transport])
+    if command is None:
         return "not tried: no mpirun on PATH"
-    command = [mpirun, "-np", str(_PROCESSES)]
-    named = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if "Open MPI" in named.stdout:
-        command += ["--oversubscribe", *["--allow-run-as-root"] * (os.getuid() == 0)]
-    command += [sys.executable, "-m", __name__, backend, transport]
     try:
         ended = subprocess.run(
             command,
@@ -89,8 +84,8 @@ def _try_mpirun(backend: str, transport: str, env: Mapping[str, str]) -> str | N
         return f"did not end within {_SECONDS:.0f} s"
     if ended.returncode == 0:
         return None
-    said = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
-    return said[0] if said else f"exit code {ended.returncode}"
+    errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
+    return errors[0] if errors else f"exit code {ended.returncode}"
 
 
 if __name__ == "__main__":

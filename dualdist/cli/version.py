@@ -1,4 +1,4 @@
-"""Which version of dualdist this is."""
+"""The version of dualdist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ("version",)
 
 
 def version() -> str:
-    """Return the version of the installed package; a source tree that is not installed has none."""
+    """Return the version of the installed package, 'not installed' for a source tree."""
     try:
         return importlib.metadata.version("dualdist")
     except importlib.metadata.PackageNotFoundError:

@@ -1,1 +1,4 @@
-"""Starting the processes of `dualdist run` and `dualdist.spawn`, and ending them everywhere. Imports no torch."""
+"""Starting the processes of `dualdist run` (run.py) and `dualdist.spawn` (spawn.py), and ending them everywhere.
+
+Both hand their processes to a Supervisor (supervisor.py), which starts one agent per host (agent.py).
+"""

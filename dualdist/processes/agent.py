@@ -1,11 +1,11 @@
-"""What watches the processes of one host: it starts them, passes on what they say, and leaves none of them behind.
+"""The agent: the program that runs on each host, starts that host's processes, and leaves none of them behind.
 
-The launcher runs it once per host, here or over ssh, and talks to it through its standard input and output. The end
-of its input means that the launcher or the connection is gone, however that came about; then it ends its processes.
-It takes in whatever they have started (PR_SET_CHILD_SUBREAPER), so that also a daemon that left its session is found.
+The launcher starts one agent per host, here or over ssh, and talks to it through its standard input and output. The
+end of its input means that the launcher or the connection is gone; then the agent ends its processes. It adopts the
+orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons that left their session.
 
-The source of this file is sent to the interpreter, so that a host needs no more than Python; it imports the standard
-library alone. See supervisor.py for the other end.
+The launcher sends the source of this file to the host's interpreter, so the host needs only Python. Therefore this
+file imports the standard library alone. See agent_connection.py for the launcher's end.
 """
 
 from __future__ import annotations
@@ -29,62 +29,59 @@ __all__ = ("ENDED", "HEADER", "STARTED", "STDERR", "STDOUT", "main")
 
 STARTED, STDOUT, STDERR, ENDED = range(4)
 HEADER = struct.Struct("!BII")
-"""(kind, index of the process, length of what follows)"""
+"""(kind of message, index of the process, length of the data that follows)"""
 
 _CHUNK = 1 << 16
 _GRACE_SECONDS = 3.0
-"""Between SIGTERM and SIGKILL when nobody is left who could say how long."""
-_LOOK_SECONDS = 0.02
+"""Between SIGTERM and SIGKILL when the launcher did not say how long."""
+_POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
-    """Read the specification from the standard input, then do it."""
+    """Read the request from the standard input and carry it out."""
     length = int(sys.stdin.buffer.readline())
-    shim = Shim(json.loads(sys.stdin.buffer.read(length)))
+    agent = Agent(json.loads(sys.stdin.buffer.read(length)))
     try:
-        shim.run()
-    except BrokenPipeError:  # the launcher is gone
-        shim.leave()
+        agent.run()
+    except BrokenPipeError:
+        # The launcher is gone.
+        agent.leave()
     except BaseException:
         traceback.print_exc()
-        shim.leave()
-    os._exit(0)  # a thread still reads the standard input, which the interpreter's end would wait for
+        agent.leave()
+    # A normal exit would wait for the thread that still reads the standard input.
+    os._exit(0)
 
 
-class Shim:
-    """The processes of `spec`; see supervisor.py:Spec for its fields."""
+class Agent:
+    """Runs the processes of `request`, a dictionary made by agent_connection.py:_first_message."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self._spec = spec
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
         self._selector = selectors.DefaultSelector()
-        self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # process id -> (index, process)
-        self._pipes: dict[int, list[tuple[int, int]]] = {}  # index -> [(file, kind)]
-        self._heard = time.monotonic()
+        self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        """process id -> (index, process)"""
+        self._pipes: dict[int, list[tuple[int, int]]] = {}
+        """index -> [(file descriptor, kind)]"""
+        self._last_input = time.monotonic()
         self._leaving = threading.Lock()
 
     def run(self) -> None:
-        """Start the processes and stay until none is left."""
+        """Start the processes and return when none is left."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        if self._spec["parent"] is not None:
+        if self._request["parent"] is not None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != self._spec["parent"]:
+            if os.getppid() != self._request["parent"]:
                 return
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, lambda *_: self._thread(self.leave))
-        wake, wakened = os.pipe()
-        for end in (wake, wakened):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(wake, selectors.EVENT_READ, None)
-        _write_all(self._spec["token"].encode())
-        for index in range(len(self._spec["processes"])):
+        self._take_signals()
+        _write_all(self._request["token"].encode())
+        for index in range(len(self._request["processes"])):
             self._start(index)
-        for descriptor in {fd for process in self._spec["processes"] for fd in process["fds"]}:
+        for descriptor in {fd for process in self._request["processes"] for fd in process["fds"]}:
             os.close(descriptor)
         self._thread(self._listen)
-        if self._spec["silence"] is not None:
+        if self._request["silence"] is not None:
             self._thread(self._watch)
         while self._running:
             self._pass_on()
@@ -93,22 +90,28 @@ class Shim:
         for index in list(self._pipes):
             self._drain(index)
 
+    def _take_signals(self) -> None:
+        """Leave at a signal that ends this process. Wake the selector when a child ends."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, lambda *_: self._thread(self.leave))
+        reader, writer = os.pipe()
+        for end in (reader, writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(reader, selectors.EVENT_READ, None)
+
     def _start(self, index: int) -> None:
-        process = self._spec["processes"][index]
-        env = {_bytes(name): _bytes(value) for name, value in (self._spec["env"] | process["env"]).items()}
-        if self._spec["inherit"]:
-            env = {**os.environb, **env}
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self._spec["processes"]))
-        default = b"OMP_NUM_THREADS" not in env
-        env.setdefault(b"OMP_NUM_THREADS", b"%d" % threads)
+        process = self._request["processes"][index]
+        env, threads = self._environment(process)
         streams = [(STDOUT, subprocess.PIPE), (STDERR, subprocess.PIPE)]
-        if self._spec["output"] is not None:
-            streams = list(zip((STDOUT, STDERR), self._spec["output"], strict=True))
+        if self._request["output"] is not None:
+            streams = list(zip((STDOUT, STDERR), self._request["output"], strict=True))
         try:
             child = subprocess.Popen(
                 [_bytes(argument) for argument in process["argv"]],
                 env=env,
-                cwd=_bytes(self._spec["cwd"]),
+                cwd=_bytes(self._request["cwd"]),
                 stdin=subprocess.DEVNULL,
                 stdout=streams[0][1],
                 stderr=streams[1][1],
@@ -118,7 +121,7 @@ class Shim:
             )
         except (OSError, ValueError) as error:  # ValueError: a null byte
             code = 126 if isinstance(error, PermissionError) else 127  # as in a shell
-            self._tell(ENDED, index, {"code": code, "time": time.monotonic(), "error": _told(error)})
+            self._report(ENDED, index, {"code": code, "time": time.monotonic(), "error": _error_text(error)})
             return
         self._running[child.pid] = (index, child)
         self._pipes[index] = []
@@ -129,21 +132,33 @@ class Shim:
                 os.set_blocking(descriptor, False)
                 self._pipes[index].append((descriptor, kind))
                 self._selector.register(descriptor, selectors.EVENT_READ, (index, kind))
-        self._tell(STARTED, index, {"pid": child.pid, "threads": threads if default else None})
+        self._report(STARTED, index, {"pid": child.pid, "threads": threads})
+
+    def _environment(self, process: dict[str, Any]) -> tuple[dict[bytes, bytes], int | None]:
+        """Return the environment of a process, and its OMP_NUM_THREADS if it is set here."""
+        env = {_bytes(name): _bytes(value) for name, value in (self._request["env"] | process["env"]).items()}
+        if self._request["inherit"]:
+            env = {**os.environb, **env}
+        if b"OMP_NUM_THREADS" in env:
+            return env, None
+        threads = max(1, len(os.sched_getaffinity(0)) // len(self._request["processes"]))
+        return env | {b"OMP_NUM_THREADS": b"%d" % threads}, threads
 
     def _pass_on(self) -> None:
+        """Send what the processes have written, and report those that have ended."""
         ready = [key for key, _ in self._selector.select()]
         for key in ready:
             if key.data is not None:
                 self._copy(key.fd, *key.data)
+        # Reaping closes pipes, so it is last.
         for key in ready:
-            if key.data is None:  # comes last, since it closes pipes
+            if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(key.fd, _CHUNK)
                 self._reap()
 
     def _copy(self, descriptor: int, index: int, kind: int) -> bool:
-        """Pass on what is there; return whether more may be."""
+        """Send one chunk of a process's output. Return whether there may be more."""
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -162,7 +177,7 @@ class Shim:
                 pass
 
     def _reap(self) -> None:
-        """Tell who has ended, after the last that it said. Whoever was adopted is just forgotten."""
+        """Report each process that has ended, after the last of its output. Adopted orphans are not reported."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -172,18 +187,21 @@ class Shim:
                 return
             if pid in self._running:
                 index, child = self._running.pop(pid)
-                child.returncode = os.waitstatus_to_exitcode(status)  # or it would wait for itself
+                # Popen would wait for the process again if it did not know the code.
+                child.returncode = os.waitstatus_to_exitcode(status)
                 self._drain(index)
-                self._tell(ENDED, index, {"code": child.returncode, "time": time.monotonic(), "error": None})
+                self._report(
+                    ENDED, index, {"code": child.returncode, "time": time.monotonic(), "error": None}
+                )
 
-    def _tell(self, kind: int, index: int, fact: dict[str, Any]) -> None:
-        data = json.dumps(fact).encode()
+    def _report(self, kind: int, index: int, facts: dict[str, Any]) -> None:
+        data = json.dumps(facts).encode()
         _write_all(HEADER.pack(kind, index, len(data)) + data)
 
     def _listen(self) -> None:
-        """Do what the launcher says: nothing (it is alive), 'end SIGNAL GRACE', or 'kill'."""
+        """Follow the launcher's commands: an empty line (it is alive), 'end SIGNAL GRACE', or 'kill'."""
         for line in sys.stdin.buffer:
-            self._heard = time.monotonic()
+            self._last_input = time.monotonic()
             words = line.split()
             if words[:1] == [b"end"]:
                 number, grace = int(words[1]), float(words[2])
@@ -193,28 +211,29 @@ class Shim:
         self.leave()
 
     def _watch(self) -> None:
-        silence = float(self._spec["silence"])
-        while (left := self._heard + silence - time.monotonic()) > 0:
+        """Leave when the launcher has been silent for too long."""
+        silence = float(self._request["silence"])
+        while (left := self._last_input + silence - time.monotonic()) > 0:
             time.sleep(left)
         self.leave()
 
     def leave(self) -> NoReturn:
-        """End everything: nobody is left who would want it."""
+        """End all processes and this one, because the launcher is gone."""
         with self._leaving:
             self._end_rest(_GRACE_SECONDS)
             os._exit(1)
 
     def _end_rest(self, grace: float, number: int = signal.SIGTERM) -> None:
-        """Send `number` to every process below this one, and SIGKILL to those that are left after `grace` seconds."""
+        """Send signal `number` to all descendants of this process, and SIGKILL to those alive after `grace` seconds."""
         deadline = time.monotonic() + grace
-        told: set[int] = set()
+        signalled: set[int] = set()
         while alive := _descendants():
             late = time.monotonic() >= deadline
-            for pid in alive if late else alive - told:
+            for pid in alive if late else alive - signalled:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL if late else number)
-            told |= alive
-            time.sleep(_LOOK_SECONDS)
+            signalled |= alive
+            time.sleep(_POLL_SECONDS)
 
     @staticmethod
     def _thread(target: Callable[[], object]) -> None:
@@ -222,7 +241,7 @@ class Shim:
 
 
 def _descendants() -> set[int]:
-    """Return the processes that this one or its children have started, without those that have ended."""
+    """Return the ids of this process's children, their children and so on, without those that have ended."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -238,14 +257,14 @@ def _descendants() -> set[int]:
     return found
 
 
-def _told(error: OSError | ValueError) -> str:
+def _error_text(error: OSError | ValueError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {os.fsdecode(error.filename)}"
     return str(error)
 
 
 def _bytes(text: str) -> bytes:
-    """Undo supervisor.py:portable."""
+    """Undo agent_connection.py:portable."""
     return text.encode("latin-1")
 
 
@@ -256,9 +275,8 @@ def _write_all(data: bytes) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(
-        ImportError, OSError, AttributeError
-    ):  # without it, orphans of orphans are missed
+    # Without prctl, the agent does not find the orphans of orphans.
+    with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Host lists, and which rank runs where.
+"""Host lists, and the host of each rank.
 
-The lists are those of horovodrun, `-H host1:4,host2:4` and lines of `host slots=4`, and of Open MPI's and MPICH's
-host files. The first host is filled first, as in horovod/runner/common/util/hosts.py:get_host_assignments.
+The formats are those of horovodrun, `-H host1:4,host2:4` and lines of `host slots=4`, and of the host files of Open MPI
+and MPICH. Hosts are filled in their order, as in horovod/runner/common/util/hosts.py:get_host_assignments.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..errors import ConfigurationError
 __all__ = ("Host", "Slot", "assign", "parse_hostfile", "parse_hosts")
 
 _NAME = r"(?P<name>(?:[A-Za-z0-9_.][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.%\w]+\]))"
-"""A host name or an address, an IPv6 one in brackets, with a user name before an @; never an option of ssh's."""
+"""A host name or address, IPv6 in brackets, with an optional USER@ before it. It cannot be an option of ssh."""
 _ITEM = re.compile(rf"{_NAME}(?::(?P<slots>\d+))?", re.ASCII)
 _WORD = re.compile(r"(?P<key>[a-z_-]+)\s*=\s*(?P<value>\d+)")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and how many processes may run on it."""
+    """A host and the number of processes that may run on it."""
 
     name: str
     slots: int
@@ -41,7 +41,7 @@ class Slot:
 def parse_hosts(text: str) -> list[Host]:
     """Return the hosts of `-H host1:4,host2:4`; a host without a number has one slot, as in Open MPI.
 
-    Raises ConfigurationError for what is not of this form.
+    Raises ConfigurationError for any other form.
     """
     return _merged(_parse_item(item.strip(), "-H") for item in text.split(","))
 
@@ -49,8 +49,8 @@ def parse_hosts(text: str) -> list[Host]:
 def parse_hostfile(text: str, path: str) -> list[Host]:
     """Return the hosts of a host file: `host slots=4`, `host:4` or `host` per line; `#` starts a comment.
 
-    max_slots and max-slots are read over: more processes than slots are never started.
-    Raises ConfigurationError, with the line, for what is not of this form, and when no host is left.
+    max_slots and max-slots are ignored: a host never runs more processes than its slots.
+    Raises ConfigurationError, with the number of the line, for any other form, and when there is no host.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -91,7 +91,7 @@ def _parse_item(item: str, where: str) -> Host:
     if found is None:
         raise ConfigurationError(
             f"`{where}` must hold host names with numbers of slots, such as node1:4,node2:4, but has {item!r} instead. "
-            "Names are letters, digits, '.', '-' and '_'; an IPv6 address stands in brackets."
+            "Names are letters, digits, '.', '-' and '_'; an IPv6 address is in brackets."
         )
     return Host(found["name"], int(found["slots"] or 1))
 
@@ -107,7 +107,7 @@ def _parse_line(content: str, where: str) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> list[Host]:
-    """Return each host once: local ranks count up on it, wherever in the list it stands again."""
+    """Return each host once, with the sum of its slots."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots

@@ -1,7 +1,7 @@
-"""From what a process writes to whole lines, each with the rank before it, on the launcher's own output.
+"""Writes the output of all processes to the launcher's own output, in whole lines with the rank before each.
 
-The form of a line is that of horovodrun and mpirun, `[1,0]<stdout>:text`. A carriage return ends a line as well, as
-in horovodrun, so that progress bars move.
+The form of a line is that of horovodrun and mpirun, `[1,0]<stdout>:text`. As in horovodrun, a carriage return also ends
+a line, so that progress bars move.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ class _Lines:
         if self._copy is not None:
             self._copy.write(data)
             self._copy.flush()
+        # A \r\n that was split between two writes.
         halved, self._after_return = self._after_return and data.startswith(b"\n"), data.endswith(b"\r")
-        if halved:  # the other half of \r\n
+        if halved:
             self._target.write(b"\n")
             data = data[1:]
-        if b"\n" not in data and b"\r" not in data:  # a long line: join its parts once
+        if b"\n" not in data and b"\r" not in data:
+            # Part of a long line. Parts are joined once, at its end.
             self._rest.append(data)
         else:
             self._split(b"".join([*self._rest, data]))
         self._target.flush()
 
     def _split(self, text: bytes) -> None:
-        lines = text.splitlines(keepends=True)  # of bytes: at \n, \r and \r\n alone
+        lines = text.splitlines(keepends=True)  # bytes are split only at \n, \r and \r\n
         self._rest = [] if lines[-1].endswith((b"\n", b"\r")) else [lines.pop()]
         for line in lines:
             self._target.write(self._context() + line)
@@ -64,10 +66,10 @@ class _Lines:
 
 
 class Output:
-    """Where the processes' output goes: to this process's own, and to files in `folder` if one is given.
+    """Writes the processes' output to that of this process, and also to files in `folder` if it is given.
 
-    As with horovodrun --output-filename, the files are FOLDER/rank.N/stdout and stderr, N padded with zeros, and
-    come beside the terminal; they hold the bytes as they were written, without a prefix.
+    As with horovodrun --output-filename, the files are FOLDER/rank.N/stdout and stderr, N padded with zeros. They hold
+    the bytes as they were written, without a prefix.
     """
 
     def __init__(self, size: int, folder: Path | None, *, timestamps: bool = False) -> None:
@@ -80,7 +82,7 @@ class Output:
                 self._make_files(folder)
             except OSError as error:
                 raise ConfigurationError(
-                    f"`--output` must be a folder that can be written, but: {error}."
+                    f"`--output` must be a writable folder, but is not: {error}."
                 ) from error
 
     def __enter__(self) -> Output:
@@ -92,20 +94,20 @@ class Output:
         self.close()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Take what `rank` wrote to its file descriptor `stream`, 1 or 2."""
+        """Write the `data` that `rank` wrote to its file descriptor `stream`, 1 or 2."""
         key = (rank, stream)
         if key not in self._streams:
             self._streams[key] = self._open(rank, stream)
         self._streams[key].write(data)
 
     def close_rank(self, rank: int) -> None:
-        """Write what is left of a last line without an end."""
+        """Write the rest of an unfinished last line."""
         for stream in _NAMES:
             if (rank, stream) in self._streams:
                 self._streams.pop((rank, stream)).close()
 
     def close(self) -> None:
-        """Write what is left of every rank."""
+        """Close every rank."""
         for rank in range(self._size):
             self.close_rank(rank)
 

@@ -1,4 +1,4 @@
-"""Other hosts: which names are this machine, how ssh is called, and by which address the others reach us."""
+"""Other hosts: which names mean this machine, the ssh command, and the address at which they reach this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def is_local(host: str) -> bool:
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(address)  # which only an address of this machine allows
+                # Only an address of this machine can be bound.
+                probe.bind(address)
                 return True
     return False
 
@@ -38,10 +39,10 @@ def ssh_command(
     identity: str | None,
     timeout: int,
 ) -> list[str]:
-    """Return what runs `command` on `host`. timeout: seconds for the connection.
+    """Return the command that runs `command` on `host`. timeout: seconds for the connection.
 
-    DUALDIST_SSH in `env` replaces the `ssh` in front, such as "ssh -F file". Passwords are never asked for; whether an
-    unknown host key is accepted is left to the user's configuration, since the job's secret goes over the connection.
+    DUALDIST_SSH in `env`, such as "ssh -F file", replaces `ssh`. ssh never asks for a password. The user's settings
+    decide whether an unknown host key is accepted, because the job's secret goes over the connection.
     Raises ConfigurationError when there is no ssh.
     """
     if shutil.which(_ssh(env)[0]) is None:
@@ -57,25 +58,30 @@ def ssh_command(
 
 
 def address_towards(host: str, env: Mapping[str, str], interface: str | None) -> str:
-    """Return this machine's IPv4 address on `interface`, else that by which it reaches `host`.
+    """Return this machine's IPv4 address on `interface`, by default the one from which it reaches `host`.
 
-    A name that only ssh's configuration knows is looked up there. Raises ConfigurationError when there is none.
+    A host name may be an alias of ssh's configuration. Raises ConfigurationError when there is no such address.
     """
     if interface is not None:
         return candidates({INTERFACE: interface})[0]
     name = _bare(host).rpartition("@")[2]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = [*_ssh(env), "-G", "--", _bare(host)]
-        told = subprocess.run(
-            asked, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, timeout=_SSH_SECONDS
+        question = [*_ssh(env), "-G", "--", _bare(host)]
+        answer = subprocess.run(
+            question,
+            capture_output=True,
+            text=True,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_SSH_SECONDS,
         )
-        name = next((line[9:] for line in told.stdout.splitlines() if line.startswith("hostname ")), name)
+        name = next((line[9:] for line in answer.stdout.splitlines() if line.startswith("hostname ")), name)
     try:
         return own_address(name)
     except OSError as error:
         raise ConfigurationError(
             f"`-H` must name hosts that can be reached, but {host!r} cannot: {error}. "
-            "Check the name, or choose the way to it with --network-interface."
+            "Check the name, or choose the network with --network-interface."
         ) from error
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from dualdist.cli import main
 from dualdist.launch import detect
-from dualdist.processes import supervisor
+from dualdist.processes import agent_connection
 
 from ..helpers.process_watch import Watched
 from ..helpers.ssh_hosts import start_hosts
@@ -287,8 +287,8 @@ def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run, familie
 def test_a_host_that_hears_nothing_of_the_launcher_ends_its_processes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(supervisor, "_BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(agent_connection, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(agent_connection, "_BEAT_SECONDS", 1000.0)
     assert run("-H", "hostA:1", "sleep", "1000").code != 0
 
 

@@ -72,7 +72,7 @@ def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
         hvd.spawn(spawn_functions.fail, (1,), 3)
     cause = str(caught.value.__cause__)
     assert "Rank 1 of 3" in cause and 'raise KeyError("the reason")' in cause
-    assert "child.py" not in cause
+    assert "spawn_child.py" not in cause
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,9 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words() -> None:
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(TypeError, match="must return what can be pickled, but returned a lock instead"):
+    with pytest.raises(
+        TypeError, match="must return an object that can be pickled, but returned a lock instead"
+    ):
         hvd.spawn(spawn_functions.return_unsendable, nprocs=1)
 
 
@@ -208,5 +210,5 @@ def test_a_function_under_the_guard_is_told_to_come_out_of_it(
     script = pretend_to_be(tmp_path / "script.py", "", monkeypatch)
     monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
     monkeypatch.setattr(script, "block", spawn_functions.block, raising=False)
-    with pytest.raises(AttributeError, match="must be defined in its file outside `if __name__"):
+    with pytest.raises(AttributeError, match="Define it in its file outside `if __name__"):
         hvd.spawn(spawn_functions.block, nprocs=1)

@@ -1,7 +1,7 @@
-"""One job of `dualdist run`: the processes on all hosts, their output, and how it ends.
+"""One job of `dualdist run`: the processes on all hosts, their output, and how they end.
 
-The first process that fails ends the others, and its exit code is the job's. A signal to this process goes on to all
-of them; a second one kills them.
+When a process fails, all others are ended, and its exit code is that of the job. A signal to the launcher is passed on
+to all processes; a second one kills them.
 """
 
 from __future__ import annotations
@@ -19,49 +19,58 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..launch.environment import exportable, process_variables, without_launchers
+from ..rendezvous import LOOPBACK
 from ..rendezvous.keyvalue import KeyValueServer
 from .agent import ENDED, STARTED, STDERR, STDOUT
+from .agent_connection import (
+    AGENT_COMMAND,
+    LOST,
+    AgentConnection,
+    Event,
+    HostJob,
+    Process,
+    describe_exit,
+)
 from .hosts import Host, Slot, assign
 from .output import Output
 from .remote import address_towards, is_local, ssh_command
-from .supervisor import BOOTSTRAP, LOST, Crew, Event, Process, Shim, Spec, ending
+from .supervisor import Supervisor
 
 __all__ = ("RunOptions", "run_job")
 
-_LOOPBACK = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `dualdist run` was asked for."""
+    """The options of `dualdist run`."""
 
     command: Sequence[str]
     hosts: Sequence[Host]
     size: int | None = None
     """None: all slots of the hosts."""
     variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """To set for the processes, whatever the environment has."""
+    """Variables to set for the processes, in addition to the environment or instead of its values."""
     output: Path | None = None
     timestamps: bool = False
     interface: str | None = None
     ssh_port: int | None = None
     ssh_identity: str | None = None
     start_timeout: float = 30.0
-    """Seconds for every host to answer."""
+    """How many seconds to wait for each host to answer."""
     verbose: bool = False
 
 
 def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     """Run the job to its end and return its exit code. env: the environment of this process.
 
-    Must be called in the main thread, since it takes the signals. Raises ConfigurationError when the job cannot be
-    laid out, before anything starts.
+    Must be called in the main thread, because it handles signals. Raises ConfigurationError, before it starts anything,
+    when the options do not fit the hosts.
     """
     slots = assign(options.hosts, options.size)
     names = list(dict.fromkeys(slot.host for slot in slots))
     remote = [name for name in names if not is_local(name)]
-    address = _LOOPBACK
+    address = LOOPBACK
     if remote:
         address = address_towards(remote[0], env, options.interface)
     secret = secrets.token_bytes(32)
@@ -69,21 +78,25 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
         KeyValueServer(address, secret=secret) as server,
         Output(len(slots), options.output, timestamps=options.timestamps) as output,
         _signals() as received,
-        Crew(_specs(options, slots, remote, f"{server.host}:{server.port}", secret, env)) as crew,
+        Supervisor(
+            _host_jobs(options, slots, remote, f"{server.host}:{server.port}", secret, env)
+        ) as supervisor,
     ):
-        return _Job(options, len(slots), output, crew, received).follow()
+        return _Job(options, len(slots), output, supervisor, received).follow()
 
 
-def _specs(
+def _host_jobs(
     options: RunOptions,
     slots: Sequence[Slot],
     remote: Sequence[str],
     rendezvous: str,
     secret: bytes,
     env: Mapping[str, str],
-) -> list[Spec]:
-    ours = {"PYTHONUNBUFFERED": "1"} | without_launchers(env)  # else lines come late, as horovodrun found
-    specs = []
+) -> list[HostJob]:
+    """Return the processes of each host and how to start them."""
+    # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
+    common = {"PYTHONUNBUFFERED": "1"} | without_launchers(env)
+    host_jobs = []
     for host in dict.fromkeys(slot.host for slot in slots):
         processes = [
             Process(
@@ -102,106 +115,112 @@ def _specs(
             for slot in slots
             if slot.host == host
         ]
-        command: Sequence[str] = BOOTSTRAP
+        command: Sequence[str] = AGENT_COMMAND
         if host in remote:
             command = ssh_command(
                 host,
-                BOOTSTRAP,
+                AGENT_COMMAND,
                 env,
                 port=options.ssh_port,
                 identity=options.ssh_identity,
                 timeout=max(1, int(options.start_timeout) - 1),
             )
-        kept = exportable(ours) if host in remote else ours
-        specs.append(Spec(host, command, processes, kept | dict(options.variables), host not in remote))
-    return specs
+        sent = exportable(common) if host in remote else common
+        variables = sent | dict(options.variables)
+        host_jobs.append(HostJob(host, command, processes, variables, local=host not in remote))
+    return host_jobs
 
 
 class _Job:
-    def __init__(self, options: RunOptions, size: int, output: Output, crew: Crew, signals: _Signals) -> None:
+    """Follows the processes until they have ended."""
+
+    def __init__(
+        self, options: RunOptions, size: int, output: Output, supervisor: Supervisor, signals: _Signals
+    ) -> None:
         self._options = options
-        self._left = set(range(size))
+        self._running = set(range(size))
         self._output = output
-        self._crew = crew
+        self._supervisor = supervisor
         self._signals = signals
         self._code: int | None = None
-        """The exit code, once there is a reason to end."""
+        """The exit code of the job, None until something ends it."""
 
     def follow(self) -> int:
-        self._crew.watch(self._signals.reader, self._take_signals)
+        """Wait for the end of all processes and return the exit code."""
+        self._supervisor.watch(self._signals.reader, self._take_signals)
         start = time.monotonic() + self._options.start_timeout
-        while self._left and self._crew.patience() > 0:
-            silent = [shim for shim in self._crew.shims if not shim.greeted]
+        while self._running and self._supervisor.time_left() > 0:
+            silent = [agent for agent in self._supervisor.agents if not agent.greeted]
             limit = start - time.monotonic() if silent and self._code is None else math.inf
             if limit <= 0:
                 self._give_up(silent)
                 continue
-            for event in self._crew.wait(min(limit, self._crew.patience())):
-                self._note(event)
+            for event in self._supervisor.wait(min(limit, self._supervisor.time_left())):
+                self._handle(event)
         return self._code or 0
 
-    def _give_up(self, silent: Sequence[Shim]) -> None:
-        names = ", ".join(shim.spec.host for shim in silent)
-        words = "; ".join(filter(None, (shim.said() for shim in silent)))
+    def _give_up(self, silent: Sequence[AgentConnection]) -> None:
+        names = ", ".join(agent.job.host for agent in silent)
+        errors = "; ".join(filter(None, (agent.errors() for agent in silent)))
         seconds = f"{self._options.start_timeout:g} s (see --start-timeout)"
-        self._fail(1, f"{names} did not answer within {seconds}{f': {words}' if words else ''}")
+        self._fail(1, f"{names} did not answer within {seconds}{f': {errors}' if errors else ''}")
 
-    def _note(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if event.kind in (STDOUT, STDERR):
             self._output.write(event.rank, event.kind, event.data)
         elif event.kind == STARTED:
-            self._tell_of_start(event)
+            self._report_start(event)
         else:
-            self._left.discard(event.rank)
+            self._running.discard(event.rank)
             self._output.close_rank(event.rank)
-            self._judge(event)
+            self._handle_end(event)
 
-    def _judge(self, event: Event) -> None:
-        who, error = f"rank {event.rank} on {event.host}", event.fact["error"]
+    def _handle_end(self, event: Event) -> None:
+        who, error = f"rank {event.rank} on {event.host}", event.facts["error"]
         if event.kind == LOST:
             self._fail(255, f"{event.host}, with rank {event.rank}, is lost: {error}")
             return
         assert event.kind == ENDED
-        code = int(event.fact["code"])
+        code = int(event.facts["code"])
         if error is not None:
             self._fail(code, f"{who} could not be started: {error}")
         elif code != 0:
-            self._fail(code if code > 0 else 128 - code, f"{who} {ending(code)}")
+            self._fail(code if code > 0 else 128 - code, f"{who} {describe_exit(code)}")
 
     def _fail(self, code: int, reason: str) -> None:
-        """End the job, if nothing has ended it before."""
+        """End the job with exit code `code`, unless it is already ending."""
         if self._code is not None:
             return
         self._code = code
-        _say(f"{reason}{'; ending the others' if len(self._left) > 0 else ''}.")
-        self._crew.end(signal.SIGTERM)
+        _print(f"{reason}{'; ending the others' if len(self._running) > 0 else ''}.")
+        self._supervisor.end(signal.SIGTERM)
 
     def _take_signals(self) -> bool:
         for number in self._signals.take():
             if self._code is None:
                 self._code = 128 + number
-                _say(f"received {signal.Signals(number).name}; ending all processes.")
-                self._crew.end(number)
+                _print(f"received {signal.Signals(number).name}; ending all processes.")
+                self._supervisor.end(number)
             else:
-                self._crew.kill()
+                self._supervisor.kill()
         return True
 
-    def _tell_of_start(self, event: Event) -> None:
+    def _report_start(self, event: Event) -> None:
         if self._options.verbose:
-            threads = event.fact["threads"]
+            threads = event.facts["threads"]
             chosen = "" if threads is None else f", OMP_NUM_THREADS={threads} as it was unset"
-            _say(f"rank {event.rank} on {event.host} is process {event.fact['pid']}{chosen}.")
+            _print(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
 
 
 class _Signals:
-    """The signals that have come, behind a file that is readable once there are some."""
+    """The signals that have arrived. The file `reader` is readable while there are some."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         for end in (self.reader, self._writer):
             os.set_blocking(end, False)
 
-    def note(self, number: int, _: object) -> None:
+    def add(self, number: int, _: object) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, bytes([number]))
 
@@ -217,12 +236,12 @@ class _Signals:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Take the signals that end a job, but for those that whoever started us ignores, such as nohup."""
+    """Collect the signals that end a job, except those that this process ignores, as under nohup."""
     received = _Signals()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, received.note)
+            signal.signal(number, received.add)
     try:
         yield received
     finally:
@@ -231,6 +250,6 @@ def _signals() -> Iterator[_Signals]:
         received.close()
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"dualdist run: {text}\n")
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""One process of `spawn`: reads what to run, runs it, and sends back what came of it.
+"""The program of one process of `spawn`: reads the task, runs it, and sends back the result or the exception.
 
-It is run by its path, so that it works before sys.path is that of the parent, and imports the standard library alone.
+It imports the standard library alone, because it starts before sys.path is that of the parent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ RETURNED, RAISED = "returned", "raised"
 
 
 def main(task: int, result: int) -> None:
-    """Run what is in the open file `task`, and write (kind, time, what it is) to the pipe `result`.
+    """Run the task in the open file `task`, and write one message (kind, time, content) to the pipe `result`.
 
-    RETURNED: the pickled result. RAISED: (the pickled exception or None, its traceback). Eight bytes in front tell the
-    length.
+    RETURNED: content is the pickled result. RAISED: content is (the pickled exception or None, its traceback). Eight
+    bytes before the pickled message hold its length.
     """
     for descriptor in (task, result):
         os.set_inheritable(descriptor, False)
@@ -43,7 +43,8 @@ def _run(task: int) -> bytes:
     text = os.pread(task, os.fstat(task).st_size, 0)
     preparation, work = pickle.loads(text)
     process = multiprocessing.process.current_process()
-    process._inheriting = True  # type: ignore[attr-defined] # so that a script without a guard does not start more
+    # multiprocessing's mark: with it, a script without an `if __name__ == "__main__"` guard raises instead of spawning.
+    process._inheriting = True  # type: ignore[attr-defined]
     try:
         multiprocessing.spawn.prepare(preparation)
         function, args = _unpickled(work)
@@ -54,7 +55,7 @@ def _run(task: int) -> bytes:
         return pickle.dumps(result)
     except Exception as error:  # the user's class decides what pickling raises
         raise TypeError(
-            f"`function` must return what can be pickled, but returned a {type(result).__name__} instead: {error}."
+            f"`fn` must return an object that can be pickled, but returned a {type(result).__name__} instead: {error}."
         ) from error
 
 
@@ -62,16 +63,16 @@ def _unpickled(work: bytes) -> Any:
     try:
         return pickle.loads(work)
     except AttributeError as error:
-        # pickle's words: Can't get attribute 'f' on <module '__mp_main__' from ...>
+        # pickle's message: Can't get attribute 'f' on <module '__mp_main__' from ...>
         if "_main__'" not in str(error):
             raise
         raise AttributeError(
-            f"{error}. What is spawned must be defined in its file outside `if __name__ == '__main__':`."
+            f"{error}. Define it in its file outside `if __name__ == '__main__':`."
         ) from error
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Return `error` pickled, None when it does not survive that."""
+    """Return `error` pickled, None when it cannot be pickled and restored."""
     try:
         data = pickle.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
@@ -80,9 +81,9 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return what python prints of `error`, without the frames of this file."""
+    """Return the traceback that Python prints for `error`, without the frames of this file."""
     shown = traceback.TracebackException.from_exception(error)
-    own = [place for place, frame in enumerate(shown.stack) if frame.filename == __file__]
+    own = [index for index, frame in enumerate(shown.stack) if frame.filename == __file__]
     if len(own) < len(shown.stack):
         del shown.stack[: max(own, default=-1) + 1]
     return "".join(shown.format())

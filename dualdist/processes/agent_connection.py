@@ -1,0 +1,269 @@
+"""The launcher's end of one agent: the program of agent.py, started here or over ssh.
+
+The request to the agent, environment and secret included, goes through its standard input: `ps` does not show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from . import agent
+from .agent import ENDED, HEADER, STARTED, STDERR, STDOUT
+
+__all__ = (
+    "AGENT_COMMAND",
+    "LOST",
+    "AgentConnection",
+    "Event",
+    "HostJob",
+    "Process",
+    "describe_exit",
+    "portable",
+)
+
+LOST = max(STARTED, STDOUT, STDERR, ENDED) + 1
+"""The kind of event that reports the loss of a process's host."""
+
+AGENT_COMMAND = (
+    sys.executable,
+    "-E",
+    "-s",
+    "-S",
+    "-c",
+    "import sys;i=sys.stdin.buffer;exec(i.read(int(i.readline())))",
+)
+"""Starts an agent, which reads its own source from its standard input."""
+
+_BEAT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
+"""How often an agent on another host gets a sign of life, and after how long without one it ends its processes."""
+_LAST_ERRORS_SECONDS = 1.0
+"""How long to wait for ssh's exit, and its last error message, after the end of its output."""
+_CHUNK = 1 << 16
+_LONGEST_GREETING = 1 << 16
+"""Bytes that a login shell may print before the agent's first output."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process: its rank, its command, its own variables, and the open files that it inherits."""
+
+    rank: int
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    fds: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """The part of a job that runs on one host."""
+
+    host: str
+    command: Sequence[str]
+    """Starts the host's agent: AGENT_COMMAND, over ssh for another host."""
+    processes: Sequence[Process]
+    env: Mapping[str, str]
+    """Variables of all the processes: the whole environment on this host, additions to the login's on another."""
+    local: bool = True
+    output: tuple[int, int] | None = None
+    """The open files for the processes' output; None: it is sent to the launcher."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a process: STARTED, STDOUT, STDERR or ENDED from its agent, or LOST, the loss of its host."""
+
+    kind: int
+    rank: int
+    host: str
+    data: bytes = b""
+    """The output, for STDOUT and STDERR."""
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """STARTED: pid, threads (OMP_NUM_THREADS if the agent set it). ENDED: code (negative: a signal), time, error (why
+    it could not start). LOST: error (what happened to its host)."""
+
+
+def portable(text: str) -> str:
+    """Return `text` in a form that JSON carries without loss, whatever its bytes are."""
+    return os.fsencode(text).decode("latin-1")
+
+
+def describe_exit(code: int) -> str:
+    """Return in words how a process ended. code: as in subprocess, minus the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+class AgentConnection:
+    """Starts the agent of one host and exchanges messages with it."""
+
+    def __init__(self, job: HostJob) -> None:
+        self.job = job
+        self.open = True
+        """Whether more messages may arrive."""
+        self.greeted = False
+        """Whether the agent has answered."""
+        self._errors = b""
+        """The standard error of the agent or ssh."""
+        self._token = secrets.token_hex(16)
+        self._buffer = bytearray()
+        self._unended = {index: process.rank for index, process in enumerate(job.processes)}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        fds = {fd for process in job.processes for fd in process.fds} | set(job.output or ())
+        self.popen = subprocess.Popen(
+            job.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=tuple(fds),
+            bufsize=0,
+        )
+        assert self.popen.stderr is not None
+        os.set_blocking(self.popen.stderr.fileno(), False)
+        self._outbox.put(_first_message(job, self._token))
+        self._sender = threading.Thread(target=self._send, name=f"dualdist-{job.host}", daemon=True)
+        self._sender.start()
+
+    def _send(self) -> None:
+        """Send messages, and a sign of life every few seconds. Runs in its own thread, because a write may block."""
+        stream = self.popen.stdin
+        assert stream is not None
+        with contextlib.suppress(OSError), stream:
+            while True:
+                try:
+                    data = self._outbox.get(timeout=_BEAT_SECONDS)
+                except queue.Empty:
+                    data = b"\n"
+                if data is None:
+                    return
+                view = memoryview(data)
+                while view:
+                    view = view[stream.write(view) :]
+
+    def end(self, number: int, grace: float) -> None:
+        """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
+        if not self.greeted:
+            # The agent does not read commands yet. If it starts later, it ends at the end of its input.
+            self.popen.kill()
+        self._outbox.put(b"end %d %f\n" % (number, grace))
+
+    def kill(self) -> None:
+        """Kill every process."""
+        self._outbox.put(b"kill\n")
+
+    def close(self, timeout: float) -> None:
+        """Wait for the end of the agent, `timeout` seconds at most, and kill it after that."""
+        try:
+            self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        self._outbox.put(None)
+        self._sender.join()
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+
+    def read(self) -> Iterator[Event]:
+        """Wait for messages and yield them. At the end of the connection, each process that still ran is lost."""
+        assert self.popen.stdout is not None
+        data = os.read(self.popen.stdout.fileno(), _CHUNK)
+        self._buffer += data
+        if not self.greeted:
+            position = self._buffer.find(self._token.encode())
+            if position >= 0:
+                self.greeted = True
+                del self._buffer[: position + len(self._token)]
+            elif len(self._buffer) > _LONGEST_GREETING:
+                del self._buffer[: -len(self._token)]
+        if self.greeted:
+            yield from self._messages()
+        if not data:
+            self.open = False
+            for index in list(self._unended):
+                yield self._event(LOST, index, {"error": self._why_lost()})
+
+    def read_errors(self) -> bool:
+        """Record the errors that ssh prints. Return whether more may follow."""
+        assert self.popen.stderr is not None
+        try:
+            data = os.read(self.popen.stderr.fileno(), _CHUNK)
+        except BlockingIOError:
+            return True
+        self._errors = (self._errors + data)[-_CHUNK:]
+        return bool(data)
+
+    def errors(self) -> str:
+        """Return the errors that ssh printed, in one line."""
+        return "; ".join(self._errors.decode(errors="replace").splitlines()).strip("; ")
+
+    def _why_lost(self) -> str:
+        """Return what happened to the host."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_LAST_ERRORS_SECONDS)
+        self.read_errors()
+        errors = self.errors()
+        happened = "the connection was lost" if self.greeted else "it could not be reached"
+        return f"{happened}: {errors}" if errors else happened
+
+    def _messages(self) -> Iterator[Event]:
+        while len(self._buffer) >= HEADER.size:
+            kind, index, length = HEADER.unpack_from(self._buffer)
+            if len(self._buffer) < HEADER.size + length:
+                return
+            data = bytes(self._buffer[HEADER.size : HEADER.size + length])
+            del self._buffer[: HEADER.size + length]
+            if kind in (STDOUT, STDERR):
+                yield Event(kind, self.job.processes[index].rank, self.job.host, data)
+            else:
+                yield self._event(kind, index, json.loads(data))
+
+    def _event(self, kind: int, index: int, facts: dict[str, Any]) -> Event:
+        if kind in (ENDED, LOST):
+            self._unended.pop(index, None)
+        return Event(kind, self.job.processes[index].rank, self.job.host, facts=facts)
+
+
+def _first_message(job: HostJob, token: str) -> bytes:
+    """Return the source of the agent and the request to it. The agent sends `token` before any other output."""
+    processes = [
+        {
+            "argv": [portable(argument) for argument in process.argv],
+            "env": _portable(process.env),
+            "fds": list(process.fds),
+        }
+        for process in job.processes
+    ]
+    request = {
+        "token": token,
+        "cwd": portable(os.getcwd()),
+        "env": _portable(job.env),
+        "inherit": not job.local,
+        "parent": os.getpid() if job.local else None,
+        "silence": None if job.local else _SILENCE_SECONDS,
+        "output": job.output,
+        "processes": processes,
+    }
+    source = Path(agent.__file__).read_bytes()
+    text = json.dumps(request).encode()
+    return b"%d\n%b%d\n%b" % (len(source), source, len(text), text)
+
+
+def _portable(env: Mapping[str, str]) -> dict[str, str]:
+    return {portable(name): portable(value) for name, value in env.items()}
