@@ -1,9 +1,9 @@
-"""What saving costs with ResNet-50 and SGD momentum: beside one plain torch.save, and to the steps around it.
+"""Measures what saving ResNet-50 with SGD momentum costs: against a plain torch.save, and for the steps around it.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint.py [FOLDER]
 
-Everything is measured in turns, and compared by the median of the ratios of neighbours: times alone say little about
-another machine. CPU seconds are those of all threads of rank 0; on busy cores they are what other work loses.
+The variants take turns, and the result is the median of the ratios of neighbouring turns, because absolute times differ
+between machines. CPU seconds are those of all threads of rank 0. On busy cores, other work loses that time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import dualdist as hvd
 
 BATCH, PIXELS = 4, 224
 WINDOW = 3
-"""An asynchronous save is made in the first of so many steps."""
+"""Steps per window; an asynchronous save starts in the first one."""
 SAVES, WINDOWS = 6, 4
 
 Times = dict[str, list[tuple[float, float]]]
@@ -34,8 +34,8 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     model = torchvision.models.resnet50()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
     images, labels = torch.randn(BATCH, 3, PIXELS, PIXELS), torch.randint(1000, (BATCH,))
     state = {"model": model, "optimizer": optimizer}
     folder = tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None)
@@ -46,23 +46,23 @@ def main() -> None:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
-    def window(*, agrees: bool, saves: bool) -> None:
+    def window(*, exchanges: bool, saves: bool) -> None:
         for place in range(WINDOW):
             step()
-            if agrees:
+            if exchanges:
                 manager.step()
             if saves and place == 0:
                 manager.save()
 
-    window(agrees=False, saves=True)  # makes momentum, host memory and gradients
+    window(exchanges=False, saves=True)  # warm-up: creates momentum, host memory and gradients
     manager.wait()
     plain = lambda: save_plainly(state, Path(folder.name, "plain.pt"))  # noqa: E731
     ours = lambda: hvd.checkpoint.save(Path(folder.name, "ours.pt"), state)  # noqa: E731
     report("save", in_turns({"torch.save and fsync": plain, "synchronous save": ours}, SAVES, hvd.barrier))
     steps: dict[str, Callable[[], None]] = {
-        f"{WINDOW} steps": lambda: window(agrees=False, saves=False),
-        "with manager.step()": lambda: window(agrees=True, saves=False),
-        "with an asynchronous save": lambda: window(agrees=True, saves=True),
+        f"{WINDOW} steps": lambda: window(exchanges=False, saves=False),
+        "with manager.step()": lambda: window(exchanges=True, saves=False),
+        "with an asynchronous save": lambda: window(exchanges=True, saves=True),
     }
     report("steps", in_turns(steps, WINDOWS, manager.wait))
     started = time.perf_counter()
@@ -82,7 +82,7 @@ def save_plainly(state: dict[str, torch.nn.Module | torch.optim.Optimizer], path
 
 
 def in_turns(ways: dict[str, Callable[[], None]], turns: int, between: Callable[[], None]) -> Times:
-    """Return (seconds, CPU seconds) of every turn of each way, `between` included in the second alone."""
+    """Return (seconds, CPU seconds) of every turn of each variant. Only the CPU seconds include `between`."""
     times: Times = {name: [] for name in ways}
     for turn in range(turns):
         names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]

@@ -1,11 +1,11 @@
-"""What one call costs: dualdist beside raw torch.distributed on gloo and real Horovod, in turns in one run.
+"""Measures one call: dualdist, raw torch.distributed on gloo, and real Horovod, in turns in one run.
 
     horovodrun --gloo -np 2 python benchmarks/latency.py
     horovodrun --gloo -np 2 python benchmarks/latency.py --backend horovod
     mpirun -np 2 python benchmarks/latency.py --transport mpi
 
-Times are medians over the calls of rank 0; the ratios compare calls of the same run. Needs real Horovod, and a
-launcher that Horovod knows, since all three run in the same processes.
+Times are medians over the calls of rank 0. Ratios compare calls of the same run. Needs real Horovod and a launcher that
+Horovod supports, because all three run in the same processes.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def start_gloo() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, whatever else runs."""
+    """Return a gloo group of all ranks, beside any groups that exist already."""
     if dist.is_initialized():
         group = dist.new_group(backend="gloo")
-        assert group is not None
+        assert isinstance(group, dist.ProcessGroup)
         return group
     store = None
     if hvd.rank() == 0:
@@ -68,7 +68,7 @@ def start_gloo() -> dist.ProcessGroup:
 
 
 def compare(name: str, num_bytes: int, gloo: dist.ProcessGroup, rounds: int) -> None:
-    """Print a row: the same in-place sum by each of the three."""
+    """Print a row: the same in-place sum with each of the three."""
     tensor = torch.zeros(num_bytes // 4)
     calls: list[Callable[[], object]] = [
         lambda: dist.all_reduce(tensor, group=gloo),
@@ -91,7 +91,7 @@ def compare(name: str, num_bytes: int, gloo: dist.ProcessGroup, rounds: int) -> 
 
 
 def late_async_call() -> float:
-    """Return how many seconds rank 0 spends in an asynchronous call that the other ranks make later."""
+    """Return how many seconds rank 0 spends in an asynchronous call that the other ranks make late."""
     tensor = torch.zeros(256)
     hvd.barrier()
     if hvd.rank() != 0:

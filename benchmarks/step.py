@@ -1,12 +1,12 @@
-"""What one training step costs: dualdist in both styles beside torch's DDP and real Horovod, in turns in one run.
+"""Measures one training step: dualdist in both styles, torch's DDP, and real Horovod, in turns in one run.
 
     horovodrun --gloo -np 2 python benchmarks/step.py
     horovodrun --gloo -np 2 python benchmarks/step.py --backend horovod
 
-Times are medians over the steps of rank 0, and a ratio is the median over the rounds, so that a machine which is slower
-for some seconds counts little. Each round has an order of its own, since a step is slower behind some contestants than
-behind others; and each contestant has several models, since the steps of equal models in one process differ by up to
-20 %, wherever they happen to lie. Needs real Horovod.
+Times are medians over the steps of rank 0. A ratio is the median over the rounds, so a few slow seconds of the machine
+have little effect. Each round has its own random order, because a step is slower after some contestants than after
+others. Each contestant has several models, because the steps of equal models in one process differ by up to 20 %,
+depending on where their memory is. Needs real Horovod.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Step = Callable[[], None]
 
 
 def cnn() -> tuple[nn.Module, torch.Tensor]:
-    """Return a small convolutional network and a batch: most of the time is computing."""
+    """Return a small convolutional network and a batch: most of the time is computation."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -37,7 +37,7 @@ def cnn() -> tuple[nn.Module, torch.Tensor]:
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
-    """Return a network of 200 MB and a batch: most of the time is sending."""
+    """Return a network of 200 MB and a batch: most of the time is communication."""
     width = 3600
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), torch.randn(4, width)
 
@@ -48,7 +48,7 @@ def many() -> tuple[nn.Module, torch.Tensor]:
 
 
 MODELS = {"small CNN": (cnn, 10, 3), "MLP of 200 MB": (mlp, 2, 2), "240 small tensors": (many, 10, 3)}
-"""name -> (how to make it, how many steps make a turn, how many of them each contestant has)"""
+"""name -> (function that makes it, steps per turn, models per contestant)"""
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def styles(gloo: Any) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]:
-    """Return how each contestant makes a model and an optimizer ready."""
+    """Return contestant -> function that wraps a model and creates its optimizer."""
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -112,7 +112,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
 
 
 def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) -> None:
-    """Print a row: the median step of each contestant, and ours over the others'."""
+    """Print the median step of each contestant, and the ratios of ours to the others'."""
     ms: dict[str, list[float]] = {style: [] for style, _ in steps}  # the median of each round
     order, shuffler = list(steps), random.Random(0)  # the same on all ranks
     for number in range(rounds + 1):
@@ -124,7 +124,7 @@ def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) ->
                 began = time.perf_counter()
                 step()
                 taken[style].append(1e3 * (time.perf_counter() - began))
-        if number > 0:  # the first is for warming up
+        if number > 0:  # the first round is the warm-up
             for style, times in taken.items():
                 ms[style].append(statistics.median(times))
     if hvd.rank() != 0:

@@ -1,4 +1,4 @@
-"""What examples/train.py learns, and the models that it trains: any data set of (image, label), any classifier."""
+"""Data sets and models for examples/train.py: any data set of (image, label), any image classifier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Data(NamedTuple):
     val: Any
     num_classes: int
     views: Callable[[torch.Tensor], list[torch.Tensor]]
-    """Ways to look at a batch of images (n, channels, height, width) which leave their labels as they are."""
+    """Returns views of a batch of images (n, channels, height, width); the labels stay valid."""
 
 
 def mirrored(images: torch.Tensor) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def mirrored(images: torch.Tensor) -> list[torch.Tensor]:
 
 
 def shifted(images: torch.Tensor) -> list[torch.Tensor]:
-    """Return digits as they are, and one pixel to the left and to the right: mirrored, they would be no digits."""
+    """Return the images and copies shifted by one pixel to the left and right. A mirrored digit is not a digit."""
     left, right = (nn.functional.pad(images, (-by, by), value=-1) for by in (1, -1))
     return [images, left, right]
 
@@ -50,7 +50,9 @@ def digits(folder: Path) -> Data:
 
 def downloaded(dataset: Callable[..., Any], views: Callable[..., Any], folder: Path) -> Data:
     if hvd.local_rank() == 0:
-        with contextlib.suppress(OSError, RuntimeError):  # the reads below fail on every rank, and say so
+        with contextlib.suppress(
+            OSError, RuntimeError
+        ):  # without the data, reading fails below on every rank
             dataset(folder, download=True)
     hvd.barrier()
     train, val = (dataset(folder, train=part, transform=to_tensor()) for part in (True, False))
@@ -89,9 +91,9 @@ IN_DATA_DIR = {
 }
 
 
-# These two have auxiliary outputs by default, and warn unless their initialisation is asked for.
-NO_OUTPUTS_BESIDE = {"aux_logits": False, "init_weights": True}
-MODEL_OPTIONS = {"googlenet": NO_OUTPUTS_BESIDE, "inception_v3": NO_OUTPUTS_BESIDE}
+# By default these two have auxiliary outputs, and warn about their initialisation.
+NO_AUXILIARY_OUTPUTS = {"aux_logits": False, "init_weights": True}
+MODEL_OPTIONS = {"googlenet": NO_AUXILIARY_OUTPUTS, "inception_v3": NO_AUXILIARY_OUTPUTS}
 
 
 def build_model(name: str, data: Data) -> nn.Module:

@@ -1,13 +1,13 @@
-"""Train while processes die and hosts come and go: the same script under every launcher.
+"""Train while processes die and hosts join or leave: one script for every launcher.
 
     python examples/elastic.py
     torchrun --nnodes 1:4 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         --rdzv-id my-job examples/elastic.py
     horovodrun -np 2 --min-np 1 --max-np 8 --host-discovery-script ./hosts.sh python examples/elastic.py
 
-torchrun: start the same line on each host, at any time; HOST is one that stays. When a process dies or a host joins,
-torchrun starts all processes anew, and `elastic.run` goes on from the last commit, which lies in a file. Horovod keeps
-the processes that live, and their memory.
+torchrun: run the same command on each host, at any time. HOST is a host that stays. When a process dies or a host
+joins, torchrun restarts all processes, and `elastic.run` resumes from the last commit, which is in a file. horovodrun
+keeps the processes that are alive, with their memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(state: Any, data: TensorDataset) -> None:
             state.optimizer.step()
             state.sampler.record_batch(number, BATCH_SIZE)
             state.step += 1
-            state.commit()  # in real life after some dozens of steps: what is lost are the steps since the last one
+            state.commit()  # in real training once in 50 steps or so; a failure loses the steps since the last commit
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
 

@@ -1,4 +1,4 @@
-"""What is shown and kept of a run of examples/train.py."""
+"""What examples/train.py prints and saves about a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import dualdist as hvd
 
 
 class Report:
-    """What is shown and kept of a run, by rank 0: bar, log lines, TensorBoard scalars, JSON, plot."""
+    """Progress bar, log lines, TensorBoard scalars, JSON and plot; rank 0 alone writes them."""
 
     def __init__(self, settings: argparse.Namespace, steps_per_epoch: int, images_per_step: int) -> None:
         self.settings, self.steps_per_epoch, self.images_per_step = settings, steps_per_epoch, images_per_step
         self.started = time.perf_counter()
         self.epochs: list[dict[str, float]] = []
-        self.hides_bar = None if hvd.rank() == 0 else True  # None: shown on a terminal only
+        self.hides_bar = None if hvd.rank() == 0 else True  # None: hidden unless the output is a terminal
         self.writer: Any = None
         log(f"{settings.model} on {settings.data}: {steps_per_epoch} steps of {images_per_step} images")
         if settings.log_dir and not importlib.util.find_spec("tensorboard"):
@@ -30,11 +30,11 @@ class Report:
             self.writer = SummaryWriter(settings.log_dir)
 
     def start_epoch(self, images: int) -> None:
-        """images: how many will be trained on, by all ranks."""
+        """images: the number of training images in this epoch, over all ranks."""
         self.epoch_started, self.images = time.perf_counter(), images
 
     def add_epoch(self, results: dict[str, float]) -> None:
-        """results: losses and accuracies by name."""
+        """results: name -> loss or accuracy."""
         seconds = time.perf_counter() - self.epoch_started
         rate = self.images / seconds
         self.epochs.append({**results, "seconds": seconds, "samples_per_second": rate})
@@ -48,7 +48,7 @@ class Report:
                 self.writer.add_scalar(name, value, len(self.epochs))
 
     def finish(self) -> None:
-        """Write the files and the last line."""
+        """Write the files and print the last line."""
         world = {
             "backend": hvd.backend_name(),
             "transport": hvd.transport_name(),
@@ -69,7 +69,7 @@ class Report:
 
 def log(message: str) -> None:
     if hvd.rank() == 0:
-        print(message + "\n", end="", flush=True)  # one write: launchers put a prefix before each
+        print(message + "\n", end="", flush=True)  # one write, as launchers put a prefix before each
 
 
 def plot(epochs: list[dict[str, float]], path: Path) -> None:

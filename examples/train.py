@@ -1,4 +1,4 @@
-"""Train an image classifier with dualdist: one script for every launcher and for both backends.
+"""Train an image classifier with dualdist: one script for every launcher and both backends.
 
     python examples/train.py                                                       # a single process
     torchrun --standalone --nproc-per-node 2 examples/train.py
@@ -6,15 +6,15 @@
     mpirun -np 2 python examples/train.py
     torchrun --standalone --nproc-per-node 2 examples/train.py --backend horovod   # any launcher, any backend
 
-The default data are scikit-learn's handwritten digits: no download, and seconds of training on a CPU.
-Other data, other models, and what to keep of a run:
+The default data set is scikit-learn's handwritten digits: no download, and seconds of training on a CPU.
+Other data, other models, and what to save of a run:
 
     python examples/train.py --data cifar10 --data-dir ~/data --model resnet18 --epochs 30
     python examples/train.py --style ddp --amp bf16 --sync-bn --accumulate 2 --clip-norm 1 --ema 0.9 --tta --compile
     python examples/train.py --metrics run.json --plot run.png --log-dir runs/first
-    python examples/train.py --checkpoint-dir runs/first     # once more: it goes on where it was, in mid-epoch too
+    python examples/train.py --checkpoint-dir runs/first     # run it again: it resumes, also in mid-epoch
 
-It goes on with any number of processes; choose --batch-size so that all of them together have as many images per step.
+It resumes with any number of processes. Choose --batch-size so that the number of images per step stays the same.
 Data sets and models are in data.py. Needs `pip install 'dualdist[examples]'`.
 """
 
@@ -53,7 +53,7 @@ def read_settings() -> argparse.Namespace:
     parser = OneLineParser(description="Train an image classifier under any launcher, on any backend.")
     add = parser.add_argument
     add("--data", choices=DATA, default="digits", help="what to learn (%(default)s)")
-    add("--data-dir", type=Path, metavar="FOLDER", help="where the data are; not for digits and fake")
+    add("--data-dir", type=Path, metavar="FOLDER", help="folder of the data; not for digits and fake")
     add("--model", type=model_name, default="cnn", help="cnn or a torchvision model (%(default)s)")
     add("--epochs", type=number(int, 1), default=12, help="passes over the training images (%(default)s)")
     add("--batch-size", type=number(int, 1), default=32, help="images per batch and process (%(default)s)")
@@ -77,16 +77,15 @@ def read_settings() -> argparse.Namespace:
     add("--metrics", type=Path, metavar="FILE", help="write the results as one JSON object")
     add("--plot", type=Path, metavar="FILE.png", help="draw loss and accuracy per epoch (needs matplotlib)")
     add("--log-dir", type=Path, metavar="FOLDER", help="write TensorBoard scalars (needs tensorboard)")
+    add("--checkpoint-dir", type=Path, metavar="FOLDER", help="save checkpoints there, and resume from them")
     add(
-        "--checkpoint-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="save the run there, and go on from what is there",
+        "--save-every",
+        type=number(int, 1),
+        default=100,
+        metavar="N",
+        help="steps between saves (%(default)s)",
     )
-    add(
-        "--save-every", type=number(int, 1), default=100, metavar="STEPS", help="and each epoch (%(default)s)"
-    )
-    add("--resume", default="auto", metavar="auto|never|PATH", help="where to go on from (%(default)s)")
+    add("--resume", default="auto", metavar="auto|never|PATH", help="what to resume from (%(default)s)")
     settings = parser.parse_args()
     if settings.warmup_epochs > settings.epochs:
         parser.error(f"--warmup-epochs must be at most --epochs, but is {settings.warmup_epochs} instead.")
@@ -104,23 +103,22 @@ def train(settings: argparse.Namespace) -> None:
     batch_size = min(settings.batch_size, len(sampler))
     if batch_size == 0:
         fail(f"--data must hold an image per process, but has {len(data.train)}. Start fewer processes.")
-    own = torch.Generator()  # the loader draws from it, and leaves dropout's numbers alone when a run goes on
+    # The loader has its own generator. Otherwise a resumed run would draw other numbers for dropout.
+    own = torch.Generator()
     loader = DataLoader(data.train, batch_size, sampler=sampler, drop_last=True, generator=own)
     if settings.accumulate > len(loader):
-        fail(
-            f"--accumulate must be at most {len(loader)}, as many batches has an epoch; it is {settings.accumulate}."
-        )
+        fail(f"--accumulate must be at most {len(loader)}, an epoch's batches, but is {settings.accumulate}.")
     steps_per_epoch = math.ceil(len(loader) / settings.accumulate)
 
-    # Own dropout per rank; the weights are made equal below.
+    # Each rank draws its own dropout; the weights become equal below.
     hvd.seed_everything(settings.seed, rank_offset=True)
     model = build_model(settings.model, data).to(device)
     if settings.sync_bn:
         if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
             fail(f"--sync-bn must be for a model with batch norm, but {settings.model} has none.")
         model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
-    network = torch.compile(model) if settings.compile else model  # both have the same weights
-    optimizer = build_optimizer(model, settings)
+    network: Any = torch.compile(model) if settings.compile else model  # both have the same weights
+    optimizer: Any = build_optimizer(model, settings)
     if settings.style == "ddp":
         network = hvd.DistributedDataParallel(network)
     else:
@@ -133,13 +131,13 @@ def train(settings: argparse.Namespace) -> None:
     ema = AveragedModel(model, multi_avg_fn=averaging, use_buffers=True) if settings.ema else None
 
     report = Report(settings, steps_per_epoch, images_per_step=batch_size * hvd.size() * settings.accumulate)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     state |= {"sampler": sampler, "epochs": report.epochs, "images_per_step": report.images_per_step}
     state |= {"ema": ema} if ema else {}
     manager = open_checkpoints(settings, state)
     report.epochs = state["epochs"]
     for epoch in range(len(report.epochs), settings.epochs):
-        sampler.set_epoch(epoch)  # of an epoch that a run has begun, `loader` has the rest
+        sampler.set_epoch(epoch)  # in a resumed epoch, `loader` yields only the rest
         report.start_epoch(len(loader) * batch_size * hvd.size())
         network.train()
         train_loss = hvd.metrics.Mean()
@@ -178,7 +176,7 @@ def train(settings: argparse.Namespace) -> None:
 
 
 def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield `size` batches at a time, and at last what is left."""
+    """Yield lists of `size` batches; the last list may be shorter."""
     batches = iter(batches)
     while window := list(itertools.islice(batches, size)):
         yield window
@@ -187,7 +185,7 @@ def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 def open_checkpoints(
     settings: argparse.Namespace, state: dict[str, Any]
 ) -> hvd.checkpoint.CheckpointManager | None:
-    """Return what saves the run, after the run is where --resume says; None without --checkpoint-dir. Collective."""
+    """Return the manager, after it has resumed as --resume says; None without --checkpoint-dir. Collective."""
     if settings.checkpoint_dir is None:
         return None
     images_per_step = state["images_per_step"]
@@ -202,12 +200,10 @@ def open_checkpoints(
     except hvd.CheckpointError as error:
         fail(str(error))
     if manager.steps:
-        log(f"going on after step {manager.steps}")
+        log(f"resuming after step {manager.steps}")
     if state["images_per_step"] != images_per_step:
         saved = state["images_per_step"]
-        log(
-            f"the learning rate falls as for {saved} images per step, not {images_per_step}: see --batch-size"
-        )
+        log(f"the schedule is for {saved} images per step, not for {images_per_step}: see --batch-size")
     return manager
 
 
@@ -215,26 +211,26 @@ def open_checkpoints(
 def evaluate(model: nn.Module, data: Data, batch_size: int, tta: bool) -> dict[str, float]:
     """Return the mean loss and the accuracy over all validation images, on every rank.
 
-    Collective. Exactly one rank evaluates each image; a rank may have none. tta: judge by the mean over its views.
+    Collective. Exactly one rank evaluates each image; a rank may have none. tta: average the outputs over all views.
     """
-    # Batch-norm statistics differ between ranks: all evaluate with rank 0's.
+    # Batch-norm statistics differ between ranks. All ranks evaluate with those of rank 0.
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
     model.eval()
-    counters = {"loss": hvd.metrics.Mean(), "confusion": hvd.metrics.ConfusionMatrix(data.num_classes)}
+    mean_loss, matrix = hvd.metrics.Mean(), hvd.metrics.ConfusionMatrix(data.num_classes)
     sampler = hvd.DistributedSampler(data.val, shuffle=False, pad=False)
     for images, labels in DataLoader(data.val, batch_size, sampler=sampler):
         images, labels = images.to(hvd.device()), labels.to(hvd.device())
         views = data.views(images) if tta else [images]
         outputs = torch.stack([model(view).double() for view in views]).mean(dim=0)
-        counters["loss"].update(F.cross_entropy(outputs, labels, reduction="none"))
-        counters["confusion"].update(outputs.argmax(dim=1), labels)
-    loss, confusion = hvd.metrics.compute(counters).values()
+        mean_loss.update(F.cross_entropy(outputs, labels, reduction="none"))
+        matrix.update(outputs.argmax(dim=1), labels)
+    loss, confusion = hvd.metrics.compute({"loss": mean_loss, "confusion": matrix}).values()
     correct, all_images = confusion.trace().item(), confusion.sum().item()
     return {"val_loss": loss.item(), "val_accuracy": correct / all_images}
 
 
 def load_data(settings: argparse.Namespace) -> Data:
-    """Return the data on every rank, or end every rank when one of them cannot read its copy. Collective."""
+    """Return the data. If one rank cannot read its copy, all ranks exit. Collective."""
     problem = ""
     try:
         data = DATA[settings.data](settings.data_dir)
@@ -267,12 +263,12 @@ def build_scheduler(
 
 
 def fail(message: str) -> NoReturn:
-    """End with exit code 2 and a line: that of rank 0, of another one when it alone has failed."""
+    """Print one line and exit with code 2. If several ranks fail, only rank 0 prints its line."""
     rank = 0
     with contextlib.suppress(hvd.ConfigurationError):
         rank = hvd.launch_info().rank
     if rank != 0:
-        time.sleep(10)  # launchers end all ranks when one fails: let that be rank 0, after its line
+        time.sleep(10)  # launchers kill all ranks when one fails: let rank 0 print its line first
     print(f"train.py: error: {message}\n", end="", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -283,7 +279,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type[int] | type[float], lowest: int, limit: float = math.inf) -> Callable[[str], float]:
-    """Return a reader of numbers that are at least `lowest` and less than `limit`."""
+    """Return a parser for numbers of at least `lowest` and less than `limit`."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -297,10 +293,10 @@ def number(kind: type[int] | type[float], lowest: int, limit: float = math.inf) 
 
 
 def check_paths(settings: argparse.Namespace) -> None:
-    """End with one line when a file or folder cannot be used, before any backend starts."""
+    """Exit with one line if a file or folder cannot be used, before any backend starts."""
     launch = hvd.launch_info()
     if launch.local_rank not in (None, launch.rank):
-        return  # not on rank 0's host: nothing is written here, and load_data looks after the data
+        return  # another host than rank 0's: no file is written there, and load_data checks the data
     folder, contents = settings.data_dir, IN_DATA_DIR.get(settings.data)
     if contents and not (folder and folder.is_dir()):
         fail(f"--data-dir must be an existing folder for {contents}; it is {folder or 'not given'}.")
@@ -325,13 +321,13 @@ def check_output(option: str, path: Path, *, is_folder: bool) -> None:
 
 def main() -> None:
     settings = read_settings()
-    torch.set_num_threads(settings.threads)  # the same under every launcher, so that the numbers are the same
+    torch.set_num_threads(settings.threads)  # the same numbers under every launcher
     torch.backends.cudnn.deterministic = True
     try:
         check_paths(settings)
         hvd.init(backend=settings.backend, transport=settings.transport)
     except hvd.WorldMismatchError:
-        raise  # on every rank: they do not even agree on who is rank 0
+        raise  # on every rank, as there may be several ranks 0
     except hvd.ConfigurationError as error:
         fail(str(error))
     train(settings)

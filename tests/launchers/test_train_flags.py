@@ -152,7 +152,7 @@ def test_one_process_goes_on_in_mid_epoch_where_two_were(folders: dict[str, Path
     runs = [f"{FLAGS} --style ddp --batch-size 64 --compile {files}"]
     ended = launch("python", str(tmp_path / "script.py"), json.dumps(runs))
     assert ended.code == 0, ended.output
-    assert "going on after step 3" in ended.output
+    assert "resuming after step 3" in ended.output
     for ours, theirs in zip(epochs(tmp_path, "resumed"), epochs(folders["torch"], "ddp"), strict=True):
         for name in VALUES[1:]:  # the training loss is of what was trained on since
             assert math.isclose(ours[name], theirs[name], rel_tol=1e-5), (name, ours, theirs)
