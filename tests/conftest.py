@@ -1,4 +1,4 @@
-"""Every behaviour runs on every engine: the fixture `world` has one parameter per engine and number of ranks."""
+"""Every behaviour runs on every backend: the fixture `world` has one parameter per world (backend, transport, size)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .helpers.world import ENGINES, World
-
-CELLS = {f"{engine.name}-{size}": (engine, size) for engine in ENGINES for size in engine.sizes}
+from .helpers.world import WORLDS, World
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,25 +18,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
-    config.addinivalue_line(
-        "markers", "engines(*names): the engines that a test is about, where it is not all"
-    )
+    config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
     chosen = config.getoption("--worlds")
-    if chosen and set(chosen.split(",")) - CELLS.keys():
-        raise pytest.UsageError(f"--worlds must be among {', '.join(CELLS)}, but is {chosen} instead.")
+    if chosen and set(chosen.split(",")) - WORLDS.keys():
+        raise pytest.UsageError(f"--worlds must be among {', '.join(WORLDS)}, but is {chosen} instead.")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
-    chosen = (metafunc.config.getoption("--worlds") or ",".join(CELLS)).split(",")
-    ranks, engines = (metafunc.definition.get_closest_marker(name) for name in ("ranks", "engines"))
+    chosen = (metafunc.config.getoption("--worlds") or ",".join(WORLDS)).split(",")
+    ranks, kinds = (metafunc.definition.get_closest_marker(name) for name in ("ranks", "world_kinds"))
     names = [
         name
-        for name, (engine, size) in CELLS.items()
+        for name, (kind, size) in WORLDS.items()
         if name in chosen
         and (ranks is None or size in ranks.args)
-        and (engines is None or engine.name in engines.args)
+        and (kinds is None or kind.name in kinds.args)
     ]
     metafunc.parametrize("world", names, indirect=True, scope="session")
 
@@ -46,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of one world together, so that one world is up at a time."""
-    order = {name: place for place, name in enumerate(CELLS)}
+    order = {name: place for place, name in enumerate(WORLDS)}
 
     def place(item: pytest.Item) -> int:
         callspec = getattr(item, "callspec", None)
@@ -57,8 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """The processes of one engine; they stay up for all tests of that engine and size."""
-    made = World(*CELLS[request.param])
+    """The processes of one world; they stay up for all tests of that world."""
+    made = World(*WORLDS[request.param])
     yield made
     made.close()
 

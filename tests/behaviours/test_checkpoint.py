@@ -1,4 +1,4 @@
-"""Checkpoints on every engine: whoever saved them, all ranks go on alike, or raise alike.
+"""Checkpoints on every backend: all ranks resume from the same one, or raise the same error.
 
     python -m tests.behaviours.test_checkpoint
 
@@ -24,14 +24,14 @@ from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, load, 
 
 from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.small_training import STYLES, make_state, plain_losses, train
-from ..helpers.world import ENGINES, everywhere, started
+from ..helpers.world import WORLDS, everywhere, started
 from .test_elastic import warned
 
 RECORDED = Path(__file__).parents[1] / "data" / "checkpoints"
 SAVERS = {
-    "torch-ddp": ("torch-gloo", "ddp"),
-    "torch-optimizer": ("torch-gloo", "optimizer"),
-    "horovod-optimizer": ("horovod-gloo", "optimizer"),
+    "torch-ddp": ("torch-gloo-2", "ddp"),
+    "torch-optimizer": ("torch-gloo-2", "optimizer"),
+    "horovod-optimizer": ("horovod-gloo-2", "optimizer"),
 }
 SAVED_STEPS, MORE_STEPS = 6, 5
 """An epoch has 4 steps: saved in the middle of the second, and then into the third."""
@@ -480,8 +480,7 @@ def read_exported(path: Path) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     from tests.behaviours import test_checkpoint  # the ranks know it by this name
 
-    for name, (engine_name, style) in SAVERS.items():
-        engine = next(engine for engine in ENGINES if engine.name == engine_name)
-        with started(engine, 2) as world:
+    for name, (world_name, style) in SAVERS.items():
+        with started(*WORLDS[world_name]) as world:
             RECORDED.mkdir(exist_ok=True)
             world.run(test_checkpoint.record, RECORDED / f"{name}.pt", style)

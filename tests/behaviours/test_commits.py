@@ -173,7 +173,7 @@ def restarted_by_torchrun(tmp_path: Path) -> Iterator[Path]:
         hvd.init()
 
 
-@pytest.mark.engines("torch-gloo")
+@pytest.mark.world_kinds("torch-gloo")
 @everywhere
 def test_one_run_after_the_other_and_one_inside_the_other(tmp_path: Path) -> None:
     @hvd.elastic.run
@@ -191,7 +191,7 @@ def test_one_run_after_the_other_and_one_inside_the_other(tmp_path: Path) -> Non
             count({})
 
 
-@pytest.mark.engines("torch-gloo")
+@pytest.mark.world_kinds("torch-gloo")
 @everywhere
 def test_a_run_inside_another_with_the_same_state_leaves_it_its_commits(tmp_path: Path) -> None:
     @hvd.elastic.run
@@ -252,7 +252,7 @@ def test_a_value_that_can_be_written_no_longer_is_an_error_on_every_rank(tmp_pat
         state.commit()
 
 
-@pytest.mark.engines("torch-gloo")
+@pytest.mark.world_kinds("torch-gloo")
 @everywhere
 def test_a_failure_that_all_survive_restarts_nothing(tmp_path: Path) -> None:
     """torchrun's processes know from a variable that commits are wanted; the world is joined with it."""

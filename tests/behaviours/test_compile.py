@@ -19,7 +19,7 @@ def make_model() -> nn.Sequential:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.engines("torch-gloo", "horovod-gloo")  # seconds each, and the transport does not matter
+@pytest.mark.world_kinds("torch-gloo", "horovod-gloo")  # seconds each, and the transport does not matter
 @pytest.mark.parametrize("style", STYLES)
 @everywhere
 def test_a_compiled_model_trains_as_one_process_does(style: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import dualdist as hvd
 
-from ..helpers.rejoining import left
+from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 
 
@@ -37,7 +37,7 @@ def test_init_again_does_nothing() -> None:
 
 @everywhere
 def test_nothing_works_outside_the_world() -> None:
-    with left():
+    with outside_world():
         assert not hvd.is_initialized()
         for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
             with pytest.raises(hvd.NotInitializedError, match=r"dualdist\.init\(\)"):
@@ -50,7 +50,7 @@ def test_nothing_works_outside_the_world() -> None:
 @everywhere
 def test_worlds_can_be_joined_one_after_another() -> None:
     for _ in range(3):
-        with left():
+        with outside_world():
             pass
         assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).sum().item() == 5000 * hvd.size()
 
@@ -72,7 +72,7 @@ def test_worlds_leave_nothing_behind() -> None:
     cycles = 10
     before: dict[str, int] = {}
     for number in range(3 + cycles):
-        with left():
+        with outside_world():
             pass
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
@@ -92,7 +92,7 @@ def test_worlds_leave_nothing_behind() -> None:
 @everywhere
 def test_process_sets_can_be_given_to_init() -> None:
     given = hvd.ProcessSet([hvd.size() - 1])
-    with left():
+    with outside_world():
         hvd.init(process_sets=[[0], given])
         try:
             assert given.process_set_id == 2
@@ -116,7 +116,7 @@ def test_an_optimizer_outlives_its_world() -> None:
         weight.mul(hvd.rank() + 1.0).sum().backward()
         optimizer.step()
         assert weight.item() == pytest.approx(-number * (hvd.size() + 1) / 2)
-        with left():
+        with outside_world():
             pass
 
 
@@ -130,7 +130,7 @@ def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        with left():
+        with outside_world():
             pass
     finally:
         logger.removeHandler(handler)
@@ -143,7 +143,7 @@ def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
         )
 
 
-@pytest.mark.engines("torch-gloo", "horovod-gloo")
+@pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @everywhere
 def test_on_one_host_nothing_listens_but_on_the_loopback() -> None:
     sockets = psutil.Process().net_connections("inet")

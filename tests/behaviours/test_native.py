@@ -14,7 +14,7 @@ from ..helpers.world import everywhere
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.engines("torch-gloo", "torch-mpi")
+@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_ddp_of_torch_trains_over_the_raw_process_group() -> None:
     from dualdist.native.torch import DistributedDataParallel, process_group
@@ -28,7 +28,7 @@ def test_ddp_of_torch_trains_over_the_raw_process_group() -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.engines("torch-gloo", "torch-mpi")
+@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_a_process_set_has_a_raw_group_too() -> None:
     from dualdist.native.torch import process_group
@@ -44,7 +44,7 @@ def test_a_process_set_has_a_raw_group_too() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.engines("horovod-gloo", "horovod-mpi")
+@pytest.mark.world_kinds("horovod-gloo", "horovod-mpi")
 @everywhere
 def test_there_is_no_process_group_on_horovod() -> None:
     from dualdist.native.torch import process_group
@@ -56,7 +56,7 @@ def test_there_is_no_process_group_on_horovod() -> None:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.engines("horovod-gloo", "horovod-mpi")
+@pytest.mark.world_kinds("horovod-gloo", "horovod-mpi")
 @everywhere
 def test_horovods_own_optimizer_trains() -> None:
     from dualdist.native.horovod import hvd as real

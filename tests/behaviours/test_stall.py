@@ -13,10 +13,9 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..conftest import CELLS
-from ..helpers.world import World, started
+from ..helpers.world import WORLDS, World, started
 
-CASES = [name for name in CELLS if name.endswith("-3")]
+CASES = [name for name in WORLDS if name.endswith("-3")]
 
 
 class Heard(logging.Handler):
@@ -95,7 +94,7 @@ def come_late(file: Path) -> list[str]:
 def impatient(request: pytest.FixtureRequest) -> Iterator[World]:
     """Three ranks that warn after 0.3 s and raise after 2 s."""
     seconds = {"DUALDIST_STALL_WARN_SECONDS": "0.3", "DUALDIST_STALL_TIMEOUT_SECONDS": "2"}
-    with started(*CELLS[request.param], seconds) as world:
+    with started(*WORLDS[request.param], seconds) as world:
         yield world
 
 

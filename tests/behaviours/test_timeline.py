@@ -1,4 +1,4 @@
-"""Timelines: Horovod's event names for every collective, on every engine."""
+"""Timelines: Horovod's event names for every collective, on every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import dualdist as hvd
 
-from ..helpers.rejoining import left
+from ..helpers.rejoining import outside_world
 from ..helpers.trace_reader import read_marks, read_spans
 from ..helpers.world import everywhere
 
@@ -177,9 +177,9 @@ def test_another_file_takes_over_and_the_same_one_goes_on(tmp_path: Path) -> Non
 
 @pytest.mark.ranks(2)
 @everywhere
-def test_the_environment_variable_is_ours_alone_whatever_the_engine(tmp_path: Path) -> None:
+def test_the_environment_variable_is_ours_alone_on_every_backend(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    with left(), pytest.MonkeyPatch.context() as patch:
+    with outside_world(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_TIMELINE", str(path))
         hvd.init()
         hvd.allreduce(torch.ones(4000), name="t")

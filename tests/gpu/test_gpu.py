@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dualdist as hvd
 
-from ..helpers.world import Engine, World, started
+from ..helpers.world import World, WorldKind, started
 from ..parity.loop import SCENARIOS, STYLES, Outcome, alone, train
 from ..parity.rounding import bounds, expected
 from ..parity.test_training import check
@@ -42,7 +42,7 @@ TORCHRUN = (
 
 def _world(transport: str, size: int) -> Iterator[World]:
     settings = MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
-    with started(Engine(f"torch-{transport}", TORCHRUN, settings), size) as world:
+    with started(WorldKind(f"torch-{transport}", TORCHRUN, settings), size) as world:
         yield world
 
 

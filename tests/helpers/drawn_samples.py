@@ -1,4 +1,4 @@
-"""What ranks have drawn from their samplers, put together."""
+"""The samples that all ranks drew, in one list."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import TypeVar
 
 from dualdist.samplers import DealingSampler
 
-__all__ = ("trained", "turns")
+__all__ = ("draw_steps", "in_step_order")
 
 T = TypeVar("T")
 
 
-def turns(hands: Sequence[Sequence[T]]) -> list[T]:
-    """Return the items of all ranks in the order of the steps: one of each rank, then the next of each."""
-    rounds = itertools.zip_longest(*hands, fillvalue=None)
+def in_step_order(drawn: Sequence[Sequence[T]]) -> list[T]:
+    """Return the samples of all ranks by step: the first of each rank, then the second of each."""
+    rounds = itertools.zip_longest(*drawn, fillvalue=None)
     return [item for items in rounds for item in items if item is not None]
 
 
-def trained(samplers: Sequence[DealingSampler[T]], steps: int, batch: int) -> list[T]:
-    """Draw and count `steps` batches on each rank, and return the samples in the order of the steps."""
-    hands = []
+def draw_steps(samplers: Sequence[DealingSampler[T]], steps: int, batch: int) -> list[T]:
+    """Draw and count `steps` batches on each rank; return the samples by step."""
+    drawn = []
     for sampler in samplers:
-        hand = list(itertools.islice(sampler, steps * batch))
-        for start in range(0, len(hand), batch):
-            sampler.advance(len(hand[start : start + batch]))
-        hands.append(hand)
-    return turns(hands)
+        own = list(itertools.islice(sampler, steps * batch))
+        for start in range(0, len(own), batch):
+            sampler.advance(len(own[start : start + batch]))
+        drawn.append(own)
+    return in_step_order(drawn)

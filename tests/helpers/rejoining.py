@@ -1,4 +1,4 @@
-"""Leaving the world of a test and joining it again."""
+"""Leaving the world in a test and joining it again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import dualdist as hvd
 
-__all__ = ("left",)
+__all__ = ("outside_world",)
 
 
 @contextmanager
-def left() -> Iterator[None]:
-    """Leave the world for the body, and join it again after it if the body has not."""
+def outside_world() -> Iterator[None]:
+    """Leave the world for the body of the `with`; join it again afterwards if the body has not."""
     hvd.shutdown()
     try:
         yield

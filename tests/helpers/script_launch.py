@@ -43,7 +43,7 @@ LAUNCHERS = {
         environment=MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "gloo"}),
     ),
 }
-"""Every launcher with the engine it stands for, and the crossings."""
+"""Every launcher with the backend it chooses by default, and with the other one."""
 
 
 @dataclass(frozen=True)

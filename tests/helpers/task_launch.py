@@ -1,4 +1,4 @@
-"""A launch of tests.helpers.task_worker, as pytest sees it: start it, have it do tasks in turn, end it."""
+"""The side of pytest of tests.helpers.task_worker: start a launch, send it tasks in turn, end it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .namespace_hosts import Network
-from .task_worker import CELL_SECONDS, Task
+from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
 
-__all__ = ("PROGRAM", "WORKER", "Start", "Told", "Trial", "try_tasks")
+__all__ = ("PROGRAM", "WORKER", "Outcome", "Report", "Start", "run_tasks")
 
 START_SECONDS, END_SECONDS = 60.0, 20.0
 
-Told = dict[str, Any]
-"""What one process says of a task: its numbers, and perhaps an error; 'ended' is its exit code."""
+Report = dict[str, Any]
+"""What one process reports of a task: its numbers, perhaps an error, and its exit code as 'ended'."""
 
 WORKER = ("-m", "tests.helpers.task_worker", "{address}", "{key}")
 """The arguments of Python that a launcher starts."""
@@ -42,25 +42,25 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What came of a launch."""
+class Outcome:
+    """The result of a launch."""
 
-    told: Sequence[list[Told]]
-    """For each task, what every process said, ordered by rank."""
+    reports: Sequence[list[Report]]
+    """For each task the reports of all processes, ordered by rank."""
     codes: Sequence[int]
-    """How the commands ended."""
+    """The exit codes of the commands."""
     output: str
 
 
-def try_tasks(start: Start, tasks: Sequence[Task], network: Network | None = None) -> Trial:
-    """Start the processes, have them do `tasks` in turn, and end them.
+def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = None) -> Outcome:
+    """Start the processes, run `tasks` in turn, and end them.
 
-    Once all processes train, the links of `network` are cut until they have ended. Raises AssertionError, with the
-    output, when not all processes come, or a command does not end.
+    When all processes train, the links of `network` are cut until they have ended. Raises AssertionError with the
+    output if a process does not connect, or a command does not end.
     """
     key = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trial-"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tasks-"))
         output = stack.enter_context(open(f"{folder}/output", "w+b"))
         listener = stack.enter_context(Listener(f"{folder}/socket", backlog=start.size, authkey=key.encode()))
         launchers = [
@@ -76,11 +76,11 @@ def try_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
             for command in start.commands
         ]
         stack.callback(_kill, launchers)
-        told, problem = [], ""
+        reports, problem = [], ""
         try:
             with _met(listener, launchers, start.size) as processes:
                 for task in tasks:
-                    told.append(_do(processes, task, network))
+                    reports.append(_do(processes, task, network))
             deadline = time.monotonic() + END_SECONDS
             codes = [launcher.wait(max(0.0, deadline - time.monotonic())) for launcher in launchers]
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -89,14 +89,14 @@ def try_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         output.seek(0)
         text = output.read().decode(errors="replace")[-4000:]
         assert not problem, f"{problem}\n{text}"
-        return Trial(told, codes, text)
+        return Outcome(reports, codes, text)
 
 
 @contextlib.contextmanager
 def _met(
     listener: Listener, launchers: Sequence[subprocess.Popen[bytes]], size: int
 ) -> Iterator[list[Connection[Any, Any]]]:
-    """The connections of all processes; they end when these are closed."""
+    """The connections of all processes, which end when these are closed."""
     server: Any = listener._listener._socket  # type: ignore[attr-defined]
     deadline = time.monotonic() + START_SECONDS
     with contextlib.ExitStack() as stack:
@@ -106,36 +106,40 @@ def _met(
         connections: list[Connection[Any, Any]] = []
         while len(connections) < size:
             ready = wait([server, *ended], max(0.0, deadline - time.monotonic()))
-            how = "a launcher has ended" if ready else f"nobody else came within {START_SECONDS:.0f} s"
-            assert server in ready, f"{size} processes must come, but {len(connections)} came: {how}."
+            how = (
+                "a launcher has ended"
+                if ready
+                else f"no other process connected within {START_SECONDS:.0f} s"
+            )
+            assert server in ready, f"{size} processes must connect, but {len(connections)} did: {how}."
             connections.append(stack.enter_context(listener.accept()))
         yield connections
 
 
-def _do(processes: Sequence[Connection[Any, Any]], task: Task, network: Network | None) -> list[Told]:
+def _do(processes: Sequence[Connection[Any, Any]], task: Task, network: Network | None) -> list[Report]:
     for process in processes:
         with contextlib.suppress(OSError):
             process.send(task)
     with contextlib.ExitStack() as stack:
-        told: list[Told] = [_hear(process) for process in processes]
-        if task.trains and all("rank" in one for one in told):
+        reports: list[Report] = [_receive(process) for process in processes]
+        if task.trains and all("rank" in one for one in reports):
             assert network is not None
             stack.enter_context(network.cut())
-        for process, one in zip(processes, told, strict=True):
+        for process, one in zip(processes, reports, strict=True):
             while "ended" not in one:
-                one |= _hear(process)
-    return sorted(told, key=lambda one: one.get("rank", -1))
+                one |= _receive(process)
+    return sorted(reports, key=lambda one: one.get("rank", -1))
 
 
-def _hear(process: Connection[Any, Any]) -> Told:
-    """Return what a process says next; it ends by itself what takes too long."""
+def _receive(process: Connection[Any, Any]) -> Report:
+    """Return the next report of a process, which itself ends what takes too long."""
     try:
-        told: Told = (
-            process.recv() if process.poll(2 * CELL_SECONDS) else {"error": "no answer", "ended": None}
+        report: Report = (
+            process.recv() if process.poll(2 * TASK_SECONDS) else {"error": "no answer", "ended": None}
         )
     except (EOFError, OSError):
-        told = {"error": "the process is gone", "ended": None}
-    return told
+        report = {"error": "the process is gone", "ended": None}
+    return report
 
 
 def _kill(launchers: Sequence[subprocess.Popen[bytes]]) -> None:

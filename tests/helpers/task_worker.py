@@ -1,10 +1,10 @@
-"""One process of a launch that tries several engines in turn: pytest says which, and hears what became of it.
+"""One process of a launch that tries several backends in turn. pytest sends the tasks and receives the reports.
 
     LAUNCHER python -m tests.helpers.task_worker SOCKET KEY
 
-Importing torch takes most of a launch. So every engine is tried in a fork of a process which has imported dualdist and
-done nothing more: it has the environment that the launcher gave, and no engine has run in it. MPI alone can be
-started only once in a launch, wherever.
+Importing torch takes most of a launch. So each backend is tried in a fork of a process that has only imported
+dualdist: the fork has the environment from the launcher, and no backend has run in it. Only MPI can start just once
+per launch.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Client
 from typing import Any
 
-__all__ = ("CELL_SECONDS", "Task", "serve")
+__all__ = ("TASK_SECONDS", "Task", "serve")
 
-CELL_SECONDS = 20.0
-"""Within this time an engine works, or refuses, or notices that the others cannot be reached."""
+TASK_SECONDS = 20.0
+"""Seconds in which a backend must work, refuse, or notice that it cannot reach the others."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is to do."""
+    """What a process shall do."""
 
     backend: str | None
     transport: str | None
     environment: Mapping[str, str] = field(default_factory=dict)
     trains: bool = False
-    """Whether to train without end, once the world has been joined."""
+    """Whether to train without end after joining the world."""
 
 
 def serve(address: str, key: str) -> None:
-    """Do each Task that pytest sends, until it closes the connection; send back dictionaries, the last with 'ended'."""
+    """Do each Task from pytest until it closes the connection. Reply with dictionaries; the last one has 'ended'."""
     import dualdist
 
     assert not dualdist.is_initialized()
@@ -62,16 +62,16 @@ def serve(address: str, key: str) -> None:
 
 
 def _do(task: Task, writer: int) -> None:
-    """In the fork: use an engine, and write a line of JSON once the world is joined, and one when something fails."""
-    faulthandler.enable()  # what takes too long is ended with SIGABRT
+    """In the fork: use a backend. Write one line of JSON after joining the world, and one if something fails."""
+    faulthandler.enable()  # a fork that takes too long gets SIGABRT
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.update(task.environment)
     with open(writer, "w", buffering=1) as pipe:
         try:
-            told = _join(task)
+            report = _join(task)
             steps = _train() if task.trains else iter(())
             next(steps, None)
-            print(json.dumps(told), file=pipe)
+            print(json.dumps(report), file=pipe)
             for _ in steps:
                 pass
             import dualdist
@@ -83,7 +83,7 @@ def _do(task: Task, writer: int) -> None:
 
 
 def _join(task: Task) -> dict[str, Any]:
-    """Join the world; return who this process is there, a sum over all ranks, and where its peers are."""
+    """Join the world; return the numbers of this process, a sum over all ranks, and the addresses of its peers."""
     import psutil
     import torch
 
@@ -92,10 +92,10 @@ def _join(task: Task) -> dict[str, Any]:
     dualdist.init(backend=task.backend, transport=task.transport)
     total = dualdist.allreduce(torch.tensor([10.0 ** dualdist.rank()]), op=dualdist.Sum).item()
     names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    told = {name: getattr(dualdist, name)() for name in names}
+    report = {name: getattr(dualdist, name)() for name in names}
     connections = psutil.Process().net_connections("tcp4")
     peers = sorted({entry.raddr.ip for entry in connections if entry.raddr})
-    return told | {
+    return report | {
         "runs": f"{dualdist.backend_name()}+{dualdist.transport_name()}",
         "sum": int(total),
         "peers": peers,
@@ -118,19 +118,19 @@ def _train() -> Iterator[None]:
 
 
 def _follow(child: int, reader: int, send: Any) -> None:
-    """Send on what the fork writes, and how it ended; end it when it says nothing in time or does not end then."""
+    """Forward what the fork writes, and its exit code. End the fork if it is silent or runs for too long."""
     with open(reader) as pipe:
-        deadline = time.monotonic() + CELL_SECONDS
+        deadline = time.monotonic() + TASK_SECONDS
         while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
             line = pipe.readline()
             if not line:
                 break
             send(json.loads(line))
-            deadline = time.monotonic() + CELL_SECONDS
+            deadline = time.monotonic() + TASK_SECONDS
     handle = os.pidfd_open(child)
     if not select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]:
         os.kill(child, signal.SIGABRT)
-        send({"error": f"still ran after {CELL_SECONDS:.0f} s"})
+        send({"error": f"still ran after {TASK_SECONDS:.0f} s"})
     os.close(handle)
     send({"ended": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])})
 

@@ -1,8 +1,7 @@
-"""Worlds for tests: the processes of one engine, started by a real launcher once, and told what to run many times.
+"""Worlds for tests: processes that a real launcher starts once, and that then run one test after the other.
 
-A launch per test costs seconds; a call to processes that are up costs a millisecond. While they have nothing to do
-they wait in a read from a socket. A world that fails a test is ended, with every rank's stack in the report, and the
-next test starts it anew.
+A launch takes seconds, a call to processes that are up a millisecond. Between tests the processes wait in a read from
+a socket. A world that fails a test is ended, with every rank's stack in the report; the next test starts it again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from .world_worker import ADDRESS, KEY, STACKS
 
-__all__ = ("ENGINES", "Engine", "World", "WorldFailure", "everywhere")
+__all__ = ("WORLDS", "World", "WorldFailure", "WorldKind", "everywhere", "started")
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -58,8 +57,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One way to start a world. `{size}` in the command stands for the number of ranks."""
+class WorldKind:
+    """A launcher with the backend and transport to use. `{size}` in the command is the number of ranks."""
 
     name: str
     launcher: tuple[str, ...]
@@ -67,24 +66,29 @@ class Engine:
     sizes: tuple[int, ...] = (2, 3)
 
 
-ENGINES = (
-    Engine("local", (), sizes=(1,)),
-    Engine("torch-gloo", (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")),
-    Engine("torch-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"})),
-    Engine("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")),
-    Engine("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+WORLD_KINDS = (
+    WorldKind("local", (), sizes=(1,)),
+    WorldKind("torch-gloo", (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")),
+    WorldKind(
+        "torch-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"})
+    ),
+    WorldKind("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")),
+    WorldKind("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
 )
+
+WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size in kind.sizes}
+"""The worlds of the fixture `world`, by name: kind and number of ranks."""
 
 
 class WorldFailure(AssertionError):
-    """Some rank failed, or did not answer; the message holds what every rank had to say."""
+    """A rank failed or did not answer; the message has the report of every rank."""
 
 
 class World:
-    """The processes of `engine`, `size` of them. Started by the first `run`, ended by `close`."""
+    """`size` processes of one kind. The first `run` starts them, `close` ends them."""
 
-    def __init__(self, engine: Engine, size: int, environment: Mapping[str, str] | None = None) -> None:
-        self.engine = engine
+    def __init__(self, kind: WorldKind, size: int, environment: Mapping[str, str] | None = None) -> None:
+        self.kind = kind
         self.size = size
         self._environment = environment or {}
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -92,12 +96,12 @@ class World:
         self._pids: list[int] = []
 
     def __str__(self) -> str:
-        return f"{self.engine.name}-{self.size}"
+        return f"{self.kind.name}-{self.size}"
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Run a function of a module on every rank and return what it returns on each, in rank order.
+        """Run a function of a module on every rank and return the results in rank order.
 
-        Raises WorldFailure when it raises on any rank, or does not end within a minute.
+        Raises WorldFailure if it raises on any rank, or takes longer than a minute.
         """
         __tracebackhide__ = True
         if self._launcher is None:
@@ -109,14 +113,16 @@ class World:
         if all(good for good, _ in answers.values()) and len(answers) == self.size:
             return [pickle.loads(answers[rank][1]) for rank in range(self.size)]
         report = self.kill()
-        told = [f"rank {rank} raised\n{text}" for rank, (good, text) in sorted(answers.items()) if not good]
+        problems = [
+            f"rank {rank} raised\n{text}" for rank, (good, text) in sorted(answers.items()) if not good
+        ]
         silent = sorted(set(range(self.size)) - answers.keys())
         if silent:
-            told += [f"ranks {silent} did not answer", report]
-        raise WorldFailure("\n".join([f"{self}:", *told]))
+            problems += [f"ranks {silent} did not answer", report]
+        raise WorldFailure("\n".join([f"{self}:", *problems]))
 
     def _answers(self) -> dict[int, tuple[bool, Any]]:
-        """Return what came from each rank, in time."""
+        """Return the answer of each rank that answered in time."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + RUN_SECONDS
         waiting = set(self._ranks)
@@ -142,7 +148,7 @@ class World:
             open(self._path("output"), "wb") as output,
         ):
             host, port = listener.address
-            command = [part.format(size=self.size) for part in self.engine.launcher]
+            command = [part.format(size=self.size) for part in self.kind.launcher]
             self._launcher = subprocess.Popen(
                 [*command, sys.executable, "-m", "tests.helpers.world_worker"],
                 stdin=subprocess.DEVNULL,
@@ -168,8 +174,9 @@ class World:
         return kept | {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": path,
-            "HOROVOD_STALL_CHECK_DISABLE": "1",  # Horovod would tell for ever of what a test left pending
-            **self.engine.environment,
+            # Otherwise Horovod keeps warning of calls that a test has left pending.
+            "HOROVOD_STALL_CHECK_DISABLE": "1",
+            **self.kind.environment,
             **self._environment,
         }
 
@@ -197,7 +204,7 @@ class World:
         self._ranks = [ranks[rank] for rank in range(self.size)]
 
     def close(self) -> None:
-        """Let every rank leave; raise WorldFailure unless all of them end well and say nothing."""
+        """Let every rank leave. Raises WorldFailure unless all of them exit with 0 and print nothing."""
         if self._launcher is None:
             return
         for rank in self._ranks:
@@ -212,12 +219,12 @@ class World:
             raise WorldFailure(f"{self} must end with code 0 and no output, but ended with {code}.\n{report}")
 
     def kill(self) -> str:
-        """End every process and return what each of them was doing, and what was printed."""
+        """End every process; return the stacks of each and what was printed."""
         launcher, self._launcher = self._launcher, None
         if launcher is None:
             return ""
         _end(self._pids)
-        for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0: it ends by itself once its processes have
+        for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0: it ends by itself after its processes
             launcher.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(END_SECONDS)
@@ -243,7 +250,7 @@ class World:
 
 
 def _end(pids: list[int]) -> None:
-    """End processes that are not our children, in a way that makes them write their stacks first."""
+    """End processes that are not our children. SIGABRT makes them write their stacks first."""
     with contextlib.ExitStack() as stack:
         alive = []
         for pid in pids:
@@ -280,9 +287,9 @@ def everywhere(function: Callable[P, None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def started(engine: Engine, size: int, environment: Mapping[str, str] | None = None) -> Iterator[World]:
-    """A world for one test, with an environment of its own. Its end is not judged."""
-    world = World(engine, size, environment)
+def started(kind: WorldKind, size: int, environment: Mapping[str, str] | None = None) -> Iterator[World]:
+    """A world for one test, with its own environment. How it ends is not checked."""
+    world = World(kind, size, environment)
     try:
         yield world
     finally:

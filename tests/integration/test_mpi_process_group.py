@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..helpers.mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces, pieces_of, same, world
 from ..helpers.world import everywhere
 
-pytestmark = pytest.mark.engines("torch-mpi")
+pytestmark = pytest.mark.world_kinds("torch-mpi")
 
 MOVED = (*FLOATS, *COMPLEX, *WHOLE, torch.bool, torch.float8_e4m3fn)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..helpers.world import everywhere
 
-pytestmark = pytest.mark.engines("torch-mpi")
+pytestmark = pytest.mark.world_kinds("torch-mpi")
 
 SECONDS = 30.0
 

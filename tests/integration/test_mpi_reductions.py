@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..helpers.mpi_values import COMPLEX, FLOATS, WHOLE, combined, mine, pieces, pieces_of, same, world
 from ..helpers.world import everywhere
 
-pytestmark = pytest.mark.engines("torch-mpi")
+pytestmark = pytest.mark.world_kinds("torch-mpi")
 
 NUMBERS: dict[Any, Callable[[int, int], int]] = {
     dist.ReduceOp.SUM: operator.add,

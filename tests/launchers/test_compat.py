@@ -1,4 +1,4 @@
-"""dualdist.compat runs an unmodified Horovod script under every launcher, on both engines, without Horovod too."""
+"""dualdist.compat runs an unmodified Horovod script under every launcher, on both backends, without Horovod too."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_error_in_the_script_ends_it_with_code_1(tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node 3 -m dualdist.compat SCRIPT" in ended.output
 
 
-def test_install_in_a_program_that_has_imported_horovod_keeps_it_as_the_engine(tmp_path: Path) -> None:
+def test_install_in_a_program_that_has_imported_horovod_keeps_it_as_the_backend(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not installed")
     script = tmp_path / "program.py"
     script.write_text(

@@ -59,7 +59,7 @@ def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path
     for line in told:
         assert "World size must be the 2 (from WORLD_SIZE)" in line
         assert "but is 1 instead in horovod" in line
-        assert "Do not start the engine before dualdist.init()" in line
+        assert "Do not start the backend before dualdist.init()" in line
 
 
 @pytest.mark.parametrize("method", ["file", "tcp"])

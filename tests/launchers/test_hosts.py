@@ -1,4 +1,4 @@
-"""Three processes on two hosts with several interfaces each, under every launcher that can, on both engines."""
+"""Three processes on two hosts with several interfaces each, under every launcher that can, on both backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from ..helpers.namespace_hosts import SUBNETS, Network
-from ..helpers.task_launch import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
 from ..helpers.world import BIN
 
@@ -92,24 +92,24 @@ TASKS: Mapping[str, Mapping[str, Task]] = {
 }
 """What each launch tries in turn."""
 
-CELLS = [(launcher, name) for launcher, tasks in TASKS.items() for name in tasks]
-JOINED = [cell for cell in CELLS if not TASKS[cell[0]][cell[1]].trains]
-CUT = [cell for cell in CELLS if cell not in JOINED]
+CASES = [(launcher, name) for launcher, tasks in TASKS.items() for name in tasks]
+JOINED = [case for case in CASES if not TASKS[case[0]][case[1]].trains]
+CUT = [case for case in CASES if case not in JOINED]
 
 NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 WORLD = [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
 
-Trials = Mapping[tuple[str, str], tuple[Future[Trial], int]]
+Launches = Mapping[tuple[str, str], tuple[Future[Outcome], int]]
 
 
 @pytest.fixture(scope="module")
-def trials(request: pytest.FixtureRequest, network: Network) -> Iterator[Trials]:
+def launches(request: pytest.FixtureRequest, network: Network) -> Iterator[Launches]:
     """Every launch that the chosen tests are about. That which cuts the links runs when the others have ended."""
     callspecs = [
         getattr(item, "callspec", None) for item in request.session.items if item.path == request.path
     ]
-    wanted = {callspec.params["cell"] for callspec in callspecs if callspec is not None}
-    trials: dict[tuple[str, str], tuple[Future[Trial], int]] = {}
+    wanted = {callspec.params["case"] for callspec in callspecs if callspec is not None}
+    launches: dict[tuple[str, str], tuple[Future[Outcome], int]] = {}
     with ThreadPoolExecutor(1) as pool:
         for launcher, commands in COMMANDS.items():
             names = [name for name in TASKS[launcher] if (launcher, name) in wanted]
@@ -121,39 +121,39 @@ def trials(request: pytest.FixtureRequest, network: Network) -> Iterator[Trials]
                 3,
                 _OPEN_MPI,
             )
-            future = pool.submit(try_tasks, start, [TASKS[launcher][name] for name in names], network)
-            trials.update({(launcher, name): (future, place) for place, name in enumerate(names)})
-        yield trials
+            future = pool.submit(run_tasks, start, [TASKS[launcher][name] for name in names], network)
+            launches.update({(launcher, name): (future, place) for place, name in enumerate(names)})
+        yield launches
 
 
 @pytest.fixture
-def trial(trials: Trials, cell: tuple[str, str]) -> tuple[list[Told], str]:
-    """What every process says of a cell, and the output of the launch, which must end well."""
-    future, place = trials[cell]
-    trial = future.result()
-    assert not any(trial.codes), trial.output
-    return trial.told[place], trial.output
+def reports(launches: Launches, case: tuple[str, str]) -> tuple[list[Report], str]:
+    """What every process reports of a case, and the output of the launch, which must exit with 0."""
+    future, place = launches[case]
+    outcome = future.result()
+    assert not any(outcome.codes), outcome.output
+    return outcome.reports[place], outcome.output
 
 
-@pytest.mark.parametrize("cell", JOINED, ids=" with ".join)
-def test_launchers_join_two_uneven_hosts(trial: tuple[list[Told], str], cell: tuple[str, str]) -> None:
-    told, output = trial
-    assert [tuple(one.get(name) for name in NUMBERS) for one in told] == WORLD, output
-    engine, _, interface = cell[1].partition(" over ")
-    for one in told:
-        assert (one["runs"], one["sum"], one["ended"]) == (engine, 111, 0), output
-    others = {peer for one in told for peer in one["peers"] if not peer.startswith("127.")}
+@pytest.mark.parametrize("case", JOINED, ids=" with ".join)
+def test_launchers_join_two_uneven_hosts(reports: tuple[list[Report], str], case: tuple[str, str]) -> None:
+    ranks, output = reports
+    assert [tuple(one.get(name) for name in NUMBERS) for one in ranks] == WORLD, output
+    backend, _, interface = case[1].partition(" over ")
+    for one in ranks:
+        assert (one["runs"], one["sum"], one["ended"]) == (backend, 111, 0), output
+    others = {peer for one in ranks for peer in one["peers"] if not peer.startswith("127.")}
     networks = {name for name, subnet in SUBNETS.items() if any(peer.startswith(subnet) for peer in others)}
     assert networks | {"net0"} == {"net0", interface or "net0"}  # torchrun itself is always reached over net0
 
 
-@pytest.mark.parametrize("cell", CUT, ids=" with ".join)
+@pytest.mark.parametrize("case", CUT, ids=" with ".join)
 def test_a_cut_link_ends_every_process_with_an_error(
-    trial: tuple[list[Told], str], cell: tuple[str, str]
+    reports: tuple[list[Report], str], case: tuple[str, str]
 ) -> None:
-    told, output = trial
-    assert [one.get("rank") for one in told] == [0, 1, 2], output
-    for one in told:
+    ranks, output = reports
+    assert [one.get("rank") for one in ranks] == [0, 1, 2], output
+    for one in ranks:
         assert "error" in one and "still ran" not in one["error"], f"{one}\n{output}"
         assert one["ended"] == 0, f"{one}\n{output}"
 

@@ -1,4 +1,4 @@
-"""Every launcher with every engine: each pair works, or refuses within 20 seconds and says what to do instead."""
+"""Every launcher with every backend: each pair works, or refuses within 20 seconds and says what to do instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from ..helpers.slurm_cluster import Slurm
-from ..helpers.task_launch import PROGRAM, WORKER, Start, Told, Trial, try_tasks
+from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
 from ..helpers.world import BIN, MPIRUN
 
@@ -54,7 +54,7 @@ STARTS = {
     "srun, 2+1 processes": _start(("srun", "-N", "2", "-n", "3", *PROGRAM), 3),
 }
 
-ENGINES: Mapping[str, Task] = MappingProxyType(
+BACKENDS: Mapping[str, Task] = MappingProxyType(
     {
         "torch+gloo": Task("torch", "gloo"),
         "torch+mpi": Task("torch", "mpi"),
@@ -68,7 +68,7 @@ NO_MPI = ("but is 'mpi' instead", "Start with a launcher that starts MPI (mpirun
 OTHER_MPI = ("which mpiexec did not start", "Start with the mpirun of that library")
 NOT_ITS_MPI = (
     "World size must be the 2",
-    "start MPI with the mpirun of the library that the engine was built for",
+    "Start MPI with the mpirun of the library that the backend was built for",
 )
 
 EXPECTED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
@@ -86,7 +86,7 @@ EXPECTED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "dualdist run": (WORKS, NO_MPI, WORKS, NO_MPI),
     }
 )
-"""For every launcher and engine: works, or refuses with these words."""
+"""For every launcher and backend: works, or refuses with these words."""
 
 OTHER_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -97,11 +97,11 @@ OTHER_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-CELLS = [(start, engine) for start in EXPECTED for engine in ENGINES]
-OTHER_CELLS = [(start, engine) for start, engines in OTHER_SIZES.items() for engine in engines]
+PAIRS = [(start, backend) for start in EXPECTED for backend in BACKENDS]
+OTHER_PAIRS = [(start, backend) for start, backends in OTHER_SIZES.items() for backend in backends]
 
-Trials = Mapping[tuple[str, str], tuple[Future[Trial], int]]
-"""For every cell its launch, and its place there."""
+Launches = Mapping[tuple[str, str], tuple[Future[Outcome], int]]
+"""For every pair the outcome of its launch, and the number of its task there."""
 
 NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 WORLDS = {
@@ -113,74 +113,76 @@ WORLDS = {
 
 
 def _launches(wanted: set[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what to start, and the engines to try there: MPI once in a launch, and last."""
+    """Yield what to start, and the backends to try there: MPI once in a launch, and last."""
     for start in STARTS:
-        engines = [engine for engine in ENGINES if (start, engine) in wanted]
-        plain, mpi = ([e for e in engines if e.endswith("+mpi") == is_mpi] for is_mpi in (False, True))
+        backends = [backend for backend in BACKENDS if (start, backend) in wanted]
+        plain, mpi = ([e for e in backends if e.endswith("+mpi") == is_mpi] for is_mpi in (False, True))
         starts_mpi = start in EXPECTED and WORKS == EXPECTED[start][1] and start != "python"
         if starts_mpi and len(mpi) == 2:
             yield start, [*plain, mpi[0]]
             yield start, mpi[1:]
-        elif engines:
+        elif backends:
             yield start, [*plain, *mpi]
 
 
 @pytest.fixture(scope="module")
-def trials(request: pytest.FixtureRequest) -> Iterator[Trials]:
+def launches(request: pytest.FixtureRequest) -> Iterator[Launches]:
     """Every launch that the chosen tests are about, two at a time."""
     callspecs = [
         getattr(item, "callspec", None) for item in request.session.items if item.path == request.path
     ]
-    wanted = {callspec.params["cell"] for callspec in callspecs if callspec is not None}
+    wanted = {callspec.params["pair"] for callspec in callspecs if callspec is not None}
     slurm: Slurm | None = None
     if any(start.startswith("srun") for start, _ in wanted):
         slurm = request.getfixturevalue("slurm")
-    trials: dict[tuple[str, str], tuple[Future[Trial], int]] = {}
+    launches: dict[tuple[str, str], tuple[Future[Outcome], int]] = {}
     with ThreadPoolExecutor(2) as pool:
-        for name, engines in _launches(wanted):
+        for name, backends in _launches(wanted):
             start = STARTS[name]
             if slurm is not None:
                 start = dataclasses.replace(start, environment={**start.environment, **slurm.environment})
-            future = pool.submit(try_tasks, start, [ENGINES[engine] for engine in engines])
-            trials.update({(name, engine): (future, place) for place, engine in enumerate(engines)})
-        yield trials
+            future = pool.submit(run_tasks, start, [BACKENDS[backend] for backend in backends])
+            launches.update({(name, backend): (future, place) for place, backend in enumerate(backends)})
+        yield launches
 
 
 @pytest.fixture
-def trial(trials: Trials, cell: tuple[str, str]) -> tuple[list[Told], str]:
-    """What every process says of a cell, and the output of the launch, which must end well."""
-    future, place = trials[cell]
-    trial = future.result()
-    assert trial.codes == [0], trial.output
-    return trial.told[place], trial.output
+def reports(launches: Launches, pair: tuple[str, str]) -> tuple[list[Report], str]:
+    """What every process reports of a pair, and the output of the launch, which must exit with 0."""
+    future, place = launches[pair]
+    outcome = future.result()
+    assert outcome.codes == [0], outcome.output
+    return outcome.reports[place], outcome.output
 
 
-def _judge(cell: tuple[str, str], told: list[Told], output: str) -> None:
-    """Raise AssertionError unless every rank has joined the right world, on the right engine, and left it."""
-    start, engine = cell
+def _judge(pair: tuple[str, str], ranks: list[Report], output: str) -> None:
+    """Raise AssertionError unless every rank has joined the right world, on the right backend, and left it."""
+    start, backend = pair
     size = STARTS[start].size
-    assert [tuple(one.get(name) for name in NUMBERS) for one in told] == WORLDS[size], output
-    for one in told:
-        assert (one["runs"], one["sum"], one["ended"]) == (engine, int("1" * size), 0), output
+    assert [tuple(one.get(name) for name in NUMBERS) for one in ranks] == WORLDS[size], output
+    for one in ranks:
+        assert (one["runs"], one["sum"], one["ended"]) == (backend, int("1" * size), 0), output
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=" with ".join)
-def test_every_launcher_with_every_engine(trial: tuple[list[Told], str], cell: tuple[str, str]) -> None:
-    told, output = trial
-    start, engine = cell
-    words = EXPECTED[start][list(ENGINES).index(engine)]
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+def test_every_launcher_starts_every_backend_or_says_what_does(
+    reports: tuple[list[Report], str], pair: tuple[str, str]
+) -> None:
+    ranks, output = reports
+    start, backend = pair
+    words = EXPECTED[start][list(BACKENDS).index(backend)]
     if words == WORKS:
-        _judge(cell, told, output)
-    for one in told if words else []:
+        _judge(pair, ranks, output)
+    for one in ranks if words else []:
         assert all(word in one.get("error", "") for word in words), f"{one}\n{output}"
         assert one["ended"] == 0, output
 
 
-@pytest.mark.parametrize("cell", OTHER_CELLS, ids=" with ".join)
-def test_one_process_and_uneven_nodes(trial: tuple[list[Told], str], cell: tuple[str, str]) -> None:
-    _judge(cell, *trial)
+@pytest.mark.parametrize("pair", OTHER_PAIRS, ids=" with ".join)
+def test_one_process_and_uneven_nodes(reports: tuple[list[Report], str], pair: tuple[str, str]) -> None:
+    _judge(pair, *reports)
 
 
-def test_every_launcher_and_engine_has_its_cell() -> None:
+def test_every_launcher_and_backend_is_in_the_table() -> None:
     assert EXPECTED.keys() | OTHER_SIZES.keys() == STARTS.keys()
-    assert all(len(row) == len(ENGINES) for row in EXPECTED.values())
+    assert all(len(row) == len(BACKENDS) for row in EXPECTED.values())

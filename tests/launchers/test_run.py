@@ -348,7 +348,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(families: Families) ->
         ("horovod", "localhost:1,hostA:1", ["0 2 0 1 0 2", "1 2 0 1 1 2"]),
     ],
 )
-def test_several_hosts_join_one_world_on_every_engine(
+def test_several_hosts_join_one_world_on_every_backend(
     backend: str, where: str, six: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_every_engine_joins_the_processes_to_one_world(backend: str) -> None:
+def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
     results = hvd.spawn(
         spawn_functions.train, (backend,), 2, backend=backend, env={"OMP_NUM_THREADS": "1"}, timeout=100
     )

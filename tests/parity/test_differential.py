@@ -1,4 +1,4 @@
-"""dualdist on every engine against real Horovod in the same processes: the same call, drawn at random.
+"""dualdist on every backend against real Horovod in the same processes: the same call, drawn at random.
 
 Hypothesis draws the call once, in pytest; every rank makes its own numbers from the drawn seed and its rank, calls real
 Horovod and dualdist, and compares value, dtype, shape, aliasing and the class of an error. Only what real Horovod
@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ..helpers.world import BIN, MPIRUN, Engine, World
+from ..helpers.world import BIN, MPIRUN, World, WorldKind
 
 HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")
 
@@ -27,20 +27,20 @@ def _torch(transport: str) -> MappingProxyType[str, str]:
     return MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
 
 
-ENGINES = (
-    Engine("torch-gloo", HOROVODRUN, _torch("gloo")),
-    Engine("torch-mpi", MPIRUN, _torch("mpi")),
-    Engine("horovod-gloo", HOROVODRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
-    Engine("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+WORLD_KINDS = (
+    WorldKind("torch-gloo", HOROVODRUN, _torch("gloo")),
+    WorldKind("torch-mpi", MPIRUN, _torch("mpi")),
+    WorldKind("horovod-gloo", HOROVODRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+    WorldKind("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
 )
 """Real Horovod runs in all of these; the name says what dualdist runs on."""
 
-CELLS = {f"{engine.name}-{size}": (engine, size) for engine in ENGINES for size in (2, 3)}
+WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size in (2, 3)}
 
 
-@pytest.fixture(scope="module", params=CELLS)
+@pytest.fixture(scope="module", params=WORLDS)
 def both(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = World(*CELLS[request.param])
+    world = World(*WORLDS[request.param])
     yield world
     world.close()
 

@@ -96,7 +96,9 @@ def test_an_option_that_cannot_be_kept_is_refused_by_name(
         (["--tcp"], {"NCCL_IB_DISABLE": "1"}),
     ],
 )
-def test_settings_become_the_variables_of_the_engine(arguments: list[str], variables: dict[str, str]) -> None:
+def test_settings_become_the_variables_of_the_backend(
+    arguments: list[str], variables: dict[str, str]
+) -> None:
     assert variables_of(parsed(*arguments), "horovod") == (variables, [])
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 from dualdist.samplers import DistributedSampler, DistributedSamplerWrapper, split_by_rank
 
-from ..helpers.drawn_samples import trained, turns
+from ..helpers.drawn_samples import draw_steps, in_step_order
 
 lengths, worlds, epochs, flags = st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.booleans()
 quick = settings(max_examples=60, deadline=None)
@@ -69,8 +69,8 @@ def test_weighted_samples_are_drawn_alike_by_all_ranks_and_differ_by_epoch() -> 
             assert own.initial_seed() == rank
         generator = torch.Generator().manual_seed(2 + epoch)
         expected = torch.multinomial(torch.tensor(weights).double(), 30, True, generator=generator)
-        assert turns(hands) == expected.tolist()
-        drawn.append(turns(hands))
+        assert in_step_order(hands) == expected.tolist()
+        drawn.append(in_step_order(hands))
     assert drawn[0] != drawn[1]
 
 
@@ -84,10 +84,10 @@ def test_batch_samplers_are_dealt_in_whole_batches_and_resumed(before: int, afte
     order = list(wrapped(1, 0))
     assert sorted(itertools.chain(*order)) == list(range(23))
     first, second = ([wrapped(world, rank) for rank in range(world)] for world in (before, after))
-    assert trained(first, steps, 1) == order[: steps * before]
+    assert draw_steps(first, steps, 1) == order[: steps * before]
     for sampler in second:
         sampler.load_state_dict(first[0].state_dict())
-    assert turns([list(sampler) for sampler in second]) == order[steps * before :]
+    assert in_step_order([list(sampler) for sampler in second]) == order[steps * before :]
 
 
 def test_a_wrapped_batch_sampler_feeds_a_loader() -> None:

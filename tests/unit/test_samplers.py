@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from dualdist.errors import NotInitializedError
 from dualdist.samplers import DistributedSampler, DistributedSamplerWrapper, split_by_rank
 
-from ..helpers.drawn_samples import trained, turns
+from ..helpers.drawn_samples import draw_steps, in_step_order
 
 lengths, worlds, epochs, flags = st.integers(0, 40), st.integers(1, 6), st.integers(0, 3), st.booleans()
 quick = settings(max_examples=60, deadline=None)
@@ -53,7 +53,7 @@ def test_without_padding_every_sample_comes_once_in_the_order_of_one_process(
     for sampler in [*samplers, alone]:
         sampler.set_epoch(epoch)
     hands = [list(sampler) for sampler in samplers]
-    assert turns(hands) == list(alone)
+    assert in_step_order(hands) == list(alone)
     assert sorted(alone) == list(range(length))
     assert [len(sampler) for sampler in samplers] == [len(hand) for hand in hands]
     assert max(map(len, hands)) - min(map(len, hands)) <= 1
@@ -109,21 +109,21 @@ def test_a_resumed_epoch_goes_on_with_what_no_rank_has_seen(
     for sampler in first:
         sampler.set_epoch(epoch)
     order = [*DistributedSampler(range(length), 1, 0, seed=1 + epoch)]
-    seen = trained(first, steps, batch)[:length]
+    seen = draw_steps(first, steps, batch)[:length]
     assert seen == order[: steps * batch * before]
 
     for sampler in second:
         sampler.load_state_dict(first[0].state_dict())
         sampler.set_epoch(sampler.epoch)  # as the plain loop does
     left = [list(sampler) for sampler in second]
-    assert turns(left)[: length - len(seen)] == order[len(seen) :]
+    assert in_step_order(left)[: length - len(seen)] == order[len(seen) :]
     assert [len(sampler) for sampler in second] == [len(hand) for hand in left]
     if pad:
         assert len({len(hand) for hand in left}) == 1
     else:
         assert sum(map(len, left)) == length - len(seen)
 
-    trained(second, length, batch)
+    draw_steps(second, length, batch)
     assert second[0].num_consumed == length
     second[0].set_epoch(epoch + 1)
     assert second[0].num_consumed == 0
@@ -138,7 +138,7 @@ def test_resuming_in_the_same_world_gives_what_would_have_come(
         sampler = DistributedSampler(range(length), world, rank, drop_last=drop_last)
         whole = list(sampler)
         sampler.set_epoch(0)
-        trained([sampler], steps, 1)
+        draw_steps([sampler], steps, 1)
         resumed = DistributedSampler(range(length), world, rank, drop_last=drop_last)
         resumed.load_state_dict(sampler.state_dict())
         assert list(resumed) == whole[steps:]
@@ -146,7 +146,7 @@ def test_resuming_in_the_same_world_gives_what_would_have_come(
 
 def test_what_is_dropped_does_not_come_back_in_another_world() -> None:
     sampler = DistributedSampler(range(10), 4, 0, drop_last=True)
-    trained([sampler], 2, 1)
+    draw_steps([sampler], 2, 1)
     resumed = DistributedSampler(range(10), 2, 0, drop_last=True)
     resumed.load_state_dict(sampler.state_dict())
     assert list(resumed) == []
@@ -155,7 +155,7 @@ def test_what_is_dropped_does_not_come_back_in_another_world() -> None:
 def test_the_state_brings_its_seed() -> None:
     sampler = DistributedSampler(range(20), 1, 0, seed=4)
     whole = list(sampler)
-    trained([sampler], 3, 2)
+    draw_steps([sampler], 3, 2)
     resumed = DistributedSampler(range(20), 1, 0, seed=5)
     resumed.load_state_dict(sampler.state_dict())
     assert list(resumed) == whole[6:]
@@ -177,9 +177,9 @@ def test_an_epoch_that_was_trained_on_begins_anew_when_it_is_set_again() -> None
     sampler = DistributedSampler(range(6), 2, 0)
     whole = list(sampler)
     for _ in range(2):
-        trained([sampler], 1, 2)
+        draw_steps([sampler], 1, 2)
         sampler.load_state_dict(sampler.state_dict())
-        trained([sampler], 1, 1)
+        draw_steps([sampler], 1, 1)
         sampler.set_epoch(0)
         assert list(sampler) == whole
 
