@@ -1,7 +1,7 @@
-"""The ordered line of collectives of one process set: agreement first, then the data.
+"""The collectives of one process set, in the order of the calls: for each, first the agreement, then the data.
 
-Synchronous calls run in the caller's thread when nothing is queued; asynchronous ones, and calls behind them, run in
-one worker thread. Either way the members of the process set meet in the order in which the calls were made.
+A synchronous call runs in the caller's thread when nothing is queued. An asynchronous call, and every call queued
+after it, runs in one worker thread.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LAST_CALLS_SECONDS = 1.0
 
 T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
-"""What to do with the group once the members agree."""
+"""Moves the data of a call over the group, after the agreement; returns the result."""
 StandIn = Callable[[Call, Group, Verdict], None]
-"""What a rank that has joined does instead."""
+"""What a rank that has joined does for a call of the other ranks."""
 
 
 class Channel:
-    """The collectives of one process set, in order."""
+    """Runs the collectives of one process set in order."""
 
     def __init__(
         self,
@@ -51,22 +51,26 @@ class Channel:
     ) -> None:
         self.group = data
         self.gradients = gradients
-        """Gradients go their own way, in an order of their own; see grad_sync."""
+        """A group for gradients alone, which are sent in an order of their own; see gradients/grad_sync.py."""
         self._name = name
         self._connections = connections
         self._watch = watch
         self._timeline = timeline
         self._stand_in = stand_in
-        self._turn = threading.Lock()
+        self._running = threading.Lock()
+        """Held by the thread that runs a call."""
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._queued = 0
+        """How many calls are in the queue or in the worker thread."""
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._number = 0
+        """How many steps the stall watch has seen on this channel; equal on all members that are in step."""
         self._joined: frozenset[int] = frozenset()
-        """Who had joined at the last agreement, as every member knows it."""
+        """Places of the members that had joined at the last agreement; equal on all members."""
         self._broken: str | None = None
-        watch.add_line(name, data.ranks)
+        """Why no call can run any more."""
+        watch.add_channel(name, data.ranks)
 
     @property
     def has_joined(self) -> bool:
@@ -74,16 +78,16 @@ class Channel:
         return bool(self._joined)
 
     def run(self, call: Call, execute: Execute[T]) -> T:
-        """Carry out `call` and return what `execute` returns. Collective over the process set.
+        """Run `call` and return what `execute` returns. Collective over the process set.
 
-        Raises CollectiveMismatchError when the members called different things, StallError when one never came,
-        HorovodInternalError when the backend failed.
+        Raises CollectiveMismatchError when the members made different calls, StallError when a member made no call
+        in time, HorovodInternalError when the backend failed.
         """
-        if self._queued == 0 and self._turn.acquire(blocking=False):
+        if self._queued == 0 and self._running.acquire(blocking=False):
             try:
                 return self._perform(call, execute)
             finally:
-                self._turn.release()
+                self._running.release()
         return self.submit(call, execute).result()
 
     def submit(self, call: Call, execute: Execute[T]) -> Future[T]:
@@ -100,12 +104,12 @@ class Channel:
         return future
 
     def fail(self, kind: Kind, error: Exception) -> None:
-        """Tell the other members that this rank could not make its call, without waiting for them."""
+        """Report to the other members that this rank could not make its call. Does not wait for them."""
         entry = Entry(FAILED, Call(kind, site=call_site()), str(error))
         self._enqueue(lambda: self._notify(entry))
 
     def join(self) -> int:
-        """Answer the others' collectives until every member has joined; return the rank that joined last."""
+        """Take part in the other members' collectives until all have joined; return the rank that joined last."""
         done: Future[int] = Future()
         call = Call(kinds.JOIN, site=call_site())
 
@@ -119,7 +123,7 @@ class Channel:
         return done.result()
 
     def close(self) -> None:
-        """End the worker after what is queued, unless that waits for ranks which do not come."""
+        """End the worker thread after the queued calls, but wait at most 1 s for it, and close the connections."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join(_LAST_CALLS_SECONDS)
@@ -136,7 +140,7 @@ class Channel:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            with self._turn:
+            with self._running:
                 job()
             with self._counting:
                 self._queued -= 1
@@ -161,19 +165,18 @@ class Channel:
                 self._guarded(verdict.call, functools.partial(self._execute, verdict.call, stand_in, verdict))
 
     def _notify(self, entry: Entry) -> None:
-        with contextlib.suppress(
-            HorovodInternalError
-        ):  # the others' error, if any, is raised by the next call
+        # The next call raises the other members' error, if there is one.
+        with contextlib.suppress(HorovodInternalError):
             self._agree(entry)
 
     def _agree(self, entry: Entry) -> Verdict:
         return self._guarded(entry.call, functools.partial(self._negotiate, entry))
 
     def _negotiate(self, entry: Entry) -> Verdict:
-        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as tell:
+        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
             verdict = agree(self._connections, entry)
             self._joined = verdict.joined
-            tell(verdict.arrivals)
+            mark_arrivals(verdict.arrivals)
         for call in verdict.drained:
             if call.identity != entry.call.identity:
                 self._stand_in(call, self.group, verdict)
@@ -184,10 +187,10 @@ class Channel:
             return execute(self.group, verdict)
 
     def _guarded(self, call: Call, step: Callable[[], T]) -> T:
-        """Return `step()`; watch it for a stall, and remember that nothing works after a backend's failure."""
+        """Return `step()`, watched for a stall. After a failure of the backend, every later call raises."""
         if self._broken is not None:
             raise HorovodInternalError(
-                f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to start anew."
+                f"{call.kind} cannot run: {self._broken} Call shutdown() and then init() to continue."
             )
         self._number += 1
         try:
@@ -202,11 +205,11 @@ class Channel:
             raise StallError(self._broken) from None
         except HorovodInternalError as error:
             self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
-            self._connections.close()  # so that no member waits for this one
+            self._connections.close()  # so that no member waits for this rank
             raise HorovodInternalError(
                 f"{self._broken} Look for the first error of another rank, or for a failure of the network."
             ) from error.__cause__
-        except BaseException as error:  # an interrupt, or no memory: nobody knows how far the members are
+        except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             self._broken = f"{call} at {call.where} was interrupted: {error!r}."
             self._connections.close()
             raise

@@ -1,10 +1,10 @@
-"""Sockets between the members of a process set, for the few bytes on which they agree before each collective.
+"""Sockets between the members of a process set, for the few bytes that they exchange before each collective.
 
-An agreement must cost little beside the collective that it guards. a backend's own small collective wakes two or three
-threads on every side; here the calling thread writes and reads by itself. Members talk to those whose place differs
-by a power of two, so that n members need log2(n) rounds (Bruck et al. 1997, "Efficient algorithms for all-to-all
-communications in multiport message-passing systems", section 3) and a process holds 2 log2(n) connections. It is one
-and the same on every backend. A peer that dies is noticed at once, by the end of its connection.
+An agreement must cost little compared with the collective after it. A small collective of a backend wakes two or three
+threads on each rank; here the calling thread itself writes and reads. Each member is connected to the members whose
+place differs from its own by a power of two. So n members need log2(n) rounds (Bruck et al. 1997, "Efficient algorithms
+for all-to-all communications in multiport message-passing systems", section 3) and a process holds 2 log2(n)
+connections. The code is the same for all backends. When a peer dies, its connections end, so it is noticed at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOKEN_BYTES = 16
 _LONGEST_POLL = 2**31 - 1
 """Milliseconds, as a C int."""
 _LENGTH = struct.Struct("<I")
-"""Stands before each message."""
+"""The length of a message in bytes; sent before the message."""
 _READ_BYTES = 1 << 16
 
 
@@ -40,15 +40,21 @@ class Connections:
     def __init__(
         self, store: Any, name: str, ranks: Sequence[int], rank: int, address: str, timeout: float
     ) -> None:
-        """Connect to the peers. Collective over `ranks`, which are global; a rank that is not among them holds none.
+        """Connect to the peers. Collective over `ranks`; a rank that is not a member gets no connections.
 
-        store: c10d's Store, where the members find each other under `name`. address: where the others reach this
-        process. timeout: seconds to wait in an exchange.
-        Raises HorovodInternalError when a peer cannot be reached.
+        Args:
+            store: c10d's Store, where the members publish their addresses under `name`.
+            ranks: global ranks of the members.
+            rank: the global rank of this process.
+            address: the IPv4 address at which the other members reach this process.
+            timeout: seconds to wait for the other members.
+
+        Raises:
+            HorovodInternalError: a peer cannot be reached.
         """
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank) if rank in self.ranks else -1
-        """Our place among the members."""
+        """This process's place among the members; -1 when it is not a member."""
         self.size = len(self.ranks)
         self._timeout = timeout
         self._peers: dict[int, _Peer] = {}
@@ -58,9 +64,9 @@ class Connections:
     def allgather_messages(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.
 
-        Raises StallError when a member does not come in time, HorovodInternalError when one has left.
+        Raises StallError when a member does not send in time, HorovodInternalError when one has left.
         """
-        messages = [message]  # that of the member j places on at j
+        messages = [message]  # messages[j] is from the member at place rank + j, modulo size
         deadline = time.monotonic() + self._timeout
         for distance in _powers_of_two(self.size):
             count = min(distance, self.size - distance)
@@ -70,7 +76,7 @@ class Connections:
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]
 
     def close(self) -> None:
-        """Give the connections back. Local."""
+        """Close the connections. Local."""
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
@@ -94,14 +100,14 @@ class Connections:
                 ) from error
 
     def _call(self, host: str, port: int, token: str, deadline: float) -> socket.socket:
-        """Connect to the peer that listens at `host`: who knows its token and answers, it is."""
+        """Connect to the peer that listens at `host`. A listener that accepts the token and replies is the peer."""
         with contextlib.ExitStack() as stack:
             try:
                 connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
                 connection.settimeout(_left(deadline))
                 connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
                 if not connection.recv(1):
-                    raise OSError("somebody else listens there")
+                    raise OSError("another program listens there")
             except OSError as error:
                 raise OSError(f"{host}:{port}: {error}") from error
             stack.pop_all()
@@ -115,7 +121,7 @@ class Connections:
             hello = b""
             with contextlib.suppress(OSError):
                 hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):  # not one of us
+            if not hmac.compare_digest(hello[:_TOKEN_BYTES], token):  # not a member
                 connection.close()
                 continue
             connection.sendall(b"\1")
@@ -124,7 +130,7 @@ class Connections:
 
 
 class _Peer:
-    """The connection to one peer, which may be ahead: what has come for the next exchange waits here."""
+    """The connection to one peer. A peer may be one exchange ahead; its bytes are kept here until they are needed."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -133,19 +139,19 @@ class _Peer:
         self._unread = bytearray()
 
     def send(self, message: memoryview) -> int:
-        """Return how many bytes of `message` could be sent without waiting."""
+        """Send what can be sent of `message` without waiting; return how many bytes that was."""
         try:
             return self.socket.send(message)
         except BlockingIOError:
             return 0
 
     def take(self, count: int) -> list[bytes]:
-        """Return the next `count` messages, nothing while they have not come.
+        """Return the next `count` messages, or an empty list while they have not all arrived.
 
         Raises HorovodInternalError when the peer has left.
         """
         messages = self._parse(count)
-        if messages:  # before the socket is asked: the peer may have left behind them
+        if messages:  # check this before the socket: the peer may have sent them and left
             return messages
         try:
             part = self.socket.recv(_READ_BYTES)
@@ -171,13 +177,13 @@ class _Peer:
         return messages
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # whoever waits in it wakes, also a copy in a forked process
+        with contextlib.suppress(OSError):  # wakes threads that wait in it, also in forked processes
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
 def _left(deadline: float) -> float:
-    """Return how many seconds are left; at least a moment, since 0 stands for no waiting at all."""
+    """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
     return max(1e-3, deadline - time.monotonic())
 
 
@@ -186,7 +192,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: float) -> list[bytes]:
-    """Send `messages` to `target` and return as many from `source`; they may be the same."""
+    """Send `messages` to `target` and return as many messages from `source`; both may be one peer."""
     unsent = memoryview(b"".join([_LENGTH.pack(len(message)) + message for message in messages]))
     taken: list[bytes] = []
     try:
@@ -198,7 +204,7 @@ def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: flo
             if taken and not unsent:
                 return taken
             _wait(target.socket if unsent else None, None if taken else source.socket, deadline)
-    except (OSError, ValueError) as error:  # ValueError: closed by this process meanwhile
+    except (OSError, ValueError) as error:  # ValueError: another thread has closed the socket
         raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
 
 
@@ -209,4 +215,4 @@ def _wait(writable: socket.socket | None, readable: socket.socket | None, deadli
     if writable is not None:
         poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
     if not poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
-        raise StallError("A rank did not come in time.")
+        raise StallError("A rank sent nothing in time.")

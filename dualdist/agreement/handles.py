@@ -27,11 +27,11 @@ class HandleTable:
         return handle
 
     def is_outstanding(self, name: str) -> bool:
-        """Return whether a collective called `name` is under way."""
+        """Return whether a collective called `name` has not finished yet."""
         return name in self._names
 
     def poll(self, handle: int) -> bool:
-        """Return whether the result is there. Raises ValueError for a handle that is unknown or was used."""
+        """Return whether the result is ready. Raises ValueError for a handle that is unknown or was used."""
         if handle not in self._futures:
             raise ValueError(
                 f"`handle` must be outstanding, but {handle} is unknown or was synchronized already."

@@ -1,8 +1,9 @@
-"""Noticing that a rank never comes, on any backend.
+"""Finds the ranks that a collective waits for, on every backend.
 
-A rank that has waited for `stall_warn_seconds` says so in the job's store; the others that wait for the same call
-answer, and rank 0 logs which ranks are missing for which call. It is one thread that looks around a few times in that
-span; no collective pays for it. That thread alone asks the store, which does not answer a host that is cut off.
+A rank that has waited for `stall_warn_seconds` writes a report to the job's store. The other ranks that wait for the
+same call then write theirs, and rank 0 logs which ranks are missing for which call. One thread does this and checks a
+few times in that span, so collectives do not slow down. Only that thread uses the store, because a read of the store
+blocks when the network to it is cut.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ("StallWatch",)
 logger = logging.getLogger("dualdist")
 
 _ANSWER_SECONDS = 2.0
-"""How long the store may take to answer before we go on without it."""
+"""How long to wait for the store before `missing` or `close` returns without it."""
 
 
 class StallWatch:
@@ -33,100 +34,107 @@ class StallWatch:
         self._store = store
         self._rank = rank
         self._settings = settings
-        self._waiting: dict[str, tuple[int, Call, float]] = {}  # line -> (number, call, since)
-        self._reported: set[tuple[str, int]] = set()
+        self._waiting: dict[str, tuple[int, Call, float]] = {}
+        """Channel -> (number, call, start of the wait)."""
         self._members: dict[str, tuple[int, ...]] = {}
+        """Channel -> its global ranks."""
+        self._reported: set[tuple[str, int]] = set()
+        """(channel, number) of the collectives that this rank has reported."""
         self._read = 0
+        """How many reports this rank has read from the store."""
         self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+        """(channel, number) -> the report of each rank."""
         self._due: dict[tuple[str, int], float] = {}
-        """When rank 0 logs: once the other ranks have had time to see that they are asked, and to answer."""
+        """When rank 0 logs: after the other ranks have had time to see the first report and to write theirs."""
         self._logged: set[tuple[str, int]] = set()
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
-        self._turn = threading.Condition()
-        self._asked = self._answered = 0
-        """How many looks were asked for, and how many of them were taken."""
+        self._changed = threading.Condition()
+        self._requested = self._completed = 0
+        """How many checks of the store were requested by `missing`, and how many of these were completed."""
         self._stopping = False
-        self._thread = threading.Thread(target=self._look, name="dualdist-stall", daemon=True)
+        self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
         if store is not None:
             self._thread.start()
 
-    def add_line(self, line: str, ranks: tuple[int, ...]) -> None:
-        """Make the members of `line` known."""
-        self._members[line] = ranks
+    def add_channel(self, channel: str, ranks: tuple[int, ...]) -> None:
+        """Add `channel`, whose members have the global ranks `ranks`."""
+        self._members[channel] = ranks
 
-    def begin(self, line: str, number: int, call: Call) -> None:
-        """Watch `call`, the `number`-th collective of `line`, from now on."""
-        self._waiting[line] = (number, call, time.monotonic())
+    def begin(self, channel: str, number: int, call: Call) -> None:
+        """Start to watch `call`, the `number`-th collective of `channel`."""
+        self._waiting[channel] = (number, call, time.monotonic())
 
-    def end(self, line: str) -> None:
-        """Watch `line` no longer."""
-        self._waiting.pop(line, None)
+    def end(self, channel: str) -> None:
+        """Stop to watch the collective of `channel`."""
+        self._waiting.pop(channel, None)
 
-    def missing(self, line: str, number: int) -> list[int]:
-        """Return the ranks that have not said that they wait in the `number`-th collective of `line`."""
+    def missing(self, channel: str, number: int) -> list[int]:
+        """Return the ranks that have not reported that they wait in the `number`-th collective of `channel`."""
         if self._thread.is_alive():
-            with self._turn:
-                self._asked += 1
-                mine = self._asked
-                self._turn.notify_all()
-                self._turn.wait_for(lambda: self._answered >= mine, _ANSWER_SECONDS)
-        came = self._reports[line, number].keys() | {self._rank}
-        return [rank for rank in self._members[line] if rank not in came]
+            with self._changed:
+                self._requested += 1
+                mine = self._requested
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._completed >= mine, _ANSWER_SECONDS)
+        waiting = self._reports[channel, number].keys() | {self._rank}
+        return [rank for rank in self._members[channel] if rank not in waiting]
 
     def close(self) -> None:
         """End the watch."""
-        with self._turn:
+        with self._changed:
             self._stopping = True
-            self._turn.notify_all()
+            self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(_ANSWER_SECONDS)
 
-    def _look(self) -> None:
+    def _check_repeatedly(self) -> None:
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._stopping or self._asked > self._answered, self._pause)
-                asked = self._asked
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stopping or self._requested > self._completed, self._pause
+                )
+                requested = self._requested
             if self._stopping:
                 self._store = None
                 return
-            with contextlib.suppress(RuntimeError):  # the store goes with rank 0, and the job with it
+            with contextlib.suppress(RuntimeError):  # the store ends with rank 0, and so does the job
                 self._collect()
                 self._report()
                 if self._rank == 0:
                     self._log()
-            with self._turn:
-                self._answered = asked
-                self._turn.notify_all()
+            with self._changed:
+                self._completed = requested
+                self._changed.notify_all()
 
     def _report(self) -> None:
-        for line, (number, call, since) in list(self._waiting.items()):
+        for channel, (number, call, since) in list(self._waiting.items()):
             waited = time.monotonic() - since
-            asked = waited >= self._settings.stall_warn_seconds or (line, number) in self._reports
-            if not asked or (line, number) in self._reported:
+            is_due = waited >= self._settings.stall_warn_seconds or (channel, number) in self._reports
+            if not is_due or (channel, number) in self._reported:
                 continue
-            self._reported.add((line, number))
+            self._reported.add((channel, number))
             place = self._store.add("stall/count", 1)
             text = f"{call} at {call.where}"
-            self._store.set(f"stall/{place}", json.dumps([line, number, self._rank, text]))
+            self._store.set(f"stall/{place}", json.dumps([channel, number, self._rank, text]))
 
     def _collect(self) -> None:
         count = self._store.add("stall/count", 0)
         while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
             self._read += 1
-            line, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
-            self._reports[line, number][rank] = text
-            self._due.setdefault((line, number), time.monotonic() + 2 * self._pause)
+            channel, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
+            self._reports[channel, number][rank] = text
+            self._due.setdefault((channel, number), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:
         now = time.monotonic()
         for key in [key for key, due in self._due.items() if key not in self._logged and due <= now]:
             self._logged.add(key)
-            came = self._reports[key]
-            missing = [rank for rank in self._members[key[0]] if rank not in came]
+            reports = self._reports[key]
+            missing = [rank for rank in self._members[key[0]] if rank not in reports]
             logger.warning(
-                "Stalled for %g s: %s is waited for by ranks %s; missing ranks: %s.",
+                "Stalled for %g s: ranks %s wait in %s; missing ranks: %s.",
                 self._settings.stall_warn_seconds,
-                next(iter(came.values())),
-                sorted(came),
+                sorted(reports),
+                next(iter(reports.values())),
                 missing,
             )

@@ -1,10 +1,13 @@
-"""What the members of a process set agree on before each collective.
+"""How the members of a process set agree before each collective.
 
-Every member sends a digest of its call, its state, a free number, when it came (for the timeline), and the call's
-payload: data that is small enough to travel along, so that a small reduction costs one exchange instead of two. When
-all digests are equal, which is the case that must be fast, nothing more is sent. Otherwise the members exchange the
-whole calls, and each of them reaches the same verdict from the same list: run (some ranks have joined), raise (the
-calls differ), or again (a member failed a call of its own that nobody else made).
+Each member sends a digest of its call, its state, the call's flag and count, the time (for the timeline), and the
+call's payload. A payload is data small enough to be sent with the agreement, so that a small reduction costs one
+exchange instead of two. If all digests are equal, nothing more is sent; this is the case that must be fast. Otherwise
+the members exchange their whole calls. Each member computes the same verdict from the same list:
+
+- run: the active members made the same call, the others have joined;
+- raise: the calls differ;
+- agree again: a member failed in a call that no other member made.
 """
 
 from __future__ import annotations
@@ -31,20 +34,20 @@ _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
 @dataclass(frozen=True)
 class Entry:
-    """What one member came with."""
+    """What one member brings to an agreement."""
 
     state: int
     call: Call
     error: str = ""
-    """For a FAILED entry: what was wrong with the call on its rank."""
+    """For a FAILED entry: the error that its rank raised."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all members do now."""
+    """What all members do next; the same on every member."""
 
     call: Call | None
-    """What the active members run; None when every member has joined, and when there is nothing to run."""
+    """What the active members run; None when all members have joined or when there is nothing to run."""
     joined: frozenset[int] = frozenset()
     """Places of the members that have joined."""
     counts: tuple[int, ...] = ()
@@ -52,14 +55,15 @@ class Verdict:
     flags: tuple[bool, ...] = ()
     """Every member's `Call.flag`."""
     payloads: tuple[bytes, ...] = ()
-    """Every member's payload, when all members run `call` and have one."""
+    """Every member's payload; empty when a member has joined."""
     error: str | None = None
-    """Why the members in `raising` raise instead."""
+    """The message of the error that the members in `raising` raise."""
     raising: frozenset[int] = frozenset()
+    """Places of the members that raise `error`."""
     drained: tuple[Call, ...] = ()
-    """Calls of the raising members that are under way already and that the others must see through."""
+    """Calls of the raising members whose data is being sent already; the other members must receive it."""
     arrivals: tuple[int, ...] = ()
-    """When every member came, in nanoseconds since the epoch by its own clock."""
+    """When each member made its call, in nanoseconds since the epoch by its own clock."""
 
 
 def payload_capacity(size: int) -> int:
@@ -68,7 +72,7 @@ def payload_capacity(size: int) -> int:
 
 
 def agree(connections: Connections, entry: Entry) -> Verdict:
-    """Return the members' verdict on what each of them came with. Collective over the members."""
+    """Return the verdict on the entries of all members. Collective over the members."""
     digest = hashlib.blake2b(repr(entry.call.identity).encode(), digest_size=16).digest()
     message = _MESSAGE.pack(digest, entry.state, entry.call.flag, entry.call.count, time.time_ns())
     messages = connections.allgather_messages(message + entry.call.payload)
@@ -86,7 +90,7 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
     active = {place: entry.call for place, entry in enumerate(entries) if entry.state == ACTIVE}
     joined = frozenset(place for place, entry in enumerate(entries) if entry.state == JOINED)
     if failed:
-        # A failed call has partners only where the same line of the user's code was called.
+        # Only calls from the same line of the user's code are taken for the same call.
         sites = {entry.call.site for entry in failed}
         partners = frozenset(place for place, call in active.items() if call.site in sites)
         return Verdict(None, joined, error=_failure(entries, ranks), raising=partners)
@@ -129,7 +133,7 @@ def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:
 
 
 def _difference(calls: Sequence[Call]) -> str:
-    """Return the first thing in which `calls` differ."""
+    """Return the name of the first thing in which `calls` differ."""
     if len({call.kind for call in calls}) > 1:
         return "collectives"
     for key, _ in calls[0].arguments:
@@ -139,7 +143,10 @@ def _difference(calls: Sequence[Call]) -> str:
 
 
 def _first_entry(values: Sequence[object]) -> int | None:
-    """Return the place of the first difference in sequences of named entries, such as the parameters of a model."""
+    """Return the index of the first difference in `values`, if these are sequences of named entries, else None.
+
+    An example is the parameters of a model.
+    """
     lists = [value for value in values if isinstance(value, tuple)]
     named = all(isinstance(entry, tuple) and isinstance(entry[0], str) for each in lists for entry in each)
     if not named or len(lists) < len(values):
@@ -151,10 +158,10 @@ def _first_entry(values: Sequence[object]) -> int | None:
 
 
 def _shortened(call: Call, argument: str, entry: int) -> Call:
-    """Return `call` for a message, with nothing but one entry of `argument`."""
+    """Return `call` with one entry of `argument` as its only argument, for a message."""
     value = dict(call.arguments)[argument]
-    told = value[entry] if entry < len(value) else "nothing"
-    return replace(call, arguments=((f"{argument}[{entry}]", told),))
+    shown = value[entry] if entry < len(value) else "nothing"
+    return replace(call, arguments=((f"{argument}[{entry}]", shown),))
 
 
 def _failure(entries: Sequence[Entry], ranks: Sequence[int]) -> str:

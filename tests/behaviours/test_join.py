@@ -1,4 +1,4 @@
-"""join: ranks that have run out of data take part in what the others still do."""
+"""join: ranks without more data take part in the collectives of the other ranks."""
 
 from __future__ import annotations
 

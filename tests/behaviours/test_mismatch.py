@@ -22,7 +22,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-# What rank 0 calls, and what the others call; the key is the difference that the message names first.
+# What rank 0 calls, and what the other ranks call. The key is the difference that the message names first.
 CASES: dict[str, Calls] = {
     "shapes": (
         lambda: hvd.allreduce(ones(2)),
@@ -159,7 +159,7 @@ def test_mismatch_is_an_error_on_every_rank_and_the_next_call_works(case: str) -
 
 
 @everywhere
-def test_every_differing_rank_is_quoted() -> None:
+def test_the_error_names_every_differing_rank() -> None:
     with pytest.raises(hvd.CollectiveMismatchError) as caught:
         hvd.allreduce(torch.ones(hvd.rank() + 1), name="loss")
     for rank in range(hvd.size()):

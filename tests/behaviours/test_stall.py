@@ -1,4 +1,4 @@
-"""A rank that never comes: rank 0 says who is missing, and the waiting ranks raise. Each world is one of its own."""
+"""A missing rank: rank 0 logs which rank is missing, and the waiting ranks raise. Each test starts its own world."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..helpers.world import WORLDS, World, started
 CASES = [name for name in WORLDS if name.endswith("-3")]
 
 
-class Heard(logging.Handler):
-    """Keeps what is logged, and makes a file when the first record comes."""
+class KeptMessages(logging.Handler):
+    """Keeps the log messages, and makes a file at the first one."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Heard(logging.Handler):
 
 
 @contextmanager
-def heard(file: Path) -> Iterator[list[str]]:
-    handler, logger = Heard(file), logging.getLogger("dualdist")
+def kept_messages(file: Path) -> Iterator[list[str]]:
+    handler, logger = KeptMessages(file), logging.getLogger("dualdist")
     logger.addHandler(handler)
     try:
         yield handler.messages
@@ -41,15 +41,15 @@ def heard(file: Path) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def ready() -> None:
-    """Do what takes a process seconds the first time, so that no rank is late without wanting to be."""
+def warm_up() -> None:
+    """Do what takes seconds the first time in a process, so that no rank is late by accident."""
     weight = nn.Parameter(torch.zeros(1))
     weight.sum().backward()
     torch.optim.SGD([weight], lr=1.0).step()
 
 
 def wait_in_sets(file: Path) -> tuple[str, list[str]]:
-    """Wait for the last rank in a set of two: rank 0 for a handle, rank 1 in a backward that it alone does again."""
+    """Wait for the last rank in a set of two: rank 0 for a handle, rank 1 in a backward that only rank 1 repeats."""
     last = hvd.size() - 1
     pairs = [hvd.add_process_set([rank, last]) for rank in range(last)]
     weight = nn.Parameter(torch.zeros(2))
@@ -57,7 +57,7 @@ def wait_in_sets(file: Path) -> tuple[str, list[str]]:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=pairs[1])
         weight.sum().backward()
     hvd.barrier()
-    with heard(file) as messages:
+    with kept_messages(file) as messages:
         if hvd.rank() == last:
             return "", messages
         with pytest.raises(hvd.StallError) as caught:
@@ -69,9 +69,9 @@ def wait_in_sets(file: Path) -> tuple[str, list[str]]:
         return str(caught.value), messages
 
 
-def wait_in_vain(file: Path) -> tuple[str, list[str]]:
-    """Reduce without the last rank; return the error and what was logged."""
-    with heard(file) as messages:
+def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
+    """Call allreduce on all ranks but the last; return the error and the log messages."""
+    with kept_messages(file) as messages:
         if hvd.rank() == hvd.size() - 1:
             return "", messages
         with pytest.raises(hvd.StallError) as caught:
@@ -81,9 +81,9 @@ def wait_in_vain(file: Path) -> tuple[str, list[str]]:
         return str(caught.value), messages
 
 
-def come_late(file: Path) -> list[str]:
-    """Sum, the last rank only when rank 0 has missed it; return what was logged."""
-    with heard(file) as messages:
+def call_late(file: Path) -> list[str]:
+    """Sum over all ranks, the last rank only after rank 0 has logged that it is missing. Return the messages."""
+    with kept_messages(file) as messages:
         while hvd.rank() == hvd.size() - 1 and not file.exists():
             pass
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
@@ -91,34 +91,35 @@ def come_late(file: Path) -> list[str]:
 
 
 @pytest.fixture
-def impatient(request: pytest.FixtureRequest) -> Iterator[World]:
+def short_timeouts(request: pytest.FixtureRequest) -> Iterator[World]:
     """Three ranks that warn after 0.3 s and raise after 2 s."""
     seconds = {"DUALDIST_STALL_WARN_SECONDS": "0.3", "DUALDIST_STALL_TIMEOUT_SECONDS": "2"}
     with started(*WORLDS[request.param], seconds) as world:
         yield world
 
 
-@pytest.mark.parametrize("impatient", CASES, indirect=True)
-def test_a_late_rank_is_warned_of_and_a_missing_one_is_an_error(impatient: World, tmp_path: Path) -> None:
-    """One world for all of it, since a world costs seconds: a late rank, two sets that lack it, and the whole world."""
-    impatient.run(ready)
-    first, *others = impatient.run(come_late, tmp_path / "late")
-    assert len(first) == 1 and "waited for by ranks [0, 1]; missing ranks: [2]" in first[0]
+@pytest.mark.parametrize("short_timeouts", CASES, indirect=True)
+def test_a_late_rank_is_logged_and_a_missing_one_is_an_error(short_timeouts: World, tmp_path: Path) -> None:
+    """A late rank, two process sets without it, and the whole world: in one world, because each costs seconds."""
+    short_timeouts.run(warm_up)
+    first, *others = short_timeouts.run(call_late, tmp_path / "late")
+    assert len(first) == 1 and "ranks [0, 1] wait in allreduce" in first[0]
+    assert first[0].endswith("missing ranks: [2].")
     assert others == [[], []]
-    pairs = impatient.run(wait_in_sets, tmp_path / "pairs")
+    pairs = short_timeouts.run(wait_in_sets, tmp_path / "pairs")
     check_errors(pairs)
     messages = sorted(pairs[0][1])
     for rank in (0, 1):
-        assert f"waited for by ranks [{rank}]; missing ranks: [2]" in messages[rank]
-    everybody = impatient.run(wait_in_vain, tmp_path / "everybody")
+        assert f"ranks [{rank}] wait in " in messages[rank] and messages[rank].endswith("missing ranks: [2].")
+    everybody = short_timeouts.run(wait_for_missing_rank, tmp_path / "everybody")
     check_errors(everybody)
     (message,) = everybody[0][1]
     assert "Stalled for 0.3 s" in message and f"{__file__}:" in message
-    assert "waited for by ranks [0, 1]; missing ranks: [2]" in message
+    assert "ranks [0, 1] wait in allreduce" in message and message.endswith("missing ranks: [2].")
 
 
 def check_errors(results: list[tuple[str, list[str]]]) -> None:
-    """Check what the waiting ranks raised, and that only rank 0 has logged."""
+    """Check the errors of the waiting ranks, and that only rank 0 has logged."""
     *waiting, last = results
     for error, _ in waiting:
         assert "stalled" in error and "missing ranks: [2]" in error and f"{__file__}:" in error

@@ -74,7 +74,7 @@ def test_every_collective_has_horovods_events(tmp_path: Path) -> None:
 
 
 @everywhere
-def test_negotiation_marks_every_rank_where_it_came(tmp_path: Path) -> None:
+def test_negotiation_marks_when_each_rank_called(tmp_path: Path) -> None:
     with recorded(tmp_path / "timeline.json") as spans:
         hvd.allreduce(torch.ones(1), name="t")
     if hvd.rank() == 0:
@@ -160,7 +160,7 @@ def test_process_sets_do_not_mix(tmp_path: Path) -> None:
 
 
 @everywhere
-def test_another_file_takes_over_and_the_same_one_goes_on(tmp_path: Path) -> None:
+def test_another_file_replaces_the_open_one_and_the_same_one_is_continued(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     hvd.start_timeline(str(first))
     hvd.allreduce(torch.ones(1), name="a")
@@ -177,7 +177,7 @@ def test_another_file_takes_over_and_the_same_one_goes_on(tmp_path: Path) -> Non
 
 @pytest.mark.ranks(2)
 @everywhere
-def test_the_environment_variable_is_ours_alone_on_every_backend(tmp_path: Path) -> None:
+def test_only_dualdist_writes_the_file_of_the_environment_variable(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     with outside_world(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_TIMELINE", str(path))

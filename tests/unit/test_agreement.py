@@ -1,4 +1,4 @@
-"""What all members conclude from what each of them came with."""
+"""The verdict that all members compute from the calls of all members."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_equal_calls_run_with_every_count_and_flag() -> None:
     assert not verdict.joined and not verdict.raising and verdict.error is None
 
 
-def test_different_calls_raise_on_all_and_quote_each_group_once() -> None:
+def test_different_calls_raise_on_all_and_show_each_group_once() -> None:
     one, other = call(line=1, shape=(2,), op="Sum"), call(line=7, shape=(3,), op="Sum")
     verdict = resolve([active(one), active(other), active(one)], RANKS)
     assert verdict.call is None and verdict.raising == {0, 1, 2}
@@ -63,7 +63,7 @@ def test_the_call_site_may_differ() -> None:
     assert resolve([active(call(line=1)), active(call(line=2))], RANKS[:2]).error is None
 
 
-def test_joined_members_stand_in_for_what_the_others_run() -> None:
+def test_the_active_members_run_their_call_while_others_have_joined() -> None:
     verdict = resolve([JOIN, active(call(count=4)), JOIN], RANKS)
     assert verdict.call is not None and verdict.joined == {0, 2}
     assert not verdict.raising
@@ -99,7 +99,7 @@ def test_a_failed_call_that_nobody_else_made_raises_nowhere() -> None:
     assert verdict.call is None and not verdict.raising
 
 
-def test_calls_under_way_are_seen_through_in_a_mismatch() -> None:
+def test_gradients_already_sent_are_received_in_spite_of_a_mismatch() -> None:
     gradients = call(kinds.GRADIENTS, grad_sync=0)
     verdict = resolve([active(gradients), active(call(kinds.BARRIER)), active(gradients)], RANKS)
     assert verdict.raising == {0, 1, 2} and verdict.drained == (gradients,)

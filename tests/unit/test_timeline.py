@@ -1,4 +1,4 @@
-"""The file of a timeline: readable at every moment, however the process ends."""
+"""The file of a timeline can be read at any time, however the process ends."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_write_leaves_valid_json(tmp_path: Path) -> None:
     assert sorted(spans["allreduce.a"][:4]) == ["OUTER", "OUTER/INNER", "[0]", "[1]"]
 
 
-def test_closing_ends_what_is_open_and_ignores_what_comes_late(tmp_path: Path) -> None:
+def test_close_ends_open_spans_and_later_writes_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = TraceFile(str(path))
     pid = trace.track("a")
@@ -114,5 +114,5 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
     ]
 
 
-def test_sigkill_kills() -> None:
+def test_the_script_for_sigkill_is_killed() -> None:
     assert run(ENDINGS["SIGKILL"], Path(os.devnull)) == -signal.SIGKILL
