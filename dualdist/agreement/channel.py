@@ -190,7 +190,7 @@ class Channel:
         """Return `step()`, watched for a stall. After a failure of the backend, every later call raises."""
         if self._broken is not None:
             raise HorovodInternalError(
-                f"{call.kind} cannot run: {self._broken} Call shutdown() and then init() to continue."
+                f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
             )
         self._number += 1
         try:
