@@ -1,6 +1,6 @@
-"""Checkpoints that outlive crashes, and load under any backend, style, device and number of ranks.
+"""Checkpoints that survive crashes, and load under any backend, style, device and number of ranks.
 
-`save` and `load` are for one file, `CheckpointManager` for a run. format.py says what a file holds.
+`save` and `load` handle one file, `CheckpointManager` the files of a run. storage/format.py describes the file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .manager import CheckpointManager
 from .save_and_load import load, save
 from .signals import Preempted
 from .storage.filesystem import FileSystem
-from .storage.format import Manifest, read_manifest
+from .storage.manifest import Manifest, read_manifest
 
 __all__ = (
     "CheckpointManager",

@@ -1,4 +1,4 @@
-"""One job at a time in a thread of its own: what an asynchronous save leaves behind."""
+"""A thread that runs one job at a time: the writing of an asynchronous save."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger("dualdist")
 
 
 class Background:
-    """Runs a job beside the caller. The interpreter waits for a job under way before it ends."""
+    """Runs one job in a thread beside the caller. The interpreter waits for it before it ends."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        atexit.register(self._tell)
+        atexit.register(self._report)
 
     @property
     def failed(self) -> bool:
@@ -26,7 +26,7 @@ class Background:
         return self._failure is not None
 
     def start(self, job: Callable[[], object]) -> None:
-        """Start `job`. The last one must have been finished."""
+        """Start `job`. `finish` must have been called for the last one."""
 
         def run() -> None:
             try:
@@ -34,12 +34,12 @@ class Background:
             except Exception as error:
                 self._failure = error
 
-        # Not a daemon: threading waits for it at exit, before anything registered with atexit runs.
+        # Not a daemon: at exit, threading waits for it before it runs the functions registered with atexit.
         self._thread = threading.Thread(target=run, name="dualdist-checkpoint", daemon=False)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the job, if there is one, and raise what it raised."""
+        """Wait for the job, if there is one, and raise its exception."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -48,9 +48,9 @@ class Background:
             raise failure
 
     def close(self) -> None:
-        """Forget the end of the interpreter. The last job must have been finished."""
-        atexit.unregister(self._tell)
+        """Do not report a failure at exit. `finish` must have been called for the last job."""
+        atexit.unregister(self._report)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._failure is not None:
             logger.error("The last checkpoint was not saved: %s", self._failure)

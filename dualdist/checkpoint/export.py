@@ -1,4 +1,4 @@
-"""Weights for programs that know nothing of dualdist."""
+"""Exporting weights to programs that do not use dualdist."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from ..collectives.outcomes import on_all_ranks
 from ..errors import CheckpointError
 from ..training.parallel import DistributedDataParallel
-from .contents.portable import on_host
-from .ranks import from_writer, on_all_ranks
-from .storage.file import replacing
+from .contents.host_copy import on_host
+from .storage.atomic_file import replacing
 from .storage.filesystem import FileSystem
+from .writer import from_writer
 
 __all__ = ("export_weights",)
 
@@ -30,16 +31,16 @@ _COMPILED = "_orig_mod"
 
 
 def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None:
-    """Write the weights and buffers of `model` under the names of the module that is in its wrappers.
+    """Write the weights and buffers of `model`, under the names that the module has without its wrappers.
 
-    A file that ends in .safetensors is of that format and needs the package safetensors; any other is what
+    A path that ends in .safetensors gets that format, which needs the package safetensors. Any other gets what
     `torch.save(module.state_dict(), path)` writes, for `torch.load(path, weights_only=True)`. The file appears when it
-    is complete. Of an AveragedModel the averages are written.
+    is complete. Of an AveragedModel, the averages are written.
 
-    Collective: rank 0 writes. Raises CheckpointError on every rank when it could not, TypeError for anything but a
-    module.
+    Collective: every rank must call it; rank 0 writes. Raises CheckpointError on every rank when it cannot be written,
+    TypeError when `model` is not a module.
     """
-    on_all_ranks(lambda: _check(model))
+    on_all_ranks(lambda: _check(model), CheckpointError)
     write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
 
     def export() -> None:
@@ -80,8 +81,8 @@ def _save_safetensors(weights: Mapping[str, torch.Tensor], file: Any) -> None:
         from safetensors.torch import save
     except ImportError as error:
         raise CheckpointError(
-            f"`path` must not end in {_SAFETENSORS} where the package safetensors is not installed, but does. "
+            f"`path` must not end in {_SAFETENSORS} without the package safetensors, but does. "
             "Run pip install safetensors, or choose another ending."
         ) from error
-    # Names that share a tensor each get their own: the format has no sharing.
+    # The format has no shared tensors, so each name gets its own copy.
     file.write(save({name: tensor.contiguous().clone() for name, tensor in weights.items()}))

@@ -1,4 +1,4 @@
-"""CheckpointManager: when to save, what to keep, what to go back to, and how to end when the scheduler says so."""
+"""CheckpointManager: when to save, which checkpoints to keep, how to resume, and how to end on a signal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from ..collectives import allreduce
+from ..collectives.outcomes import on_all_ranks
 from ..errors import CheckpointError
 from ..types import Max
-from .background import Background
-from .contents.portable import HostCopy, on_host
+from .contents.collecting import check_state, collect
 from .contents.restoration import restore
 from .contents.rng import RandomState
-from .contents.state import check_state, collect
-from .ranks import from_writer, is_writer, on_all_ranks
-from .save_and_load import gather_own, make_manifest, read_file, read_values
+from .saver import Saver
 from .schedule import Schedule
 from .signals import Preempted, SignalWatch
-from .storage.catalog import Best, Catalog, Entry, choose_sound
+from .storage.catalog import Best, Catalog, Entry, first_undamaged
 from .storage.filesystem import FileSystem
-from .storage.format import Manifest, write_checkpoint
-from .storage.memory import MemoryFile
+from .storage.manifest import Manifest
+from .storage.memory_file import MemoryFile
+from .transfer import gather_own, read_file, read_values
+from .writer import from_writer, is_writer
 
 __all__ = ("CheckpointManager",)
 
@@ -41,7 +41,7 @@ EX_TEMPFAIL = 75
 
 
 class CheckpointManager:
-    """Saves a training run into a folder every so often, and brings it back from there.
+    """Saves a training run into a folder at intervals, and restores it from there.
 
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler, "epoch": 0}
         with hvd.checkpoint.CheckpointManager("checkpoints", state, every_steps=500) as manager:
@@ -54,23 +54,23 @@ class CheckpointManager:
                     manager.step()
 
     Rank 0 writes and reads; the others need not see the folder. All methods are collective: every rank must call
-    them, in the same order; an error of the writer is raised on every rank, and says what there is to go back to. A
-    run may catch it and go on: the next save tries again.
+    them, in the same order. An error of the writer is raised on every rank, and names the newest complete checkpoint.
+    The run may catch it and continue: the next save tries again.
 
     Args:
-        directory: made when it is not there. It belongs to this run; two runs must not write into it at once.
+        directory: made if it does not exist. It belongs to this run; two runs must not write into it at the same time.
         state: as for `checkpoint.save`. Restoring sets the plain values in it.
         keep: how many of the newest checkpoints to keep, besides the best. None: all.
-        every_steps: save in every such `step()`. every_seconds: save when so much time has passed since the last save,
-            by rank 0's clock. None: do not.
-        best: a metric and "max" or "min", such as ("val_accuracy", "max"): the best by that is never removed.
-        asynchronous: a save waits until the state is copied to host memory, and writes it beside the next steps. The
-            next save waits for it; its errors are raised by the next call. The writer holds one copy of the state.
-        signals: ask the run to end: the step is finished, the state saved, and `step()` raises `Preempted`, a
-            SystemExit, on every rank, whichever got the signal. Only the main thread can take them over.
-        exit_code: with what to exit then; 75 stands for "try again". Tell the scheduler: for Slurm, RequeueExit=75.
-        agree_every: exchange a few bytes in every such `step()`, for signals, seconds and errors.
-        random_state: save the random number generators of every rank too; see RandomState.
+        every_steps: save after every so many steps. every_seconds: save when so much time has passed since the last
+            save, by rank 0's clock. None: do not.
+        best: a metric and "max" or "min", such as ("val_accuracy", "max"): the best checkpoint by it is never removed.
+        asynchronous: a save waits only until the state is copied to host memory, and writes it during the next steps.
+            The next save waits for it. The next call raises its errors. The writer holds one copy of the state.
+        signals: signals that ask the run to end. The manager finishes the step, saves the state, and `step()` raises
+            `Preempted`, a SystemExit, on every rank, also when only one rank received it. Needs the main thread.
+        exit_code: the exit code then; 75 means "try again". Configure the scheduler for it; Slurm: RequeueExit=75.
+        agree_every: exchange a few bytes after every so many steps, for signals, seconds and errors.
+        random_state: also save the random number generators of every rank; see RandomState.
         file_system: for tests.
 
     Raises:
@@ -95,31 +95,29 @@ class CheckpointManager:
         file_system: FileSystem | None = None,
     ) -> None:
         self.steps = 0
-        """How many steps the run has made, those before it was restored included."""
+        """How many steps the run has made, including those before it was restored."""
         self._state = state
         self._random = {_RANDOM: RandomState()} if random_state else {}
         self._schedule = Schedule(every_steps, every_seconds, agree_every, bool(signals) or asynchronous)
-        self._file_system = file_system or FileSystem()
-        options = on_all_ranks(lambda: self._check(keep, best, asynchronous, exit_code))
+        options = on_all_ranks(lambda: self._check(keep, best, asynchronous, exit_code), CheckpointError)
         if any(other != options[0] for other in options):
             raise ValueError(
                 f"The options of a manager must be equal on all ranks, but are {options} instead."
             )
-        self._catalog = Catalog(Path(directory), keep, best and Best(*best), self._file_system)
+        self._catalog = Catalog(Path(directory), keep, best and Best(*best), file_system or FileSystem())
         from_writer(self._open)
         self._exit_code = exit_code
         self._watch = SignalWatch(signals)
         self._asynchronous = asynchronous
-        self._background = Background()
-        self._copy = HostCopy()
+        self._saver = Saver(self._catalog)
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
 
     def step(self, metrics: Mapping[str, float] | None = None) -> bool:
-        """Count a step of training, save when it is time, and return whether it was. Call it after each step.
+        """Count a training step, save if a save is due, and return whether it was. Call it after each step.
 
-        metrics: kept with the checkpoint, for `best`. Raises Preempted when a rank was sent a signal, CheckpointError
-        as `save` does, and for an asynchronous save that has failed since.
+        metrics: stored with the checkpoint, for `best`. Raises Preempted when a rank has received a signal,
+        CheckpointError as `save` does, or when an asynchronous save has failed.
         """
         self.steps += 1
         preempted, late, failed = self._agree() if self._schedule.agrees(self.steps) else (0, 0, 0)
@@ -133,45 +131,45 @@ class CheckpointManager:
         return due
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Save now, as at the end of an epoch with its `metrics`; the checkpoint of the same step is replaced.
+        """Save now, for example at the end of an epoch with its `metrics`. Replaces a checkpoint of the same step.
 
-        Raises CheckpointError on every rank when it was not saved, or when the asynchronous save before was not.
+        Raises CheckpointError on every rank when this save, or the asynchronous one before it, has failed.
         """
         self._save(metrics or {}, self._asynchronous)
 
     def wait(self) -> None:
-        """Wait for an asynchronous save under way. Raises CheckpointError on every rank when it has failed."""
+        """Wait for a running asynchronous save. Raises CheckpointError on every rank when it has failed."""
         if self._asynchronous:
-            from_writer(self._background.finish)
+            from_writer(self._saver.background.finish)
 
     def restore_latest(self, *, strict: bool = True) -> Manifest | None:
         """Load the checkpoint that was saved last, and return its manifest; None when there is none yet.
 
-        Rank 0 chooses. Files that are damaged, or hold what only running code could load, are passed over with a
-        warning that names them. strict: as for `checkpoint.load`. Raises DamagedCheckpointError when there are files
-        and none is sound, CheckpointError when the one that is chosen does not fit.
+        Rank 0 chooses it. Files that are damaged, or that only running code could load, are passed over with a warning
+        that names them. strict: as for `checkpoint.load`. Raises DamagedCheckpointError when all files are damaged,
+        CheckpointError when the chosen one does not fit.
         """
         return self._restore(lambda file: self._choose(self._catalog.newest_first, file), strict)
 
     def restore_best(self, *, strict: bool = True) -> Manifest | None:
-        """Load the best checkpoint instead; None when none has the metric. Otherwise as `restore_latest`."""
+        """Load the best checkpoint; return None when none has the metric. Otherwise as `restore_latest`."""
         return self._restore(lambda file: self._choose(self._catalog.best_first, file), strict)
 
     def restore(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Load the checkpoint `path`, in the folder or not, and count the steps on from it.
+        """Load the checkpoint `path`, inside or outside the folder, and continue to count from its step.
 
-        What is saved from then on comes after all that is in the folder. Errors as for `checkpoint.load`.
+        Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`.
         """
         self._restore(lambda file: Entry(Path(path), read_file(Path(path), file)), strict)
         self._saved_step = None
 
     def close(self) -> None:
-        """Finish the save under way and give the signals back. Raises CheckpointError when that save has failed."""
+        """Finish a running save, and install the former signal handlers. Raises CheckpointError as `wait` does."""
         self._watch.restore()
         try:
             self.wait()
         finally:
-            self._background.close()
+            self._saver.background.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -181,18 +179,20 @@ class CheckpointManager:
     ) -> None:
         if error is None:
             self.close()
-        elif not isinstance(error, Preempted):  # which a launcher may send once more while this process ends
-            self._watch.restore()  # the ranks may have parted: a save under way ends by itself
+        elif not isinstance(error, Preempted):
+            # After Preempted the handlers stay: the launcher may send the signal again while this process ends. After
+            # other errors the ranks may be out of step, so nothing collective runs: a running save ends by itself.
+            self._watch.restore()
 
     def _check(
         self, keep: int | None, best: tuple[str, str] | None, asynchronous: bool, exit_code: int
     ) -> str:
-        """Raise ValueError or TypeError for what is wrong, and return what must be equal on all ranks."""
+        """Raise ValueError or TypeError for a wrong option, and return the options that must be equal on all ranks."""
         check_state(self._state)
         self._schedule.check()
         if self._random and _RANDOM in self._state:
             raise ValueError(
-                f"`state` must not have a name {_RANDOM!r}, which the manager uses. Pass random_state=False."
+                f"`state` must not have the name {_RANDOM!r}, which the manager uses. Pass random_state=False."
             )
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` must be at least 1 or None, but is {keep} instead.")
@@ -217,14 +217,14 @@ class CheckpointManager:
         except CheckpointError as error:
             if not preempted:
                 raise
-            logger.error("%s", error)  # there is one more save to make
+            # The save for the signal must still run.
+            logger.error("%s", error)
 
     def _agree(self) -> list[int]:
         late = is_writer() and self._schedule.is_late(time.monotonic() - self._saved_at)
-        told: list[int] = allreduce(
-            torch.tensor([self._watch.received, late, self._background.failed]), op=Max, name=None
-        ).tolist()
-        return told
+        events = torch.tensor([self._watch.received, late, self._saver.background.failed])
+        highest: list[int] = allreduce(events, op=Max, name=None).tolist()
+        return highest
 
     def _save(self, metrics: Mapping[str, float], asynchronous: bool) -> None:
         self.wait()
@@ -233,40 +233,21 @@ class CheckpointManager:
         everything = self._everything()
         own = gather_own(everything)
         self._saved_at = time.monotonic()
-        from_writer(lambda: self._start(everything, own, metrics, asynchronous))
+        from_writer(
+            lambda: self._saver.save(
+                collect(everything, own), self.steps, metrics, in_background=asynchronous
+            )
+        )
         self._saved_step = self.steps
 
-    def _start(
-        self,
-        state: Mapping[str, Any],
-        own: list[dict[str, Any]],
-        metrics: Mapping[str, float],
-        asynchronous: bool,
-    ) -> None:
-        manifest = make_manifest(self.steps, metrics, self._catalog.next_serial)
-        values = (self._copy.take if asynchronous else on_host)(collect(state, own), "state")
-        if asynchronous:
-            self._background.start(lambda: self._write(values, manifest))
-        else:
-            self._write(values, manifest)
-
-    def _write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
-        path = self._catalog.path_of(manifest.step or 0)
-        try:
-            write_checkpoint(path, values, manifest, self._file_system)
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint of step {manifest.step} was not saved: {error}. {self._catalog.kept()}"
-            ) from error
-        self._catalog.add(Entry(path, manifest))
-
     def _everything(self) -> Mapping[str, Any]:
-        return ChainMap(self._state, self._random)  # type: ignore[arg-type] # values are set in the first
+        # Restoring sets values in the first mapping.
+        return ChainMap(self._state, self._random)  # type: ignore[arg-type]
 
     def _choose(self, candidates: Callable[[], Iterable[Entry]], file: MemoryFile) -> Entry | None:
         damaged = self._catalog.read()
         entries = list(candidates())
-        chosen = choose_sound(entries, damaged, file)
+        chosen = first_undamaged(entries, damaged, file)
         if chosen is not None:
             self._catalog.pass_over(entries[: entries.index(chosen)])
         return chosen

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..collectives.objects import broadcast_object, gather_object
+from ..collectives.outcomes import on_all_ranks
 from ..errors import CheckpointError
-from ..world.numbers import backend_name, size, transport_name
-from .contents.names import few
-from .contents.portable import on_host
+from .contents.collecting import check_state, collect
+from .contents.host_copy import on_host
 from .contents.restoration import restore
-from .contents.state import check_state, collect, collect_own
-from .ranks import from_writer, on_all_ranks, send_file
+from .contents.tensor_names import few
 from .storage.filesystem import FileSystem
-from .storage.format import Manifest, copy_verified, write_checkpoint
-from .storage.memory import MemoryFile
+from .storage.format import write_checkpoint
+from .storage.manifest import make_manifest
+from .storage.memory_file import MemoryFile
+from .transfer import gather_own, read_file, read_values
+from .writer import from_writer
 
-__all__ = ("gather_own", "load", "make_manifest", "read_file", "read_values", "save")
+__all__ = ("load", "save")
 
 
 def save(
@@ -33,7 +31,7 @@ def save(
     metrics: Mapping[str, float] | None = None,
     file_system: FileSystem | None = None,
 ) -> None:
-    """Write `state` to the file `path`, which is what it was before until the new one is complete and on the disk.
+    """Write `state` to the file `path`. The old file stays until the new one is complete and on the disk.
 
     Rank 0 writes; the other ranks need not see the folder. The file loads under any backend, transport, device, style
     and number of ranks, and with `torch.load(path, weights_only=True)`.
@@ -41,14 +39,14 @@ def save(
     Collective: every rank must call it, with objects of the same names.
 
     Args:
-        state: names, and for each an object with `state_dict` and `load_state_dict` (models, optimizers, schedulers,
+        state: for each name an object with `state_dict` and `load_state_dict` (models, optimizers, schedulers,
             GradScaler, AveragedModel, samplers, RandomState), or a value: tensors, numbers, strings, None, and
             lists, tuples, sets and dictionaries of them.
-        step, metrics: kept in the manifest.
+        step, metrics: stored in the manifest.
 
     Raises:
-        CheckpointError: on every rank, when it could not be written.
-        ValueError, TypeError: on every rank, when `state` is wrong or has other names there.
+        CheckpointError: on every rank, when the file could not be written.
+        ValueError, TypeError: on every rank, when `state` is wrong, or its names differ between ranks.
     """
     _agree_on_names(state)
     own = gather_own(state)
@@ -60,7 +58,7 @@ def save(
             write_checkpoint(Path(path), values, manifest, file_system or FileSystem())
         except OSError as error:
             raise CheckpointError(
-                f"Checkpoint {path} was not saved: {error}. What was there before is left as it was."
+                f"Checkpoint {path} was not saved: {error}. An older file of that name is unchanged."
             ) from error
 
     from_writer(write)
@@ -69,23 +67,23 @@ def save(
 def load(
     path: str | os.PathLike[str], state: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> dict[str, Any]:
-    """Return what `save` or a manager has written to the file `path`, and give it to `state`.
+    """Return the values in the file `path`, which `save` or a manager has written, and load them into `state`.
 
-    Rank 0 reads it; the other ranks need not see it. Nothing in it is run.
+    Rank 0 reads the file; the other ranks need not see it. No code in it is run.
 
     Collective: every rank must call it.
 
     Args:
-        state: as for `save`. Its objects load what is theirs, its plain values are set. None: nothing is changed.
+        state: as for `save`. Its objects load their states, and its plain values are set. None: nothing is changed.
         strict: whether names, shapes and parameter groups must all fit. False: what fits is loaded, with a warning.
 
     Returns:
-        For each name what was saved, in host memory: the `state_dict` of an object, or the value.
+        For each name the saved value, in host memory: the `state_dict` of an object, or the plain value.
 
     Raises:
-        DamagedCheckpointError: the file is not as it was written, or holds what only running code could make.
-        CheckpointError: there is none, or it does not fit `state`, which is left as it was (but for modules, when the
-            `load_state_dict` of one raised). All on every rank.
+        DamagedCheckpointError: the file is not as it was written, or only running code could load it.
+        CheckpointError: there is no file, or it does not fit `state`. Then `state` is unchanged, except modules when
+            the `load_state_dict` of a module raised. All errors are raised on every rank.
     """
     if state is not None:
         _agree_on_names(state)
@@ -98,58 +96,10 @@ def load(
 
 
 def _agree_on_names(state: Mapping[str, Any]) -> None:
-    names = on_all_ranks(lambda: check_state(state))
+    names = on_all_ranks(lambda: check_state(state), CheckpointError)
     for place, other in enumerate(names):
         if other != names[0]:
             differing = sorted(set(other) ^ set(names[0]))
             raise ValueError(
                 f"`state` must have the same names on all ranks, but ranks 0 and {place} differ in {few(differing)}."
             )
-
-
-def read_file(path: Path, file: MemoryFile) -> Manifest:
-    """Copy a checkpoint into `file` and return its manifest. Local. Raises CheckpointError unless it is sound."""
-    try:
-        return copy_verified(path, file.write)
-    except OSError as error:
-        raise CheckpointError(f"`path` must be a checkpoint that can be read, but {error}.") from error
-
-
-def read_values(file: MemoryFile, origin: object, root: int = 0) -> dict[str, Any]:
-    """Return on every rank what the verified `file` of rank `root` holds. Collective over the world."""
-    send_file(file, broadcast_object(file.size, root), root)
-    values: list[dict[str, Any]] = []
-    on_all_ranks(lambda: values.append(file.load(origin)))
-    return values[0]
-
-
-def gather_own(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return on the writer what each rank saves for itself, an empty list elsewhere. Collective over the world."""
-    problem, own = None, {}
-    try:
-        own = on_host(collect_own(state), "state")
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    answers = gather_object((problem, own)) or []
-
-    def check() -> None:
-        for place, (problem, _) in enumerate(answers):
-            if problem is not None:
-                raise CheckpointError(f"Rank {place} failed: {problem}")
-
-    from_writer(check)
-    return [own for _, own in answers]
-
-
-def make_manifest(step: int | None, metrics: Mapping[str, float], serial: int = 0) -> Manifest:
-    """Return the manifest of a checkpoint that this world saves now. Raises TypeError for metrics without numbers."""
-    return Manifest(
-        step,
-        size(),
-        backend_name(),
-        transport_name(),
-        str(torch.__version__),
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        serial,
-        {name: float(value) for name, value in metrics.items()},
-    )

@@ -1,4 +1,4 @@
-"""Signals that announce the end of a job: noted when they come, acted upon between two steps."""
+"""Signals that announce the end of a job: recorded when they arrive, handled between two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ("Preempted", "SignalWatch")
 
 
 class Preempted(SystemExit):
-    """The job was told to end, and its state is saved. Ends the process with `exit_code` unless it is caught."""
+    """The job was asked to end, and its state is saved. It ends the process with `exit_code`, unless it is caught."""
 
     def __init__(self, exit_code: int, number: int) -> None:
         super().__init__(exit_code)
@@ -21,20 +21,20 @@ class Preempted(SystemExit):
 
 
 class SignalWatch:
-    """Notes the last of `numbers` that this process was sent, instead of ending."""
+    """Records the last of the signals `numbers` that this process received, instead of ending."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """Take over the handlers. Raises ValueError outside the main thread, which alone can."""
+        """Install the handlers. Raises ValueError outside the main thread, where Python does not allow it."""
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "`signals` must be () outside the main thread, but are given. Make the manager in the main thread."
             )
         self.received = 0
-        """The number of the signal that came; 0: none."""
+        """The number of the received signal; 0: none."""
         self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in numbers}
 
     def restore(self) -> None:
-        """Give the handlers back."""
+        """Install the former handlers again."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -1,21 +1,21 @@
-"""Training that goes on after a failed collective, from the last commit, with Horovod's API (horovod/torch/elastic).
+"""Training that continues from the last commit after a failed collective, with Horovod's API (horovod/torch/elastic).
 
-When a collective fails while all processes live (a mismatch, a failed call), every rank goes back to the last commit,
-joins the world anew, and calls the function again, on every backend and under every launcher. When processes die, or
-hosts come and go, it depends on the launcher; the script is the same:
+When a collective fails while all processes live (a mismatch, a failed call), every rank returns to the last commit,
+joins the world again, and calls the function again. This works on every backend and under every launcher. When
+processes die, or hosts are added or removed, it depends on the launcher. The script is the same:
 
-horovodrun --host-discovery-script, Horovod as the backend: the processes that live keep their memory, and form the new
+horovodrun --host-discovery-script, Horovod as the backend: the surviving processes keep their memory, and form the new
 world with those that horovodrun starts.
 
-torchrun --max-restarts, either backend: torchrun ends all processes and starts them anew, so `commit` also writes a
-file before it returns on any rank, one per node, in the format of dualdist.checkpoint. `run` looks which commits the
-nodes have, sends the newest to all, calls the reset callbacks, and calls the function. The files lie in a folder under
-the temporary folder that belongs to the torchrun of the node, or in DUALDIST_ELASTIC_DIR. That must be a folder of this
-job alone: a job that finds commits there goes on from them. With --nnodes MIN:MAX, but without --max-restarts, torchrun
-tells its processes nothing of restarts: set DUALDIST_ELASTIC_DIR.
+torchrun --max-restarts, either backend: torchrun ends all processes and starts new ones. So `commit` also writes a file
+before it returns on any rank, one per node, in the format of dualdist.checkpoint. At the start, `run` finds the newest
+commit of all nodes, sends it to all ranks, calls the reset callbacks, and calls the function. The files are in a folder
+under the temporary folder that belongs to the node's torchrun, or in DUALDIST_ELASTIC_DIR. The latter must be a folder
+of this job alone: a job that finds commits there continues from them. With --nnodes MIN:MAX but without
+--max-restarts, torchrun's processes cannot see that it restarts them: set DUALDIST_ELASTIC_DIR.
 
-Not supported: under other launchers, and on the torch backend under horovodrun, a process that has died takes the job
-with it. Load a checkpoint.
+Not supported: under other launchers, and on the torch backend under horovodrun, a process that dies ends the whole job.
+Load a checkpoint then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the commits of a job lie, on this node."""
+"""The folder of a job's commits on this node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OF_AGENT = "{prefix}{pid}-{began}"
 def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: int) -> Path:
     """Return the folder for the commits of the program's `number`-th `elastic.run`.
 
-    What the user gives is used as it is, so that a job which is started again goes on from there. Otherwise it belongs
-    to the torchrun on this node, which alone lives as long as the job does here: a run id is used again, "none" by all
-    that give none.
+    A folder that the user sets is used as it is, so that a job which is started again continues from it. Otherwise the
+    folder belongs to the torchrun process of this node, because only that lives as long as the job. The run id alone is
+    not enough: jobs reuse it, and the default "none" is the same for all.
     """
     if env.get(ELASTIC_DIR):
         return Path(env[ELASTIC_DIR]) / f"run-{number}"
@@ -37,7 +37,10 @@ def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: in
 
 
 def make_private(folder: Path, env: Mapping[str, str]) -> None:
-    """Make the folder; one under the temporary folder is this user's alone. Raises CheckpointError when it is not."""
+    """Make the folder. Under the temporary folder, only this user may access it.
+
+    Raises CheckpointError when the parent folder exists and belongs to another user.
+    """
     if not env.get(ELASTIC_DIR):
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         status = folder.parent.lstat()
@@ -49,7 +52,7 @@ def make_private(folder: Path, env: Mapping[str, str]) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders under the temporary folder whose torchrun does not run any more."""
+    """Remove the folders under the temporary folder whose torchrun process has ended."""
     pattern = re.compile(re.escape(_prefix()) + r"(\d+)-(\d+)")
     for folder in Path(tempfile.gettempdir()).iterdir():
         of_agent = pattern.fullmatch(folder.name)
@@ -58,7 +61,7 @@ def remove_abandoned() -> None:
 
 
 def _prefix() -> str:
-    """Return what stands before the number of a process, whose meaning ends with this container and this boot."""
+    """Return the start of the folders' names. It identifies boot and container, in which process ids are unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     place = hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
     return f"dualdist-elastic-{os.getuid()}-{place}-"

@@ -1,7 +1,7 @@
 """How each kind of object in a TorchState is saved, restored and shared (horovod/torch/elastic/state.py).
 
-What has `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler, stays the object it is on every rank,
-and goes by these. (Horovod shares it by pickle, so that a scheduler on rank 1 drives a copy of the optimizer.)
+An object with `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler, is shared by these, so that it
+stays the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the optimizer.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.contents.state import is_per_rank, is_stateful
+from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..collectives.objects import broadcast_object
 from ..samplers import DealingSampler
 from ..training.parameters import broadcast_optimizer_state, broadcast_parameters
@@ -30,7 +30,7 @@ __all__ = (
 
 
 class StateHandler:
-    """How one kind of object is saved, restored and shared; the base of those in the registry."""
+    """Saves, restores and shares one kind of object. The base class of all handlers in the registry."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -40,18 +40,18 @@ class StateHandler:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Give the object the state that was saved last. Local."""
+        """Load the last saved state into the object. Local."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give the object rank 0's state. Collective."""
+        """Load rank 0's state into the object. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
         """Adapt the object to a new world. Local."""
 
     def set_value(self, value: Any) -> None:
-        """Look after another object from now on, and save it."""
+        """Handle another object from now on, and save it."""
         self.value = value
         self.save()
 
@@ -76,24 +76,23 @@ class ModelStateHandler(_StateDictHandler):
 
 
 class OptimizerStateHandler(_StateDictHandler):
-    """State and options of a torch.optim.Optimizer."""
+    """State and parameter groups of a torch.optim.Optimizer."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class _StatefulHandler(_StateDictHandler):
-    """Whatever has a state_dict."""
+    """Any other object with `state_dict` and `load_state_dict`."""
 
     def sync(self) -> None:
         state = self.value.state_dict() if rank() == 0 else None
-        self.value.load_state_dict(
-            copy.deepcopy(broadcast_object(state))
-        )  # the root gets back the very object
+        # The root gets `state` itself back, not a copy.
+        self.value.load_state_dict(copy.deepcopy(broadcast_object(state)))
 
 
 class SamplerStateHandler(_StatefulHandler):
-    """Epoch and progress of an ElasticSampler or one of dualdist.samplers."""
+    """Epoch and progress of an ElasticSampler or a sampler of dualdist.samplers."""
 
     def reset(self) -> None:
         self.value.reset()
@@ -110,24 +109,24 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return the pairs (type, handler) that `TorchState` goes by; the first that fits is taken."""
+    """Return the pairs (type, handler) that `TorchState` uses; the first matching pair wins."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Make `TorchState` go by other pairs (type, handler) from now on."""
+    """Make `TorchState` use other pairs (type, handler) from now on."""
     global _registry
     _registry = registry
 
 
 def handler_class(name: str, value: Any) -> type[StateHandler] | None:
-    """Return what looks after things like `value`, None for plain ones. Raises TypeError for what cannot be shared."""
+    """Return the handler for `value`, None for a plain value. Raises TypeError for an object that differs by rank."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler
     if is_per_rank(value):
         raise TypeError(
             f"`{name}` must be equal on all ranks, but is a {type(value).__name__} with a state for each rank instead. "
-            "Leave it out: ranks come and go."
+            "Leave it out: the ranks of an elastic job change."
         )
     return _StatefulHandler if is_stateful(value) else None

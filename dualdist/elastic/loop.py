@@ -1,4 +1,4 @@
-"""The loop around an elastic training function: share the state, train, and after a failure begin again."""
+"""The loop around an elastic training function: share the state, train, and start again after a failure."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ("run", "run_fn")
 logger = logging.getLogger("dualdist")
 
 _MOST_FAILURES = 10
-"""After so many in a row without a commit, training fails for a reason of its own; horovodrun has --reset-limit."""
+"""So many failures in a row without a commit mean that training itself fails. (horovodrun has --reset-limit.)"""
 
 T = TypeVar("T")
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a training function `func(state, ...)` so that it outlives failed collectives and changes of hosts.
+    """Decorate a training function `func(state, ...)` so that it survives failed collectives and changes of hosts.
 
-    The wrapper shares the state and calls `func`. When a collective raises HorovodInternalError, every rank goes back
-    to the state's last commit; on HostsUpdatedInterrupt they keep what they have. Then every rank leaves the world,
-    joins it anew with the arguments of the first `init()`, calls the reset callbacks, and calls `func` again. Process
-    sets that were added later must be added again in a reset callback. Any other exception ends the process, and so
-    does the HorovodInternalError that is the tenth in a row without a commit in between.
+    The wrapper shares the state and calls `func`. When a collective raises HorovodInternalError, every rank returns
+    to the state's last commit; on HostsUpdatedInterrupt every rank keeps its current state. Then every rank leaves the
+    world, joins it again with the arguments of the first `init()`, calls the reset callbacks, and calls `func` again.
+    Add process sets that were added after `init()` again in a reset callback. Any other exception ends the process, and
+    so does the tenth HorovodInternalError in a row without a commit in between.
 
-    Collective: every rank must call it, after `init()`, with a `State` as first argument. What it can recover from is
-    said in the docstring of this package.
+    Collective: every rank must call it, after `init()`, with a `State` as first argument. The docstring of this package
+    lists the failures that it can recover from.
     """
 
     @functools.wraps(func)
@@ -48,7 +48,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
-    """Do what `run` does with another way to join the world anew (horovod/common/elastic.py, run_fn)."""
+    """Do what `run` does, but call `reset` to join the world again (horovod/common/elastic.py, run_fn)."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
@@ -70,7 +70,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                         raise HorovodInternalError(
                             f"Training has failed {failures} times in a row without a commit, the last time: {error}"
                         ) from error
-                    logger.warning("Going back to the last commit, as a collective has failed: %s", error)
+                    logger.warning("Returning to the last commit, because a collective has failed: %s", error)
                     state.restore()
                     skip_sync = False
                 except HostsUpdatedInterrupt as interrupt:

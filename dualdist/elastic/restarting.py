@@ -1,4 +1,4 @@
-"""What `run` does more when the launcher answers a failure, or new hosts, by starting all processes anew."""
+"""Extra steps of `run` under launchers that restart all processes after a failure or a change of hosts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 from ..agreement.connections import Connections
-from ..checkpoint.ranks import on_all_ranks
-from ..checkpoint.storage.filesystem import FileSystem
-from ..errors import HorovodInternalError
+from ..checkpoint import FileSystem
+from ..collectives.outcomes import on_all_ranks
+from ..errors import CheckpointError, HorovodInternalError
 from ..launch import ELASTIC_DIR
 from ..lifecycle import init, shutdown
 from ..world.context import current
@@ -22,17 +22,17 @@ from .state import State, attach, detach
 __all__ = ("restarting",)
 
 _numbers = itertools.count()
-"""Every `run` of a program has commits of its own."""
+"""Numbers the `run`s of a program, since each has its own commits."""
 _lifelines = itertools.count()
-"""Ranks find each other under a name that no earlier lifeline in this world had."""
+"""Numbers the lifelines, since each needs a new name under which its ranks meet."""
 
 
 @contextlib.contextmanager
 def restarting(state: State) -> Iterator[Callable[[], None]]:
-    """Go on from the newest commit, write those of the body, and give it a way to join the world anew. Collective.
+    """Resume from the newest commit, write the commits of the body, and yield a function that rejoins the world.
 
-    Raises TypeError when a value of `state` cannot be written, CheckpointError when the folder cannot be used or the
-    commit does not fit. All on every rank.
+    Collective. Raises TypeError when a value of `state` cannot be written, CheckpointError when the folder cannot be
+    used or the commit does not fit. All errors are raised on every rank.
     """
     former = attach(state, _open_commits(next(_numbers)))
     lifeline = _Lifeline()
@@ -49,21 +49,21 @@ def _open_commits(number: int) -> Commits:
     first_of_node = not current().launch.local_rank
     if first_of_node:
         remove_abandoned()
-    on_all_ranks(lambda: make_private(folder, env))
+    on_all_ranks(lambda: make_private(folder, env), CheckpointError)
     return Commits(folder, first_of_node, FileSystem() if env.get(ELASTIC_DIR) else InMemory())
 
 
 class _Lifeline:
-    """Connections that carry nothing: they end when a process does, which a failed collective alone does not tell."""
+    """Idle connections between all ranks that close when a process ends, to tell this from other failures."""
 
     def __init__(self) -> None:
         self._connect()
 
     def rejoin(self) -> None:
-        """Leave the world and join it anew with those who were in it. Collective.
+        """Leave the world, and join it again with the same processes. Collective.
 
-        Raises HorovodInternalError when one of them has ended: the launcher, which has noticed or notices by the end of
-        this process, starts everyone anew.
+        Raises HorovodInternalError when one of them has ended. The launcher restarts all processes when it notices
+        that, or when this process ends.
         """
         arguments = current().arguments
         shutdown()
@@ -71,15 +71,15 @@ class _Lifeline:
             self._connections.allgather_messages(b"here")
         except HorovodInternalError as error:
             raise HorovodInternalError(
-                "A process has ended, and this one must end, too: torchrun starts all of them anew, if --max-restarts "
-                "allows it, and they go on from the last commit."
+                "A process has ended, so this one must end, too. torchrun then restarts all of them, if --max-restarts "
+                "allows it, and they resume from the last commit."
             ) from error
         self.close()
         init(**arguments)
         self._connect()
 
     def close(self) -> None:
-        """Give the connections back. Local."""
+        """Close the connections. Local."""
         self._connections.close()
 
     def _connect(self) -> None:

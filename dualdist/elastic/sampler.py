@@ -1,4 +1,4 @@
-"""Which samples a rank trains on, when the ranks may change in the middle of an epoch."""
+"""The samples of each rank when the number of ranks may change in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger("dualdist")
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals out the samples of a dataset that this epoch has not seen yet, evenly over the ranks.
+    """Partitions the samples that this epoch has not processed yet evenly over the ranks.
 
-    The same arithmetic as horovod/torch/elastic/sampler.py: indices are shuffled alike on all ranks, those that were
-    processed are cut off in front, and the rest is padded from its own start. Give it to `TorchState`, call
+    Same arithmetic as horovod/torch/elastic/sampler.py: all ranks shuffle the indices in the same way, remove the
+    processed ones from the front, and pad the rest with its own first indices. Give the sampler to `TorchState`, call
     `record_batch` after each batch, and `set_epoch` at the end of each epoch.
 
-    dataset: its length must be the same on all ranks and stay so. seed: must be equal on all ranks.
+    dataset: its length must be equal on all ranks and must not change. seed: must be equal on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -38,35 +38,35 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` with all samples. Call it at the end of the epoch before, not when one is resumed."""
+        """Start `epoch` with all samples. Call it at the end of the previous epoch, not after resuming an epoch."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has processed a batch of `batch_size` samples."""
+        """Record that every rank has processed a batch of `batch_size` samples."""
         if self.processed_num >= len(self.dataset) and self.rank == 0 and not self._warned:
             self._warned = True
             logger.warning(
                 "ElasticSampler: all %d samples of epoch %d were processed before this batch. Call set_epoch() at the "
-                "end of each epoch: after a reset nothing is left to train on otherwise.",
+                "end of each epoch. Otherwise no samples are left after a reset.",
                 len(self.dataset),
                 self.epoch,
             )
         self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where `state_dict` was taken, with the ranks of now."""
+        """Continue where `state_dict` was taken, partitioned over the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and how many samples all ranks together have processed in it."""
+        """Return the epoch, and the number of samples that all ranks together have processed in it."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
-        """Deal out what is left to the ranks of now."""
+        """Partition the remaining samples over the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:

@@ -1,9 +1,12 @@
-"""What a training process is: models, optimizers, samplers and plain values that can be saved, restored and shared.
+"""The state of an elastic training: models, optimizers, samplers and plain values, saved, restored and shared.
 
-The API of horovod/common/elastic.py and horovod/torch/elastic/state.py. Repaired are things that lose work or part
-the ranks there: `sync` refreshes the saved copy; it shares the values of now, as it does the models of now, instead of
-those of the last commit; a saved list, dictionary, set or tensor is a copy; restoring an optimizer does not tie its
-saved copy to the live one; and a sampler deals anew when hosts have only gone, too.
+The API of horovod/common/elastic.py and horovod/torch/elastic/state.py. Fixes Horovod behaviour that loses work or
+desynchronises ranks:
+- `sync` refreshes the saved copy, and shares the current plain values, not those of the last commit. (Horovod does so
+  for models only.)
+- A saved list, dictionary, set or tensor is a copy.
+- After restoring an optimizer, its saved copy is independent of the live state.
+- A sampler partitions its samples again also when hosts were only removed.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoint.contents.state import is_stateful
+from ..checkpoint.for_elastic import is_stateful
 from ..collectives.objects import broadcast_object
 from ..errors import HostsUpdatedInterrupt
 from ..world.numbers import rank
@@ -52,12 +55,12 @@ __all__ = (
 logger = logging.getLogger("dualdist")
 
 _REMOVED = 1
-"""The change "hosts have only gone"; 2 is "added", 3 both (horovod/runner/elastic/worker.py, HostUpdateResult)."""
+"""The change "hosts were only removed"; 2 is "added", 3 both (horovod/runner/elastic/worker.py, HostUpdateResult)."""
 _CONTAINERS = (list, dict, set, tuple, bytearray, torch.Tensor)
 
 
 class State:
-    """What `elastic.run` works with. Subclasses say what saving, restoring and sharing mean.
+    """The state that `elastic.run` works with. Subclasses define how to save, restore and share it.
 
     bcast_object: returns rank 0's object on every rank. get_rank: returns this process's rank.
     """
@@ -71,27 +74,27 @@ class State:
         self._commits_made = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Have `callbacks` called whenever the world was joined anew, such as one that scales the learning rate."""
+        """Call `callbacks` each time the world was joined again, for example to scale the learning rate."""
         if callable(callbacks):
             raise TypeError("`callbacks` must be a list of functions, but is one function instead.")
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Do what a new world asks for, before the state is shared."""
+        """Adapt to a new world and call the reset callbacks, before the state is shared."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Note that the launcher has changed the hosts. timestamp: of the change, in seconds."""
+        """Record that the launcher has changed the hosts. timestamp: of the change, in seconds."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, and then `check_host_updates`. Collective.
+        """Save the state, then call `check_host_updates`. Collective.
 
-        It copies the state to host memory, and under torchrun with restarts writes it to a file: commit as seldom as
-        the work since the last commit may be lost.
+        It copies the state to host memory, and under torchrun with restarts writes it to a file. A failure loses the
+        work since the last commit, so commit as rarely as that loss allows.
         """
         self.save()
         self._persist()
@@ -99,7 +102,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on every rank when rank 0 was told that the hosts have changed. Collective."""
+        """Raise HostsUpdatedInterrupt on every rank if rank 0 has recorded a change of hosts. Collective."""
         before = latest = self._last_updated_timestamp
         change = 0
         while not self._host_messages.empty():
@@ -111,18 +114,18 @@ class State:
             raise HostsUpdatedInterrupt(change == _REMOVED)
 
     def _persist(self) -> None:
-        """Write the state where it outlives the processes, if this job has use for that. Local."""
+        """Write the state to a file that survives the processes, if this job needs it. Local."""
 
     def save(self) -> None:
         """Keep a copy of the state in host memory. Local."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy that was saved last. Local."""
+        """Return to the copy that was saved last. Local."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the state that of rank 0, and save it. Collective."""
+        """Replace the state by that of rank 0, and save it. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -130,57 +133,57 @@ class State:
 
 
 def attach(state: Any, commits: Commits) -> Commits | None:
-    """Go on from the newest of `commits`, if there is one, and have `state.commit` write more of them. Collective.
+    """Resume from the newest of `commits`, if there is one, and let `state.commit` write to them. Collective.
 
-    Returns those that it wrote until now. Raises TypeError when a value cannot be written, CheckpointError when a
-    commit does not fit. Both on every rank.
+    Returns the commits that it wrote to before. Raises TypeError when a value cannot be written, CheckpointError when
+    a commit does not fit. Both on every rank.
     """
     if not isinstance(state, ObjectState):
         if rank() == 0:
             logger.warning(
-                "A %s is not saved outside its processes: when torchrun starts them anew, training begins anew, too. "
-                "Use an ObjectState or a TorchState.",
+                "A %s is not saved outside its processes. When torchrun restarts them, training starts from the "
+                "beginning. Use an ObjectState or a TorchState.",
                 type(state).__name__,
             )
         return None
     former = state._commits
-    state._go_on(commits)
+    state._resume(commits)
     return former
 
 
 def detach(state: Any, former: Commits | None) -> None:
-    """Have `state.commit` write what it wrote before `attach`. Local."""
+    """Let `state.commit` write to the commits that it wrote to before `attach`. Local."""
     if isinstance(state, ObjectState):
         state._commits = former
 
 
 def commits_made(state: Any) -> int | None:
-    """Return how many commits `state` has made, None when its class does not say."""
+    """Return how many commits `state` has made, None when its class overrides `commit`."""
     counts = isinstance(state, State) and type(state).commit is State.commit
     return state._commits_made if counts else None
 
 
 class ObjectState(State):
-    """Plain values, each an attribute. They are shared by pickle: objects that know of each other go into a TorchState.
+    """Plain values, each an attribute. They are shared by pickle; objects that refer to each other need a TorchState.
 
     kwargs: the attributes and their values. Lists, dictionaries, sets, tuples, bytearrays and tensors are copied when
-    they are saved and restored; any other value is kept as the object it is, so changes inside it are not undone.
-    Raises ValueError for a name that State needs for itself.
+    they are saved and restored. Of any other value the reference is kept, so changes inside it are not undone. Raises
+    ValueError for a name that State itself has.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
         self._commits: Commits | None = None
-        """Where `commit` also writes, when `run` finds that the launcher starts all processes anew."""
+        """The files that `commit` also writes, when the launcher restarts all processes."""
         _check_names(kwargs, vars(self))
         self._set_attrs(kwargs)
-        self._saved_state = {name: _kept(value) for name, value in kwargs.items()}
+        self._saved_state = {name: _copy_containers(value) for name, value in kwargs.items()}
 
     def save(self) -> None:
         self._save_attrs()
 
     def restore(self) -> None:
-        self._set_attrs({name: _kept(value) for name, value in self._saved_state.items()})
+        self._set_attrs({name: _copy_containers(value) for name, value in self._saved_state.items()})
 
     def sync(self) -> None:
         if self._saved_state:
@@ -192,11 +195,11 @@ class ObjectState(State):
             self._commits.save(self._objects())
 
     def _objects(self) -> dict[str, Any]:
-        """Return what a commit consists of: for each name the live object, or the value."""
+        """Return the content of a commit: for each name the live object or the value."""
         return {name: getattr(self, name) for name in self._saved_state}
 
-    def _go_on(self, commits: Commits) -> None:
-        """Take over the newest of `commits`, and have `commit` write more of them. Collective."""
+    def _resume(self, commits: Commits) -> None:
+        """Load the newest of `commits`, and let `commit` write to them. Collective."""
         objects = self._objects()
         commits.check(objects)
         if commits.resume(objects):
@@ -206,7 +209,7 @@ class ObjectState(State):
         self._commits = commits
 
     def _save_attrs(self) -> None:
-        self._saved_state = {name: _kept(getattr(self, name)) for name in self._saved_state}
+        self._saved_state = {name: _copy_containers(getattr(self, name)) for name in self._saved_state}
 
     if TYPE_CHECKING:
 
@@ -223,17 +226,21 @@ def _check_names(names: Iterable[str], private: Iterable[str] = ()) -> None:
             raise ValueError(f"A value must not be named {name!r}, which State has. Choose another name.")
 
 
-def _kept(value: Any) -> Any:
+def _copy_containers(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value
 
 
 class TorchState(ObjectState):
     """Models, optimizers, samplers and plain values, each an attribute under its keyword.
 
-    model, optimizer: any number of them; more can be given as kwargs. kwargs: what has a handler (modules, optimizers,
-    samplers, see `set_handler_registry`) is saved and shared by that, what has `state_dict` and `load_state_dict`
-    (schedulers, GradScaler) by these, all else as in ObjectState. Setting an attribute that has a handler to another
-    object saves that. Raises ValueError as ObjectState does, TypeError for what has a state of its own on each rank.
+    Args:
+        model, optimizer: further ones can be given as kwargs.
+        kwargs: a value with a handler (modules, optimizers, samplers, see `set_handler_registry`) is saved and shared
+            by its handler, an object with `state_dict` and `load_state_dict` (schedulers, GradScaler) by these methods,
+            any other value as in ObjectState.
+
+    Setting such an attribute to another object saves the new object. Raises ValueError as ObjectState does, TypeError
+    for an object with a different state on each rank.
     """
 
     def __init__(
@@ -276,15 +283,15 @@ class TorchState(ObjectState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_saved_state" in self.__dict__ and (name in self._handlers or name in self._saved_state):
-            self._look_after(name, value)
+            self._handle(name, value)
         super().__setattr__(name, value)
 
-    def _look_after(self, name: str, value: Any) -> None:
-        """Have `value`, which is new under a known name, saved as its kind is."""
+    def _handle(self, name: str, value: Any) -> None:
+        """Save `value`, a new value of a known name, with the handler of its type."""
         kind, handler = handler_class(name, value), self._handlers.get(name)
         if kind is None:
             self._handlers.pop(name, None)
-            self._saved_state.setdefault(name, _kept(value))
+            self._saved_state.setdefault(name, _copy_containers(value))
         elif type(handler) is kind:
             handler.set_value(value)
         else:

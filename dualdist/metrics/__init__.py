@@ -1,4 +1,4 @@
-"""Metrics over all samples of all ranks: counters that are reduced once, and outputs in the order of the dataset."""
+"""Metrics over the samples of all ranks: counters added up by one allreduce, and outputs in dataset order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Counters over the samples of all ranks.
 
-A counter adds up sums and counts where the batches are, without waiting for a GPU, and one allreduce at the end of the
-epoch gives the value over all samples: never an average of averages, and a rank without any sample counts as none.
+A counter adds up sums and counts on the device of the batches, without waiting for a GPU. One allreduce at the end of
+the epoch gives the value over all samples. It is never an average of averages, and a rank without samples adds nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ("ConfusionMatrix", "Mean", "Metric", "Sum", "compute")
 
 
 class Metric(ABC):
-    """A counter: a tensor that is added up on each rank, and over the ranks by `compute`.
+    """A counter: a tensor of sums on each rank, which `compute` adds up over the ranks.
 
-    A subclass has an `update` of its own, which calls `_add`, and says in `_value` what the sums mean.
+    A subclass has its own `update`, which calls `_add`. Its `_value` computes the metric from the sums.
 
-    shape, dtype: of the counter. process_set: whose samples are counted.
+    shape, dtype: of the counter. process_set: the ranks whose samples are counted.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSet) -> None:
@@ -31,7 +31,7 @@ class Metric(ABC):
         self._local = torch.zeros(tuple(shape), dtype=dtype)
 
     def _add(self, amount: torch.Tensor) -> None:
-        """Add to this rank's counter, on the GPU once something came from there."""
+        """Add to this rank's counter. It moves to the GPU with the first `amount` that is there, and stays."""
         amount = amount.detach()
         if amount.device.type == "cpu":
             amount = amount.to(self._local.device)
@@ -44,9 +44,9 @@ class Metric(ABC):
         """Return the metric from the sum of all ranks' counters."""
 
     def compute(self) -> torch.Tensor:
-        """Return the value over all samples that any rank was given, in CPU memory.
+        """Return the value over the samples of all ranks, in CPU memory.
 
-        Collective over the process set: one allreduce. More samples can be added afterwards.
+        Collective over the process set: one allreduce. More samples can be added later.
         """
         return self._value(self._total())
 
@@ -58,14 +58,14 @@ class Metric(ABC):
         self._local.zero_()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the sum of all ranks' counters, the same on every rank, for a world of any size.
+        """Return the sum of all ranks' counters, equal on every rank, for a world of any size.
 
-        Collective over the process set, unlike that of a module: call it on all ranks, write it on one.
+        Unlike a module's, it is collective over the process set: call it on all ranks, and write it on one.
         """
         return {"total": self._total()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Continue from `state_dict`, the same on every rank: the first holds it, the others begin at zero. Local."""
+        """Continue from `state_dict`, equal on every rank. The first rank takes it; the others start at zero. Local."""
         total = state_dict["total"]
         if total.shape != self._local.shape:
             raise ValueError(
@@ -83,7 +83,7 @@ def _as_tensor(values: torch.Tensor | float) -> torch.Tensor:
 
 
 class Mean(Metric):
-    """The mean over samples, 0-dim float64; NaN when there are none."""
+    """The mean over samples, 0-dim float64; NaN without samples."""
 
     def __init__(self, process_set: ProcessSet = global_process_set) -> None:
         super().__init__((2,), torch.float64, process_set)
@@ -92,16 +92,17 @@ class Mean(Metric):
         """Add samples. Local.
 
         Args:
-            values: (n, ...), where each element counts once, n may be 0; or a number (0-dim), the mean over `count`
-                samples, such as the loss of a batch.
-            count: how many samples a number stands for; must be given with one, and not otherwise. May be 0.
+            values: (n, ...), of which each element is a sample, n may be 0; or one number (0-dim), the mean over
+                `count` samples, such as the loss of a batch.
+            count: the number of samples of which `values` is the mean. Required if `values` is one number, and not
+                allowed otherwise. May be 0.
         """
         values = _as_tensor(values)
         if (values.dim() == 0) != (count is not None):
             raise ValueError(
                 "`count` must be given when `values` is one number, and only then, but `values` has shape "
                 f"{tuple(values.shape)} and count is {count}. "
-                "Say of how many samples it is the mean: update(loss, len(batch))."
+                "Pass the number of samples with the mean: update(loss, len(batch))."
             )
         added = values.sum(dtype=torch.float64)
         number = torch.full_like(added, values.numel())
@@ -110,7 +111,8 @@ class Mean(Metric):
         elif count is not None:
             number.fill_(count)
         if count is not None:
-            added = torch.where(number > 0, added * number, 0.0)  # the mean over no samples is NaN
+            # The mean over no samples is NaN.
+            added = torch.where(number > 0, added * number, 0.0)
         self._add(torch.stack([added, number]))
 
     def _value(self, total: torch.Tensor) -> torch.Tensor:
@@ -120,7 +122,7 @@ class Mean(Metric):
 class Sum(Metric):
     """A sum over samples.
 
-    shape: of what is added up. dtype: float64, or int64 for counts.
+    shape: of one sample. dtype: float64, or int64 for counts.
     """
 
     def __init__(
@@ -151,24 +153,24 @@ class Sum(Metric):
 
 
 class ConfusionMatrix(Metric):
-    """How often each class was predicted as each: (num_classes, num_classes) int64, [target, predicted]."""
+    """The number of samples for each pair of classes: (num_classes, num_classes) int64, [target, predicted]."""
 
     def __init__(self, num_classes: int, process_set: ProcessSet = global_process_set) -> None:
-        # One more row and column for what is no class: to raise at once, a GPU would have to be waited for.
+        # One more row and column for wrong class numbers. Raising in `update` would have to wait for the GPU.
         super().__init__((num_classes + 1, num_classes + 1), torch.int64, process_set)
 
     def update(self, predicted: torch.Tensor, targets: torch.Tensor) -> None:
-        """Add samples. predicted, targets: numbers of classes, equal shapes, any integer dtype. Local."""
+        """Add samples. predicted, targets: class numbers, equal shapes, any integer dtype. Local."""
         if predicted.shape != targets.shape or predicted.is_floating_point() or targets.is_floating_point():
             raise ValueError(
-                "`predicted` and `targets` must be equally many numbers of classes, but are "
+                "`predicted` and `targets` must be class numbers of the same shape, but are "
                 f"{tuple(predicted.shape)} {predicted.dtype} and {tuple(targets.shape)} {targets.dtype} instead. "
                 "Take the argmax of scores."
             )
         rows, columns = (self._row(classes) for classes in (targets, predicted))
-        cells = torch.zeros(self._local.numel(), dtype=torch.int64, device=rows.device)
-        cells.index_add_(0, rows * len(self._local) + columns, torch.ones_like(rows))
-        self._add(cells.view_as(self._local))
+        counts = torch.zeros(self._local.numel(), dtype=torch.int64, device=rows.device)
+        counts.index_add_(0, rows * len(self._local) + columns, torch.ones_like(rows))
+        self._add(counts.view_as(self._local))
 
     def _row(self, classes: torch.Tensor) -> torch.Tensor:
         none = len(self._local) - 1
@@ -176,23 +178,23 @@ class ConfusionMatrix(Metric):
         return torch.where((classes >= 0) & (classes < none), classes, none)
 
     def _value(self, total: torch.Tensor) -> torch.Tensor:
-        """Raises ValueError, on every rank, when some rank was given what is no class."""
+        """Return the matrix. Raises ValueError, on every rank, when any rank was given a wrong class number."""
         matrix = total[:-1, :-1]
-        strange = int(total.sum() - matrix.sum())
-        if strange:
+        wrong = int(total.sum() - matrix.sum())
+        if wrong:
             raise ValueError(
                 f"`predicted` and `targets` must be at least 0 and below {len(matrix)}, "
-                f"but {strange} samples are not."
+                f"but {wrong} samples are not."
             )
         return matrix
 
 
 def compute(metrics: Mapping[str, Metric]) -> dict[str, torch.Tensor]:
-    """Return the values of several metrics of one process set by one allreduce, under their names. Collective."""
+    """Return the values of several metrics of one process set, by name. Collective: one allreduce for all of them."""
     process_set = next((metric.process_set for metric in metrics.values()), global_process_set)
     if not metrics or any(metric.process_set is not process_set for metric in metrics.values()):
         raise ValueError(
-            f"`metrics` must be of one process set, at least one, but are {dict(metrics)} instead."
+            f"`metrics` must be one or more metrics of one process set, but are {dict(metrics)} instead."
         )
     counters = [metric._local.cpu() for metric in metrics.values()]
     totals = grouped_allreduce(counters, op=types.Sum, process_set=process_set)

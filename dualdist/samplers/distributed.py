@@ -7,26 +7,26 @@ from typing import Any, cast
 
 import torch
 
-from .dealing import DealingSampler
+from .sharding import DealingSampler
 
 __all__ = ("DistributedSampler",)
 
 
 class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSampler[int]):
-    """Deals the indices of a dataset over the ranks, in the order of torch.utils.data.DistributedSampler.
+    """Shards the indices of a dataset over the ranks, in the order of torch.utils.data.DistributedSampler.
 
-    For the same arguments and epoch the indices are those of torch's, which it is a subclass of. The shuffled order
-    depends on seed and epoch alone, not on the size of the world. The global random generators are not used.
+    A subclass of torch's sampler: equal arguments and epochs give equal indices. The shuffled order depends only on
+    seed and epoch, not on the size of the world. The global random generators are not used.
 
     Args:
-        dataset: its length must be the same on all ranks.
-        num_replicas, rank: None: those of the joined world.
-        shuffle: order by `seed` and epoch; `set_epoch` must then be called before each epoch.
+        dataset: its length must be equal on all ranks.
+        num_replicas, rank: None: the values of the joined world.
+        shuffle: shuffle by `seed` and epoch; then call `set_epoch` before each epoch.
         seed: must be equal on all ranks.
-        drop_last: leave out what does not fill the last round of all ranks.
-        pad: repeat the first samples until all ranks have equally many. False: every sample exactly once, so that
-            ranks differ by at most one and may have none. For evaluation without collectives in the loop, or for
-            training with `join`.
+        drop_last: leave out the last samples if there are too few for all ranks.
+        pad: repeat the first samples until all ranks have the same number. False: every sample exactly once, so that
+            the ranks' numbers differ by at most one and may be 0. Use False for evaluation without collectives in the
+            loop, or for training with `join`.
 
     Raises:
         NotInitializedError: num_replicas or rank is None before `init()`.
@@ -46,7 +46,7 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
     ) -> None:
         self.dataset = cast("torch.utils.data.Dataset[Any]", dataset)
         self.shuffle = shuffle
-        self._start(num_replicas, rank, seed, drop_last, pad)
+        self._configure(num_replicas, rank, seed, drop_last, pad)
 
     def _length(self) -> int:
         return len(cast("Sized", self.dataset))
@@ -56,7 +56,8 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
             return range(self._length())
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._length(), generator=generator)
-        return order.numpy().data  # its items are plain integers, made one by one
+        # A memoryview: its items are plain integers, each made when it is read.
+        return order.numpy().data
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "shuffle": self.shuffle}

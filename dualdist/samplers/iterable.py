@@ -1,4 +1,4 @@
-"""Iterables and iterable datasets, split over the ranks and the workers of their loaders."""
+"""Iterables and iterable datasets, sharded over the ranks and the workers of their loaders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .dealing import place_of
+from .sharding import given_or_joined_world
 
 __all__ = ("split_by_rank",)
 
@@ -21,24 +21,24 @@ def split_by_rank(
     rank: int | None = None,
     drop_last: bool = False,
 ) -> torch.utils.data.IterableDataset[T_co]:
-    """Return this rank's part of `iterable`, as a dataset: over all ranks and workers every item comes once.
+    """Return this rank's shard of `iterable`, as a dataset. All ranks and workers together get every item once.
 
-    Item i goes to rank i % num_replicas. Every worker reads the whole of `iterable` and skips what is not its own:
-    groups of `num_replicas` items go to the workers in turns. Ranks may get different numbers of items: train with
-    `join`, or with `drop_last`.
+    Item i goes to rank i % num_replicas. Every worker reads all of `iterable` and skips the items of others: groups of
+    `num_replicas` items go to the workers in turns. Ranks may get different numbers of items: train with `join`, or
+    with `drop_last`.
 
     Args:
-        iterable: yields the same items in the same order on all ranks, in every worker: it must neither shuffle by the
-            global generators nor look at the worker itself. A new pass begins with `iter(iterable)`.
-        num_replicas, rank: None: those of the joined world, taken now, since workers may not know it.
-        drop_last: leave out the items that do not fill the last round of all ranks and workers, so that all ranks get
-            equally many.
+        iterable: must yield the same items in the same order on all ranks, in every worker. So it must not shuffle with
+            the global generators, or depend on the worker. A new pass starts with `iter(iterable)`.
+        num_replicas, rank: None: the values of the joined world, read now, because workers may not know them.
+        drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
+            same number.
 
     Raises:
         NotInitializedError: num_replicas or rank is None before `init()`.
         ValueError: rank is not below num_replicas.
     """
-    return _Split(iterable, *place_of(num_replicas, rank), drop_last)
+    return _Split(iterable, *given_or_joined_world(num_replicas, rank), drop_last)
 
 
 class _Split(torch.utils.data.IterableDataset[T_co]):
@@ -48,14 +48,14 @@ class _Split(torch.utils.data.IterableDataset[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         worker = torch.utils.data.get_worker_info()
         num_workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
-        place = number * self.num_replicas + self.rank
+        index = number * self.num_replicas + self.rank
         round_size = num_workers * self.num_replicas
         if not self.drop_last:
-            yield from itertools.islice(self.iterable, place, None, round_size)
+            yield from itertools.islice(self.iterable, index, None, round_size)
             return
         kept: Any = None
         for count, item in enumerate(self.iterable):
-            if count % round_size == place:
+            if count % round_size == index:
                 kept = item
             if (count + 1) % round_size == 0:
                 yield cast("T_co", kept)

@@ -1,4 +1,4 @@
-"""Any sampler or batch sampler, dealt out over the ranks."""
+"""Any sampler or batch sampler, sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .dealing import DealingSampler
+from .sharding import DealingSampler
 
 __all__ = ("DistributedSamplerWrapper",)
 
@@ -18,18 +18,18 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class DistributedSamplerWrapper(DealingSampler[T_co]):
-    """Deals what another sampler draws over the ranks: weighted samplers, batch samplers, your own.
+    """Shards the items of another sampler over the ranks: of a weighted sampler, a batch sampler, or your own.
 
-    The name is that of the class for it in Catalyst and Lightning. All ranks draw the whole sequence of an epoch,
-    alike, by `seed` and epoch: while the sampler draws, its `generator` is replaced, and the global generators of
-    torch, numpy and random are seeded; afterwards they are as before. A sampler which holds a generator that is not
-    torch's must draw alike on all ranks by itself. Its `set_epoch` is called, if it has one.
+    Catalyst and Lightning have a class of this name for it. All ranks draw the whole sequence of an epoch, with equal
+    results: while the sampler draws, its `generator` is replaced, and the global generators of torch, numpy and random
+    are seeded, by `seed` and epoch. Afterwards all generators are as before. A sampler with a generator that is not
+    torch's must itself draw the same items on all ranks. Its `set_epoch` is called, if it has one.
 
     Args:
-        sampler: yields indices, or lists of them for `DataLoader(batch_sampler=)`. It must end, and see the whole
-            dataset: samplers that are split over the ranks already are refused.
-        num_replicas, rank, seed, drop_last, pad: as in DistributedSampler; what is repeated or dropped are items, so
-            whole batches of a batch sampler.
+        sampler: yields indices, or lists of them for `DataLoader(batch_sampler=)`. It must end, and draw from the whole
+            dataset: a sampler that is already sharded over the ranks is refused.
+        num_replicas, rank, seed, drop_last, pad: as in DistributedSampler. Items are repeated or dropped, so for a
+            batch sampler whole batches.
     """
 
     def __init__(
@@ -44,24 +44,25 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
     ) -> None:
         if any(isinstance(part, torch.utils.data.DistributedSampler) for part in _parts(sampler)):
             raise ValueError(
-                "`sampler` must yield the samples of all ranks, but is split over the ranks already. "
-                "Wrap the sampler that it is made of."
+                "`sampler` must yield the samples of all ranks, but is already sharded over the ranks. "
+                "Wrap the sampler inside it."
             )
         self.sampler = sampler
-        self._known: tuple[Any, Sequence[T_co]] = (None, ())
-        self._start(num_replicas, rank, seed, drop_last, pad)
+        self._cached: tuple[Any, Sequence[T_co]] = (None, ())
+        """Seed and epoch, and the sequence that was drawn for them."""
+        self._configure(num_replicas, rank, seed, drop_last, pad)
 
     def _sequence(self) -> Sequence[T_co]:
-        if self._known[0] != (self.seed, self.epoch):
+        if self._cached[0] != (self.seed, self.epoch):
             with _seeded(self.sampler, self.seed + self.epoch):
                 if hasattr(self.sampler, "set_epoch"):
                     self.sampler.set_epoch(self.epoch)
-                self._known = (self.seed, self.epoch), list(self.sampler)
-        return self._known[1]
+                self._cached = (self.seed, self.epoch), list(self.sampler)
+        return self._cached[1]
 
 
 def _parts(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the one that it wraps, and so on."""
+    """Yield a sampler, the sampler inside it, the sampler inside that one, and so on."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
@@ -69,7 +70,7 @@ def _parts(sampler: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
-    """Draw by `seed` alone inside, and leave every generator as it was."""
+    """Seed all generators for the body, and restore their states after it."""
     held = [part for part in _parts(sampler) if _has_generator(part)]
     own = [part.generator for part in held]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -78,7 +79,8 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
             part.generator = torch.Generator().manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # that of the CPU: torch.manual_seed would seed GPUs too
+        # The CPU's generator only: torch.manual_seed would also seed GPUs.
+        torch.default_generator.manual_seed(seed)
         yield
     finally:
         for part, generator in zip(held, own, strict=True):

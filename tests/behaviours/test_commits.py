@@ -89,7 +89,7 @@ def test_the_newest_commit_of_any_node_is_taken(tmp_path: Path) -> None:
         (tmp_path / "0" / "step-000000002.pt").unlink()
     state = goes_on_from(tmp_path)
     assert (weight(state), state.batch) == (weight_after(3), 3)
-    told = ["Going on from commit 3, which rank 1 has read."]
+    told = ["Resuming from commit 3, which rank 1 has read."]
     assert state.warnings == (told if hvd.rank() == 0 else [])
 
 

@@ -92,7 +92,7 @@ def test_training_ends_with_the_weights_of_a_run_without_failure() -> None:
         assert train(state, 1, more=2) == 3
     assert weight(state) == weight_after(BATCHES)
     assert calls == [(batch, weight_after(batch)) for batch in (0, 2, 2, 4)]
-    assert warnings == 3 * ["Going back to the last commit, as a collective has failed: lost a rank"]
+    assert warnings == 3 * ["Returning to the last commit, because a collective has failed: lost a rank"]
 
 
 @pytest.mark.ranks(2, 3)
@@ -304,7 +304,7 @@ def test_wrong_use_is_an_error_that_says_what_is_wanted() -> None:
         run(lambda state: None)({})
     with pytest.raises(TypeError, match="`callbacks` must be a list of functions"):
         TorchState().register_reset_callbacks(print)  # type: ignore[arg-type]
-    for name in ("save", "_commits", "_go_on"):
+    for name in ("save", "_commits", "_resume"):
         with pytest.raises(ValueError, match=f"must not be named '{name}', which State has"):
             TorchState(**{name: 1})  # type: ignore[arg-type]
     with pytest.raises(

@@ -111,7 +111,7 @@ def test_several_metrics_are_computed_together() -> None:
     found = metrics.compute({"loss": loss, "matrix": matrix})
     assert found["loss"].item() == pytest.approx(mean(all_values()), nan_ok=True)
     assert found["matrix"].tolist() == [[0, hvd.size()], [0, 0]]
-    with pytest.raises(ValueError, match="`metrics` must be of one process set"):
+    with pytest.raises(ValueError, match="`metrics` must be one or more metrics of one process set"):
         metrics.compute({})
 
 
@@ -196,13 +196,13 @@ def test_the_own_tensor_stays_in_its_graph() -> None:
 @everywhere
 def test_what_cannot_be_gathered_is_an_error_on_every_rank() -> None:
     mine = torch.ones(1, dtype=torch.int64 if hvd.rank() else torch.float32)
-    with pytest.raises(ValueError, match="must be alike"):
+    with pytest.raises(ValueError, match="must have the same dtype"):
         metrics.gather_all_tensors(mine)
     with pytest.raises(TypeError if hvd.rank() == 1 else ValueError, match="must be a torch"):
         metrics.gather_all_tensors(None if hvd.rank() == 1 else mine)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`indices` must be 1 integers"):
         metrics.gather_in_order(mine, [0, 1] if hvd.rank() == 1 else [0])
-    with pytest.raises(ValueError, match="must be alike"):
+    with pytest.raises(ValueError, match="must have the same row shape"):
         metrics.gather_in_order(torch.ones(1, 2 + hvd.rank()), [0])
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
@@ -223,7 +223,7 @@ def test_outputs_come_in_the_order_of_the_dataset_without_duplicates(pad: bool, 
 
 @everywhere
 def test_missing_samples_are_named_on_every_rank() -> None:
-    with pytest.raises(ValueError, match=r"all 4 samples, but are 2 instead. Missing: \[1, 3\]"):
+    with pytest.raises(ValueError, match=r"all 4 samples, but name 2 instead. Missing: \[1, 3\]"):
         metrics.gather_in_order(torch.zeros(2), [2, 0], length=4)
     with pytest.raises(ValueError, match="must hold a row on some rank"):
         metrics.gather_in_order([], [])

@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dualdist.checkpoint import FileSystem, Manifest, RandomState
-from dualdist.checkpoint.contents.names import fit
-from dualdist.checkpoint.contents.portable import HostCopy, on_host
+from dualdist.checkpoint.contents.collecting import collect
+from dualdist.checkpoint.contents.host_copy import HostCopy, on_host
 from dualdist.checkpoint.contents.restoration import Restoration
-from dualdist.checkpoint.contents.state import collect
+from dualdist.checkpoint.contents.tensor_names import match
 from dualdist.checkpoint.storage.format import copy_verified, write_checkpoint
-from dualdist.checkpoint.storage.memory import MemoryFile
+from dualdist.checkpoint.storage.memory_file import MemoryFile
 from dualdist.errors import CheckpointError
 
 
@@ -115,10 +115,10 @@ class Names(list[str]):
     "value", [defaultdict(list), frozenset({1}), Names(), ChainMap({})], ids=lambda v: type(v).__name__
 )
 def test_a_plain_container_that_would_come_back_as_another_is_refused(value: Any) -> None:
-    told = (
-        rf"`state\['a'\]\[1\]\['b'\]` must be a container that comes back .* a {type(value).__name__} instead"
+    message = (
+        rf"`state\['a'\]\[1\]\['b'\]` must be a container that loads as .* a {type(value).__name__} instead"
     )
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=message):
         collect({"a": [0, {"b": value}]}, [])
     with pytest.raises(TypeError, match=r"`state\['a'\]` must be a container .* a frozenset instead"):
         collect({"a": {frozenset({1})}}, [])
@@ -195,7 +195,7 @@ def test_weights_load_with_and_without_wrappers(source: str, target: str) -> Non
 
 
 def test_names_that_wrappers_would_make_equal_are_left_alone() -> None:
-    fitting, misfits = fit({"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)})
+    fitting, misfits = match({"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)})
     assert not fitting
     assert misfits == ["1 missing (a)", "2 unexpected (module.a, _orig_mod.a)"]
 
@@ -219,7 +219,8 @@ def test_a_strict_error_lists_all_that_does_not_fit_and_changes_nothing() -> Non
     with pytest.raises(CheckpointError) as caught:
         apply(state, values)
     assert str(caught.value) == (
-        "Checkpoint a.pt must fit the state, but does not: it has no `epoch`; it has `ema`, which the state has not; "
+        "Checkpoint a.pt must fit the state, but does not: "
+        "it has no `epoch`; it has `ema`, which the state does not have; "
         "`model` has 2 unexpected (more.weight, more.bias) and 7 of another shape (0.weight: (4, 2) instead of (3, 2), "
         "0.bias: (4,) instead of (3,), 1.weight: (4,) instead of (3,), and 4 more); "
         "`optimizer` has groups of [2] parameters instead of [1]. Pass strict=False to load what fits."
@@ -325,7 +326,7 @@ def test_what_cannot_tell_its_state_now_may_load_one(caplog: pytest.LogCaptureFi
     with pytest.raises(CheckpointError, match="the reason"):
         restoration.load_objects()
     restoration.undo()
-    assert "`shy` could not be brought back" in caplog.text
+    assert "`shy` could not be restored" in caplog.text
 
 
 def draws() -> list[float]:

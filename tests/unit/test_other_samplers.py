@@ -119,7 +119,7 @@ def test_a_sampler_is_not_split_twice() -> None:
     data: Any = range(8)
     inner: Any = TorchSampler(data, 2, 0)
     for sampler in (inner, BatchSampler(inner, 2, drop_last=False)):
-        with pytest.raises(ValueError, match="split over the ranks already"):
+        with pytest.raises(ValueError, match="already sharded over the ranks"):
             DistributedSamplerWrapper(sampler, 2, 0)
 
 

@@ -85,7 +85,7 @@ def test_the_world_must_be_known_or_given() -> None:
 
 
 def test_leaving_out_and_keeping_the_rest_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="`pad` must be True beside drop_last=True"):
+    with pytest.raises(ValueError, match="`pad` must be True with drop_last=True"):
         DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
 
 

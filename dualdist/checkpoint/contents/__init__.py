@@ -1,1 +1,1 @@
-"""What is in a checkpoint: which values, under which names, and how they return to their owners."""
+"""What a checkpoint holds: from live objects to plain values, and back."""

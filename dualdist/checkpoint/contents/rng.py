@@ -1,4 +1,4 @@
-"""The state of the random number generators of this process: Python's, NumPy's and torch's."""
+"""The states of the random number generators of this process: those of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ("RandomState",)
 
 
 class RandomState:
-    """Python's `random`, NumPy's and torch's global generators, with that of the GPU this process uses.
+    """The global generators of Python's `random`, NumPy and torch, with that of the GPU which this process uses.
 
-    Every rank saves its own and gets its own back. In a larger world, a rank beyond those that saved gets a seed that
-    follows from the state of rank `rank % saved` and its own rank: never the numbers of another rank, and the same
-    whenever this checkpoint is loaded. In a smaller one the states of the ranks that are gone are not used.
+    Every rank saves its own state and loads it again. In a larger world, a rank without a saved state is seeded from
+    the state of rank `rank % saved` and its own rank. Its numbers then differ from every other rank's, and are the same
+    each time this checkpoint is loaded. In a smaller world, the states of the missing ranks are not used.
 
-    `iter(DataLoader(...))` draws one number from torch's generator, unless the loader has a `generator=` of its own:
-    give it one, or resuming in the middle of an epoch draws it once more than the run that was never interrupted.
+    `iter(DataLoader(...))` draws one number from torch's generator, unless the loader has its own `generator=`. Give it
+    one: otherwise a run that resumes inside an epoch draws one number more than a run without interruption.
     """
 
     per_rank = True
-    """Tells `dualdist.checkpoint` to save the state of every rank; any object may have this and `load_derived`."""
+    """Makes `dualdist.checkpoint` save the state of every rank. Any object may have this and `load_derived`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's state, in values that `torch.load(weights_only=True)` takes."""
+        """Return this process's state, in values that `torch.load(weights_only=True)` accepts."""
         kind, keys, *rest = np.random.get_state(legacy=True)
         state = {
             "python": random.getstate(),
@@ -40,7 +40,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. A GPU whose generator was not saved gets a seed that follows from torch's."""
+        """Continue from `state`. A GPU generator without a saved state is seeded from torch's state."""
         random.setstate(state["python"])
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
@@ -52,7 +52,7 @@ class RandomState:
                 torch.cuda.manual_seed(_seed(state, 0))
 
     def load_derived(self, states: Sequence[dict[str, Any]], rank: int) -> None:
-        """Seed a rank that none of `states` belongs to."""
+        """Seed a rank that has no state in `states`."""
         seed = _seed(states[rank % len(states)], rank)
         random.seed(seed)
         np.random.seed(seed % 2**32)

@@ -1,1 +1,1 @@
-"""Checkpoints as files: how they are written, verified, found and deleted."""
+"""Checkpoints as files: writing, verifying, finding and deleting them."""

@@ -1,21 +1,23 @@
-"""The folder of a manager as its writer sees it: which checkpoints there are, which is best, which must go."""
+"""The checkpoints in one folder, as its writer sees them: which exist, which is best, which must be removed."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError, DamagedCheckpointError
-from .file import TEMPORARY_SUFFIX
+from .atomic_file import TEMPORARY_SUFFIX
 from .filesystem import FileSystem
-from .format import Manifest, copy_verified, read_manifest
-from .memory import MemoryFile
+from .format import copy_verified, write_checkpoint
+from .manifest import Manifest, read_manifest
+from .memory_file import MemoryFile
 
-__all__ = ("Best", "Catalog", "Entry", "choose_sound")
+__all__ = ("Best", "Catalog", "Entry", "first_undamaged")
 
 logger = logging.getLogger("dualdist")
 
@@ -24,13 +26,13 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 @dataclass(frozen=True)
 class Best:
-    """By which metric the best checkpoint is chosen, and which end of it is good."""
+    """The metric that decides which checkpoint is best, and whether "max" or "min" of it is good."""
 
     metric: str
     mode: str
 
-    def worth(self, manifest: Manifest) -> float:
-        """Return how good a checkpoint is; minus infinity for one without the metric, or with NaN."""
+    def score(self, manifest: Manifest) -> float:
+        """Return how good a checkpoint is. Minus infinity when the metric is missing or NaN."""
         value = manifest.metrics.get(self.metric, math.nan)
         if math.isnan(value):
             return -math.inf
@@ -46,7 +48,7 @@ class Entry:
 
 
 class Catalog:
-    """Checkpoints of one folder, in the order in which they were saved. For the writer alone."""
+    """The checkpoints of one folder, in the order in which they were saved. Only the writer uses it."""
 
     def __init__(self, folder: Path, keep: int | None, best: Best | None, file_system: FileSystem) -> None:
         self.folder = folder
@@ -55,10 +57,10 @@ class Catalog:
         self._file_system = file_system
         self._entries: list[Entry] = []
         self._damaged: set[Path] = set()
-        """Files that were passed over: they stay for whoever wants to look, and are not among those to keep."""
+        """Files that were passed over. They stay for inspection, and do not count as kept checkpoints."""
 
     def open(self) -> None:
-        """Make the folder, look at what it holds, and remove what a writer that was killed has left."""
+        """Make the folder, list its checkpoints, and remove the temporary files of a writer that was killed."""
         self._file_system.make_folder(self.folder)
         for path in self.folder.iterdir():
             if path.name.startswith(".step-") and path.name.endswith(TEMPORARY_SUFFIX):
@@ -66,7 +68,7 @@ class Catalog:
         self.read()
 
     def read(self) -> list[str]:
-        """Look at the folder, and return what is wrong with each file that has no manifest."""
+        """List the checkpoints of the folder again, and return an error text for each file without a manifest."""
         found, damaged = [], []
         for path in sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)):
             try:
@@ -77,19 +79,19 @@ class Catalog:
         return damaged
 
     def newest_first(self) -> Iterator[Entry]:
-        """Yield the checkpoints from the one that was saved last."""
+        """Yield the checkpoints, the one that was saved last first."""
         return reversed(self._entries)
 
     def best_first(self) -> list[Entry]:
-        """Return the checkpoints that have the metric, the best first; of equals the one that was saved last."""
+        """Return the checkpoints that have the metric, the best first. Of equal ones, the later one is first."""
         if self._best is None:
             return []
-        worth = {entry.path: self._best.worth(entry.manifest) for entry in self._entries}
-        rated = [entry for entry in self.newest_first() if worth[entry.path] > -math.inf]
-        return sorted(rated, key=lambda entry: -worth[entry.path])
+        scores = {entry.path: self._best.score(entry.manifest) for entry in self._entries}
+        rated = [entry for entry in self.newest_first() if scores[entry.path] > -math.inf]
+        return sorted(rated, key=lambda entry: -scores[entry.path])
 
     def path_of(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is or will be."""
+        """Return the path of the checkpoint of `step`, whether or not it exists."""
         return self.folder / f"step-{step:09d}.pt"
 
     @property
@@ -98,24 +100,36 @@ class Catalog:
         return 1 + max((entry.manifest.serial for entry in self._entries), default=0)
 
     def pass_over(self, entries: Iterable[Entry]) -> None:
-        """Note that checkpoints are damaged."""
+        """Record that checkpoints are damaged."""
         self._damaged.update(entry.path for entry in entries)
 
-    def add(self, entry: Entry) -> None:
-        """Note a checkpoint that is complete, and remove those that are too many."""
+    def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
+        """Write the checkpoint of `manifest.step`, and remove those beyond the number to keep.
+
+        Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written.
+        """
+        path = self.path_of(manifest.step or 0)
+        try:
+            write_checkpoint(path, values, manifest, self._file_system)
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoint of step {manifest.step} was not saved: {error}. {self._newest()}"
+            ) from error
+        self._add(Entry(path, manifest))
+
+    def _add(self, entry: Entry) -> None:
         self._entries = [*(known for known in self._entries if known.path != entry.path), entry]
         self._damaged.discard(entry.path)
         if self._keep is None:
             return
-        sound = [known for known in self._entries if known.path not in self._damaged]
-        best = [known for known in self.best_first() if known in sound][:1]
-        kept = {entry.path for entry in [*sound[-self._keep :], *best]} | self._damaged
+        undamaged = [known for known in self._entries if known.path not in self._damaged]
+        best = [known for known in self.best_first() if known in undamaged][:1]
+        kept = {entry.path for entry in [*undamaged[-self._keep :], *best]} | self._damaged
         for known in [known for known in self._entries if known.path not in kept]:
             self._remove(known.path)
         self._entries = [known for known in self._entries if known.path in kept]
 
-    def kept(self) -> str:
-        """Return a sentence on what there is to go back to."""
+    def _newest(self) -> str:
         newest = next(self.newest_first(), None)
         if newest is None:
             return f"No checkpoint is complete in {self.folder}."
@@ -130,26 +144,26 @@ class Catalog:
             logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
 
 
-def choose_sound(entries: Iterable[Entry], damaged: list[str], file: MemoryFile) -> Entry | None:
-    """Return the first entry that is sound, with its bytes in `file`; None when there are no files at all.
+def first_undamaged(entries: Iterable[Entry], damaged: list[str], file: MemoryFile) -> Entry | None:
+    """Return the first entry that is undamaged, with its bytes in `file`. None when there are no files at all.
 
-    damaged: what is wrong with files that are no entries. Warns of the files that are passed over, by name. Raises
-    DamagedCheckpointError when no file is sound.
+    damaged: error texts of the files that have no entry. Logs a warning for each file that it passes over. Raises
+    DamagedCheckpointError when all files are damaged.
     """
-    told = list(damaged)
+    problems = list(damaged)
     for entry in entries:
         file.clear()
         try:
             copy_verified(entry.path, file.write)
             file.load(entry.path)
         except (CheckpointError, OSError) as error:
-            told.append(str(error))
+            problems.append(str(error))
             continue
-        for reason in told:
-            logger.warning("Passed over a checkpoint: %s", reason)
+        for problem in problems:
+            logger.warning("Passed over a checkpoint: %s", problem)
         return entry
-    if told:
+    if problems:
         raise DamagedCheckpointError(
-            f"No checkpoint is sound, of {len(told)}: {' '.join(told)} Remove them to start anew."
+            f"All {len(problems)} checkpoints are damaged: {' '.join(problems)} Remove them to train from the start."
         )
     return None

@@ -1,4 +1,4 @@
-"""The calls to the operating system that write a checkpoint: a test can tear, delay and fail them."""
+"""The calls to the operating system that write a checkpoint. Tests replace them, to tear, delay or fail writes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ __all__ = ("FileSystem",)
 
 
 class FileSystem:
-    """Calls `os`, each of which may raise OSError. Subclass it to make them fail; override what should."""
+    """Calls functions of `os`; each may raise OSError. A subclass can override some of the calls."""
 
     def create(self, path: Path) -> int:
-        """Open a file that must not exist yet, for writing, and return its descriptor."""
+        """Create a file for writing, and return its descriptor. The file must not exist yet."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of `data` and return how many bytes that was; it may be fewer than all."""
+        """Write some bytes of `data`, and return how many; there may be fewer than all."""
         return os.write(descriptor, data)
 
     def start_writing(self, descriptor: int, start: int, count: int) -> None:
-        """Begin to bring `count` bytes from `start` to the disk, without waiting, so that `sync` has less to do."""
-        # Linux begins to write what is dirty: mm/fadvise.c, POSIX_FADV_DONTNEED.
+        """Start to write `count` bytes from `start` to the disk, without waiting, so that `sync` has less to do."""
+        # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
 
     def sync(self, descriptor: int) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written bytes are on the disk."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor. Some network file systems report a full disk no sooner."""
+        """Close a descriptor. Some network file systems report a full disk only here."""
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Put `source` in the place of `target` in one stroke."""
+        """Rename `source` to `target`, and replace it atomically."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
@@ -42,16 +42,17 @@ class FileSystem:
         os.unlink(path)
 
     def make_folder(self, folder: Path) -> None:
-        """Make a folder with those above it, unless it is there."""
+        """Make a folder and its parents, if they do not exist."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
-        """Wait until names that were made, changed or removed in `folder` are on the disk."""
+        """Wait until created, renamed and removed names in `folder` are on the disk."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+            # Some file systems cannot sync a folder.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
             os.close(descriptor)

@@ -1,87 +1,54 @@
 """The file of a checkpoint: what torch.save writes, with a manifest and a checksum in the comment of the zip archive.
 
     offset 0          the archive of torch.save: a dictionary of plain containers, numbers, strings and CPU tensors
-    size - 2048 - 22  the archive's end record, whose last field says that a comment of 2048 bytes follows
+    size - 2048 - 22  the archive's end record; its last field is the length of the comment, 2048 bytes
     size - 2048       the manifest: JSON, padded with spaces
     size - 15         "crc32 xxxxxxxx\\n": the CRC-32 of every byte before this line
 
-So one pass writes it, `torch.load(path, weights_only=True)` and every zip program read it without dualdist, and a bit
-that flips anywhere is noticed: in the line by the line, elsewhere by the sum. The sum is there for accidents. Against
-malice stands weights_only: nothing in a file is ever run.
+One pass writes the file. `torch.load(path, weights_only=True)` and every zip program read it without dualdist. The
+checksum finds any flipped bit. It protects against accidents; weights_only protects against malice, because no code in
+a file is ever run.
 
-torch.distributed.checkpoint is not used: it needs a process group of torch, which Horovod does not have, on a file
-system that every rank sees, its metadata are a pickle, and it has no checksum.
+torch.distributed.checkpoint is not used, for three reasons: it needs a process group of torch, which Horovod does not
+have, and a file system that all ranks share; its metadata are a pickle; it has no checksum.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, DamagedCheckpointError
-from .file import PIECE_BYTES, NewFile, replacing
+from .atomic_file import NewFile, replacing
+from .checksum import LINE_BYTES, PIECE_BYTES, Checksum
 from .filesystem import FileSystem
+from .manifest import COMMENT_BYTES, MAGIC, Manifest, damaged, decode, encode
 
-__all__ = ("FORMAT", "Manifest", "copy_verified", "read_manifest", "write_checkpoint")
+__all__ = ("copy_verified", "write_checkpoint")
 
-FORMAT = 1
-_MAGIC = "dualdist checkpoint"
-_COMMENT_BYTES = 2048
-"""torch looks for the end record in the last 4096 bytes, and fails for small files when it is further up."""
 _END_RECORD = b"PK\5\6"
 _END_BYTES = 22
-_NO_MANIFEST = "it ends without a manifest"
-_SUM_LINE_BYTES = len(b"crc32 00000000\n")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What is known of a checkpoint without loading it."""
-
-    step: int | None
-    world_size: int
-    backend: str
-    transport: str
-    torch: str
-    saved: str
-    """When, in UTC: 2026-01-31T12:00:00+00:00."""
-    serial: int = 0
-    """Counts the checkpoints of a folder in the order in which they were saved."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    format: int = FORMAT
 
 
 def write_checkpoint(
     path: Path, values: Mapping[str, Any], manifest: Manifest, file_system: FileSystem
 ) -> None:
-    """Write `values`, which must be portable (see portable.py). Raises OSError, and ValueError for the manifest."""
-    comment = _encode(manifest)
+    """Write `values`, which must be portable (see contents/portable.py).
+
+    Raises OSError, and ValueError when the manifest is too long.
+    """
+    comment = encode(manifest)
     with replacing(path, file_system) as file:
         archive = _Archive(file)
         torch.save(dict(values), archive)  # type: ignore[arg-type]
         archive.finish(comment)
 
 
-def _encode(manifest: Manifest) -> bytes:
-    text = json.dumps({"magic": _MAGIC, **asdict(manifest)})
-    space = _COMMENT_BYTES - _SUM_LINE_BYTES - 1
-    if len(text) > space:
-        raise ValueError(
-            f"`metrics` must fit into {space} bytes of JSON with the rest of the manifest, but need {len(text)} "
-            "instead. Keep the numbers by which you choose a checkpoint."
-        )
-    return text.ljust(space).encode() + b"\n"
-
-
 class _Archive:
-    """The file that torch.save sees: gathers small writes, and holds back the end record to let it have a comment."""
+    """The file object for torch.save. It buffers small writes, and keeps the end record until the comment is known."""
 
     def __init__(self, file: NewFile) -> None:
         self._file = file
@@ -99,17 +66,17 @@ class _Archive:
         return length
 
     def flush(self) -> None:
-        """Do nothing: torch.save asks for it in the middle."""
+        """Do nothing. torch.save calls it in the middle."""
 
     def finish(self, comment: bytes) -> None:
         end = self._pending[-_END_BYTES:]
         assert end.startswith(_END_RECORD) and end.endswith(b"\0\0"), (
-            "torch.save has written no plain zip archive"
+            "torch.save has not written a plain zip archive"
         )
-        self._pending[-2:] = _COMMENT_BYTES.to_bytes(2, "little")
+        self._pending[-2:] = COMMENT_BYTES.to_bytes(2, "little")
         self._pending += comment
         self._flush(0)
-        self._file.write(_sum_line(self._file.crc))
+        self._file.write(self._file.checksum.line())
 
     def _flush(self, kept: int) -> None:
         end = len(self._pending) - kept
@@ -117,57 +84,24 @@ class _Archive:
         del self._pending[:end]
 
 
-def _sum_line(crc: int) -> bytes:
-    return f"crc32 {crc:08x}\n".encode()
-
-
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a checkpoint, without a check of what is before it. Local.
-
-    Raises OSError, DamagedCheckpointError when there is none, CheckpointError for a format of the future.
-    """
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _COMMENT_BYTES))
-        return _decode(file.read(_COMMENT_BYTES), Path(path))
-
-
-def _decode(comment: bytes, path: Path) -> Manifest:
-    try:
-        found = json.loads(comment[:-_SUM_LINE_BYTES])
-        if found.pop("magic") != _MAGIC:
-            raise ValueError("another magic")
-        if found["format"] <= FORMAT:
-            return Manifest(**found)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, _NO_MANIFEST) from error
-    raise CheckpointError(
-        f"`path` must be a checkpoint of format {FORMAT} or older, but {path} has format {found['format']} instead. "
-        "Load it with a newer dualdist."
-    )
-
-
-def _damaged(path: object, reason: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"`path` must be a checkpoint as dualdist wrote it, but {path} is not: {reason}."
-    )
-
-
 def copy_verified(path: str | os.PathLike[str], take: Callable[[bytes], object]) -> Manifest:
-    """Give every piece of a checkpoint to `take`, and return its manifest once all of it is known to be sound.
+    """Pass every piece of a checkpoint to `take`, and return its manifest when the checksum matches.
 
-    Raises OSError, and DamagedCheckpointError when a byte is not what was written.
+    Raises OSError, DamagedCheckpointError when a byte is not what was written, CheckpointError when the format is newer
+    than this version of dualdist.
     """
-    crc, tail = 0, b""
+    checksum, tail = Checksum(), b""
     with open(path, "rb", buffering=0) as file:
-        left = os.fstat(file.fileno()).st_size - _SUM_LINE_BYTES
+        left = os.fstat(file.fileno()).st_size - LINE_BYTES
         while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
-            crc = zlib.crc32(piece, crc)
-            tail = (piece if len(piece) >= _COMMENT_BYTES else tail + piece)[-_COMMENT_BYTES:]
+            checksum.add(piece)
+            tail = (piece if len(piece) >= COMMENT_BYTES else tail + piece)[-COMMENT_BYTES:]
             left -= len(piece)
             take(piece)
-        line = file.read(_SUM_LINE_BYTES)
+        line = file.read(LINE_BYTES)
         take(line)
-    comment = tail[_SUM_LINE_BYTES - _COMMENT_BYTES :] + line
-    if line != _sum_line(crc):
-        raise _damaged(path, "its checksum does not fit" if _MAGIC.encode() in comment else _NO_MANIFEST)
-    return _decode(comment, Path(path))
+    comment = tail[LINE_BYTES - COMMENT_BYTES :] + line
+    # Without the magic, `decode` reports that there is no manifest.
+    if MAGIC.encode() in comment and line != checksum.line():
+        raise damaged(path, "its checksum does not match")
+    return decode(comment, Path(path))

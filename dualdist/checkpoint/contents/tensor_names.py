@@ -1,4 +1,4 @@
-"""Names of a module's tensors, whatever wraps the module, and what fits between two sets of them."""
+"""Names of a module's tensors, with or without wrappers, and which saved tensors a module can load."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ("few", "fit", "without_wrappers")
+__all__ = ("few", "match", "without_wrappers")
 
 _WRAPPERS = {"module", "_orig_mod"}
-"""Under these, torch's DDP and DataParallel, AveragedModel and torch.compile hold the module they wrap."""
+"""The attributes in which torch's DDP and DataParallel, AveragedModel and torch.compile hold the wrapped module."""
 _SHOWN = 3
 
 
@@ -19,11 +19,11 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what of `saved` a module whose state is `own` can load, under its names, and what does not fit.
+def match(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of `saved` that a module with the state `own` can load, under its names, and what does not match.
 
-    Names that are equal are taken first. If any are left, all are compared without the parts that wrappers add,
-    unless that makes two of them equal.
+    If the names differ, they are compared without the parts that wrappers add, except where that would make two names
+    of one state equal.
     """
     given = dict(saved)
     if own.keys() != saved.keys():
@@ -40,10 +40,10 @@ def fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any
         and not _is_lazy(value)
         and given[name].shape != value.shape
     ]
-    misfits = {entry.partition(": ")[0] for entry in shapes}
-    fitting = {name: value for name, value in given.items() if name in own and name not in misfits}
-    told = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-    return fitting, [f"{len(found)} {what} ({few(found)})" for what, found in told if found]
+    mismatched = {entry.partition(": ")[0] for entry in shapes}
+    fitting = {name: value for name, value in given.items() if name in own and name not in mismatched}
+    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+    return fitting, [f"{len(found)} {kind} ({few(found)})" for kind, found in kinds if found]
 
 
 def _is_lazy(value: torch.Tensor) -> bool:
@@ -51,6 +51,6 @@ def _is_lazy(value: torch.Tensor) -> bool:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first three names as text, and how many more there are."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -6,29 +6,27 @@ import contextlib
 import errno
 import os
 import secrets
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from .checksum import PIECE_BYTES, Checksum
 from .filesystem import FileSystem
 
-__all__ = ("PIECE_BYTES", "TEMPORARY_SUFFIX", "NewFile", "replacing")
+__all__ = ("TEMPORARY_SUFFIX", "NewFile", "replacing")
 
 TEMPORARY_SUFFIX = ".dualdist-tmp"
-PIECE_BYTES = 1 << 20
-"""Checksum and write take turns on pieces of this size, so that the second finds its data in the cache."""
-_START_BYTES = 8 << 20
-"""The disk is set to work whenever so much has come, instead of at the end."""
+_FLUSH_BYTES = 8 << 20
+"""After this many bytes the disk starts to write, instead of at the end."""
 
 
 class NewFile:
-    """A file being written, and the CRC-32 of what it holds so far."""
+    """A file that is being written, and the checksum of its bytes so far."""
 
     def __init__(self, descriptor: int, file_system: FileSystem) -> None:
-        self.crc = 0
+        self.checksum = Checksum()
         self.failure: OSError | None = None
-        """What the file system said; torch.save raises another error in its place."""
-        self._size = self._started = 0
+        """The first error of the file system, because torch.save raises another error in its place."""
+        self._size = self._flushed = 0
         self._descriptor = descriptor
         self._file_system = file_system
 
@@ -38,7 +36,7 @@ class NewFile:
         try:
             for start in range(0, len(view), PIECE_BYTES):
                 piece = view[start : start + PIECE_BYTES]
-                self.crc = zlib.crc32(piece, self.crc)
+                self.checksum.add(piece)
                 self._write_piece(piece)
         except OSError as error:
             self.failure = self.failure or error
@@ -46,7 +44,7 @@ class NewFile:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch.save asks for it in the middle."""
+        """Do nothing. torch.save calls it in the middle."""
 
     def _write_piece(self, piece: memoryview) -> None:
         if self.failure is not None:
@@ -57,18 +55,18 @@ class NewFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             piece = piece[written:]
             self._size += written
-        if self._size - self._started >= _START_BYTES:
-            self._file_system.start_writing(self._descriptor, self._started, self._size - self._started)
-            self._started = self._size
+        if self._size - self._flushed >= _FLUSH_BYTES:
+            self._file_system.start_writing(self._descriptor, self._flushed, self._size - self._flushed)
+            self._flushed = self._size
 
 
 @contextlib.contextmanager
 def replacing(path: Path, file_system: FileSystem) -> Iterator[NewFile]:
-    """Let the body write a file that then takes the place of `path`.
+    """Open a new file for the body of the `with` statement; at its end, the file replaces `path`.
 
-    The file is written under another name beside it, brought to the disk, renamed, and its name brought to the disk:
-    at any moment `path` is what it was before, or complete. After an exception the other name is gone, where the file
-    system lets it go. Raises OSError.
+    The body writes to a temporary name in the same folder. Then the file is synced, renamed to `path`, and the folder
+    is synced. At any moment `path` is either what it was before or the complete new file. After an exception the
+    temporary file is removed, if the file system permits. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     descriptor = file_system.create(temporary)

@@ -1,4 +1,4 @@
-"""A file in memory: how a checkpoint comes from the rank that sees the disk to those that do not."""
+"""A checkpoint's bytes in memory, on their way from the disk of one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ("MemoryFile",)
 
 
 class MemoryFile:
-    """Bytes that torch.load maps instead of copying; tensors that were loaded keep them alive after `close`."""
+    """A file in memory (memfd). torch.load maps it instead of copying; loaded tensors keep the memory after closing."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("dualdist-checkpoint", os.MFD_CLOEXEC)
@@ -38,7 +38,7 @@ class MemoryFile:
             view = view[written:]
 
     def clear(self) -> None:
-        """Forget everything. Nothing may have been loaded and kept."""
+        """Remove all bytes. No tensor that was loaded from them may be in use."""
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.ftruncate(self._descriptor, 0)
         self.size = 0
@@ -48,19 +48,20 @@ class MemoryFile:
         return os.pread(self._descriptor, count, start)
 
     def load(self, name: object) -> dict[str, Any]:
-        """Return what the checkpoint `name` holds, as it was saved.
+        """Return the values of the checkpoint in this file. name: of the checkpoint, for messages.
 
-        Raises DamagedCheckpointError when it holds what only running code could make, or is no archive of torch.
+        Raises DamagedCheckpointError when only running code could load it, or when it is not an archive of torch.
         """
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Validating sparse tensor")  # which we want
+                # torch warns that it validates sparse tensors, which is what we want.
+                warnings.filterwarnings("ignore", "Validating sparse tensor")
                 path = f"/proc/self/fd/{self._descriptor}"
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             reason = " ".join(str(error).split()).partition(". ")[0][:200]
             raise DamagedCheckpointError(
-                f"`path` must hold tensors and plain values alone, but {name} was refused: {reason}."
+                f"`path` must hold only tensors and plain values, but {name} was refused: {reason}."
             ) from error
         if not isinstance(loaded, dict):
             raise CheckpointError(

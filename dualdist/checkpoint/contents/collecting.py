@@ -1,7 +1,7 @@
-"""From live objects to the values in a file; restoration.py is the way back.
+"""From live objects to the values of a checkpoint; restoration.py goes the other way.
 
-The writer's objects are saved, since data-parallel ranks hold equal ones; of an object with `per_rank = True` every
-rank's state is.
+Data-parallel ranks hold equal objects, so the writer's are saved. An object with `per_rank = True` is saved from every
+rank.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from .names import few
 from .portable import check_containers
+from .tensor_names import few
 
 __all__ = ("RANKS", "check_state", "collect", "collect_own", "is_per_rank", "is_stateful")
 
 RANKS = "per_rank"
-"""Under this a file has the states of all ranks, in their order."""
+"""The key under which a file holds the states of all ranks, in rank order."""
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether `value` is saved through its `state_dict`."""
+    """Return whether `value` is saved by its `state_dict`."""
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     )
@@ -31,7 +31,7 @@ def is_per_rank(value: Any) -> bool:
 
 
 def check_state(state: Any) -> list[str]:
-    """Return the names in `state`, in order. Raise TypeError unless it can be saved and restored."""
+    """Return the names in `state`, sorted. Raise TypeError if it cannot be saved and restored."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise TypeError(
             f"`state` must be a dictionary from names to objects and values, but is {state!r} instead."
@@ -48,12 +48,12 @@ def check_state(state: Any) -> list[str]:
 
 
 def collect_own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank must hand to the writer."""
+    """Return the states that this rank must send to the writer."""
     return {name: value.state_dict() for name, value in state.items() if is_per_rank(value)}
 
 
 def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what goes into the file, not portable yet. own: what every rank's `collect_own` returned."""
+    """Return the values to save, before their conversion (see portable.py). own: each rank's `collect_own`."""
     values = {}
     for name, value in state.items():
         if is_per_rank(value):

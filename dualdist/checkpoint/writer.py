@@ -1,0 +1,45 @@
+"""The writer, rank 0: it reads and writes the files, and every rank gets its result or its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..collectives.objects import broadcast_object
+from ..errors import CheckpointError
+from ..world.numbers import rank
+
+__all__ = ("from_writer", "is_writer")
+
+T = TypeVar("T")
+
+
+def is_writer() -> bool:
+    """Return whether this rank reads and writes the files."""
+    return rank() == 0
+
+
+def from_writer(function: Callable[[], T]) -> T:
+    """Run `function` on the writer, and return its result on every rank. Collective over the world.
+
+    The result is sent by pickle, so it must be small. When `function` raises, every rank raises CheckpointError, or the
+    subclass of it that `function` raised.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    if is_writer():
+        try:
+            result = function()
+        except Exception as raised:
+            failure = raised
+    error = None if failure is None else _as_error(failure)
+    result, error = broadcast_object((result, error), 0)
+    if error is not None:
+        raise error from failure
+    return result
+
+
+def _as_error(failure: Exception) -> CheckpointError:
+    if isinstance(failure, CheckpointError):
+        return type(failure)(str(failure))
+    return CheckpointError(f"Rank 0 failed: {type(failure).__name__}: {failure}")

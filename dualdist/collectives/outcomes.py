@@ -1,0 +1,44 @@
+"""One outcome for all ranks: a function that may fail on some of them returns on all, or raises on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..world.process_sets import ProcessSet, global_process_set
+from .objects import allgather_object
+
+__all__ = ("on_all_ranks",)
+
+T = TypeVar("T")
+
+
+def on_all_ranks(
+    function: Callable[[], T], error: type[Exception], process_set: ProcessSet = global_process_set
+) -> list[T]:
+    """Run `function` on every rank, and return all results in rank order.
+
+    Collective: every member of `process_set` must call it, in the same order. `function` must not call a collective.
+    The results are sent by pickle, so they must be small. When it raises on some ranks, each of them raises its own
+    exception, and the others raise `error`, which names the first of these ranks and quotes its exception.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as raised:
+        failure = raised
+    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = allgather_object((result, problem), process_set=process_set)
+    if failure is not None:
+        raise failure
+    failed = [
+        (rank, problem)
+        for rank, (_, problem) in zip(process_set.ranks or (), outcomes, strict=True)
+        if problem is not None
+    ]
+    if failed:
+        rank, problem = failed[0]
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise error(f"Rank {rank}{others} failed: {problem}")
+    return [result for result, _ in outcomes]
