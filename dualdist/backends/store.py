@@ -17,7 +17,7 @@ from typing import cast
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..rendezvous import Addresses, Gather, exchange_address, find_addresses, gather_through
+from ..rendezvous import Addresses, Gather, find_addresses, gather_through, share_server_address
 from ..types import Launch
 from .prefix_store import new_prefix_store
 
@@ -97,7 +97,7 @@ def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> S
         served.append(serve_store(host, timeout))
         return int(served[0].port)
 
-    with exchange_address(launch, env, serve, timeout.total_seconds()) as (host, port):
+    with share_server_address(launch, env, serve, timeout.total_seconds()) as (host, port):
         joined = served[0] if served else dist.TCPStore(host, port, is_master=False, timeout=timeout)
         return _with_addresses(joined, launch, env)
 

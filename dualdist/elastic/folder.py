@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..launch import ELASTIC_DIR
-from ..rendezvous import Starter, find_starter
+from ..rendezvous import LauncherProcess, find_launcher_process
 
 __all__ = ("folder_of_commits", "make_private", "remove_abandoned")
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
-_OF_AGENT = "{prefix}{pid}-{began}"
+_OF_AGENT = "{prefix}{pid}-{start}"
 
 
 def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: int) -> Path:
@@ -30,8 +30,8 @@ def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: in
     """
     if env.get(ELASTIC_DIR):
         return Path(env[ELASTIC_DIR]) / f"run-{number}"
-    starter = find_starter(_RUN_ID)
-    agent = _OF_AGENT.format(prefix=_prefix(), pid=starter.pid, began=starter.began)
+    torchrun = find_launcher_process(_RUN_ID)
+    agent = _OF_AGENT.format(prefix=_prefix(), pid=torchrun.pid, start=torchrun.start_time)
     name = hashlib.sha256("\0".join([env[_RUN_ID], *program]).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / agent / f"{name}-{number}"
 
@@ -56,7 +56,7 @@ def remove_abandoned() -> None:
     pattern = re.compile(re.escape(_prefix()) + r"(\d+)-(\d+)")
     for folder in Path(tempfile.gettempdir()).iterdir():
         of_agent = pattern.fullmatch(folder.name)
-        if of_agent is not None and not Starter(int(of_agent[1]), int(of_agent[2])).is_alive():
+        if of_agent is not None and not LauncherProcess(int(of_agent[1]), int(of_agent[2])).is_alive():
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from .exchange import exchange_address, gather_through
+from .addresses import Addresses, find_addresses
+from .bootstrap import share_server_address
+from .gather import Gather, gather_through
 from .interfaces import INTERFACE, LOOPBACK, interface_of, own_node
-from .reach import Addresses, Gather, find_addresses
-from .starter import Starter, find_starter
+from .launcher_process import LauncherProcess, find_launcher_process
 
 __all__ = (
     "INTERFACE",
     "LOOPBACK",
     "Addresses",
     "Gather",
-    "Starter",
-    "exchange_address",
+    "LauncherProcess",
     "find_addresses",
-    "find_starter",
+    "find_launcher_process",
     "gather_through",
     "interface_of",
     "own_node",
+    "share_server_address",
 )

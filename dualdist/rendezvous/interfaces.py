@@ -1,6 +1,6 @@
-"""The addresses of this host, and which of them to use: DUALDIST_INTERFACE, else what the others can reach.
+"""The network interfaces of this host and their addresses, of which DUALDIST_INTERFACE can select some.
 
-IPv4 alone, as in Horovod and in Gloo's own choice. Linux: the requests are those of netdevice(7).
+Only IPv4, as in Horovod and in Gloo's own choice. The requests are those of Linux, netdevice(7).
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ _SIOCGIFADDR = 0x8915
 def addresses() -> dict[str, str]:
     """Return the IPv4 address of every network interface that has one, by the interface's name."""
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                # It has no IPv4 address.
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def candidates(env: Mapping[str, str]) -> list[str]:
-    """Return the addresses at which other hosts may reach this one, the likeliest first.
+    """Return the addresses at which other hosts may reach this one, in the order in which to try them.
 
-    Raises ConfigurationError when DUALDIST_INTERFACE (a name, or several with commas: the first that is here) names
-    no interface of this host.
+    DUALDIST_INTERFACE selects interfaces by their names, separated by commas; names of other hosts' interfaces are
+    skipped. Raises ConfigurationError when it names no interface of this host.
     """
     found = addresses()
-    asked = [name.strip() for name in env.get(INTERFACE, "").split(",") if name.strip()]
-    if asked:
-        chosen = [found[name] for name in asked if name in found]
+    wanted = [name.strip() for name in env.get(INTERFACE, "").split(",") if name.strip()]
+    if wanted:
+        chosen = [found[name] for name in wanted if name in found]
         if not chosen:
             raise ConfigurationError(
                 f"`{INTERFACE}` must name a network interface of {socket.gethostname()} that has an IPv4 address "
@@ -55,7 +56,7 @@ def candidates(env: Mapping[str, str]) -> list[str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has `address`. Raises ConfigurationError when none has."""
+    """Return the name of the network interface with `address`. Raises ConfigurationError when there is none."""
     for name, own in addresses().items():
         if own == address or (own.startswith("127.") and address.startswith("127.")):
             return name
@@ -65,14 +66,16 @@ def interface_of(address: str) -> str:
 
 
 def own_address(host: str) -> str:
-    """Return the IPv4 address by which this machine reaches `host`."""
+    """Return the IPv4 address from which this machine reaches `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # a datagram socket: nothing is sent
+        # Connecting a datagram socket sends nothing.
+        probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def own_node() -> str:
-    """Return a name for this host that no other host has, though it may have the same host name."""
-    network = os.stat("/proc/self/ns/net").st_ino  # containers of one machine
+    """Return a name of this host that differs from other hosts' names even if their host names are equal."""
+    # Containers of one machine differ in their network namespaces.
+    network = os.stat("/proc/self/ns/net").st_ino
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return f"{socket.gethostname()[:100]}-{hashlib.sha256(f'{boot}{network}'.encode()).hexdigest()[:8]}"

@@ -1,9 +1,9 @@
-"""A small key-value server, where the processes of a job meet before any backend runs.
+"""A small key-value server, through which the processes of a job meet before any backend runs, and its client.
 
-Every connection starts with a proof, in both directions, that the other end holds the job's secret: HMAC-SHA256 of
-two random challenges, as in multiprocessing.connection but with sizes fixed and nothing unpickled. Nothing that came
-before is interpreted. The server is one thread; whoever is silent or slow holds up nobody else, and not for long.
-What follows the proof is neither encrypted nor signed: addresses are no secrets.
+On each new connection, both ends prove that they know the job's secret: HMAC-SHA256 of two random challenges, as in
+multiprocessing.connection, but with fixed sizes and without unpickling. Until then, no data is interpreted. The server
+is one thread. A silent or slow client does not delay other clients, and its connection is closed after a short time.
+The data after the proof is neither encrypted nor signed, because addresses are not secret.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 
 from ..errors import ConfigurationError
 
-__all__ = ("LONGEST_KEY", "LONGEST_VALUE", "KeyValueServer", "KeyValueStore")
+__all__ = ("LONGEST_KEY", "LONGEST_VALUE", "KeyValueClient", "KeyValueServer")
 
 LONGEST_KEY, LONGEST_VALUE = 1024, 1 << 20
 """Bytes."""
@@ -28,11 +28,11 @@ _GREETING = b"dualdist-kv-1\n"
 _CHALLENGE = _DIGEST = 32
 _SET, _GET = b"S", b"G"
 _REQUEST = struct.Struct("!cHId")
-"""(what to do, length of the key, length of the value, seconds to wait)"""
+"""(operation, length of the key, length of the value, seconds to wait)"""
 _ANSWER = struct.Struct("!cI")
 _FOUND, _ABSENT = b"+", b"-"
-_PATIENCE_SECONDS = 10.0
-"""How long the other end may take for its proof, or for the rest of a request."""
+_TIMEOUT_SECONDS = 10.0
+"""How long the other end may take for its proof, or to complete a request or an answer."""
 _LONGEST_WAIT = 86400.0
 
 
@@ -41,18 +41,15 @@ def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
 
 
 class KeyValueServer:
-    """Serves set and get at `hosts` to those who hold `secret`, until it is closed.
+    """Serves set and get to clients that know `secret`, until it is closed. A context manager.
 
-    hosts: the addresses to listen on, and no others. port: that of all of them, 0 for a free one; OSError when it is
-    not free. patience: seconds that a proof, or the rest of a request, may take.
-    A context manager.
+    hosts: the addresses to listen on. port: the same on all addresses, 0 for a free one. timeout: seconds for a proof,
+    or for the rest of a request. Raises OSError when the port is not free.
     """
 
-    def __init__(
-        self, *hosts: str, secret: bytes, port: int = 0, patience: float = _PATIENCE_SECONDS
-    ) -> None:
+    def __init__(self, *hosts: str, secret: bytes, port: int = 0, timeout: float = _TIMEOUT_SECONDS) -> None:
         self._secret = secret
-        self._patience = patience
+        self._timeout = timeout
         self._values: dict[bytes, bytes] = {}
         self._set = asyncio.Condition()
         self._listeners: list[socket.socket] = []
@@ -89,7 +86,8 @@ class KeyValueServer:
         try:
             asyncio.run(self._run())
         finally:
-            self._up.set()  # also when it could not start
+            # Also when the server could not start.
+            self._up.set()
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,14 +95,16 @@ class KeyValueServer:
         self._up.set()
         await self._stop.wait()
         for server in servers:
-            server.close()  # and asyncio.run ends the connections
+            # asyncio.run ends the connections.
+            server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection. Whatever is wrong with it ends it, without a word."""
+        """Answer the requests of one connection. Any error closes it, without an answer."""
         with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError, asyncio.CancelledError):
-            await asyncio.wait_for(self._prove(reader, writer), self._patience)
+            await asyncio.wait_for(self._prove(reader, writer), self._timeout)
             while True:
-                first = await reader.readexactly(1)  # a client may hold its connection as long as it likes
+                # A connection may be idle between requests.
+                first = await reader.readexactly(1)
                 await self._answer(first, reader, writer)
         writer.transport.abort()
 
@@ -119,13 +119,13 @@ class KeyValueServer:
         await writer.drain()
 
     async def _answer(self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rest = await asyncio.wait_for(reader.readexactly(_REQUEST.size - 1), self._patience)
-        what, key_length, value_length, seconds = _REQUEST.unpack(first + rest)
-        if key_length > LONGEST_KEY or value_length > LONGEST_VALUE or what not in (_SET, _GET):
+        rest = await asyncio.wait_for(reader.readexactly(_REQUEST.size - 1), self._timeout)
+        operation, key_length, value_length, seconds = _REQUEST.unpack(first + rest)
+        if key_length > LONGEST_KEY or value_length > LONGEST_VALUE or operation not in (_SET, _GET):
             raise ValueError
-        body = await asyncio.wait_for(reader.readexactly(key_length + value_length), self._patience)
+        body = await asyncio.wait_for(reader.readexactly(key_length + value_length), self._timeout)
         key, value = body[:key_length], body[key_length:]
-        if what == _SET:
+        if operation == _SET:
             async with self._set:
                 self._values[key] = value
                 if not value:
@@ -136,7 +136,7 @@ class KeyValueServer:
             found = await self._get(key, seconds)
         status = _ABSENT if found is None else _FOUND
         writer.write(_ANSWER.pack(status, len(found or b"")) + (found or b""))
-        await asyncio.wait_for(writer.drain(), self._patience)
+        await asyncio.wait_for(writer.drain(), self._timeout)
 
     async def _get(self, key: bytes, seconds: float) -> bytes | None:
         async def appear() -> bytes:
@@ -144,20 +144,21 @@ class KeyValueServer:
                 await self._set.wait_for(lambda: key in self._values)
                 return self._values[key]
 
-        if key in self._values:  # else waiting 0 seconds would not find it
+        # With 0 seconds, waiting would not find it.
+        if key in self._values:
             return self._values[key]
         with contextlib.suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(appear(), seconds)
         return None
 
 
-class KeyValueStore:
+class KeyValueClient:
     """A client of a KeyValueServer, for one thread. A context manager."""
 
-    def __init__(self, host: str, port: int, secret: bytes, *, timeout: float = _PATIENCE_SECONDS) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, *, timeout: float = _TIMEOUT_SECONDS) -> None:
         """Connect within `timeout` seconds.
 
-        Raises ConfigurationError when nobody answers there, or one who does not hold `secret`, or we do not.
+        Raises ConfigurationError when no server answers there, or when `secret` is not that of the server.
         """
         self._where = f"{host}:{port}"
         deadline = time.monotonic() + timeout
@@ -166,7 +167,7 @@ class KeyValueStore:
         except OSError as error:
             raise ConfigurationError(
                 f"The job's key-value server must answer at {self._where}, but does not: {error}. "
-                "Look whether the launcher still runs, and whether a firewall is between the hosts."
+                "Check that the launcher still runs, and that no firewall is between the hosts."
             ) from error
         try:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -174,49 +175,49 @@ class KeyValueStore:
         except (OSError, EOFError) as error:
             self._socket.close()
             raise ConfigurationError(
-                f"The key-value server at {self._where} must hold this job's secret, but did not prove it"
+                f"The key-value server at {self._where} must know this job's secret, but did not prove it"
                 f"{f' ({error})' if str(error) else ''}. Another program answers there, or DUALDIST_SECRET is wrong."
             ) from error
 
-    def __enter__(self) -> KeyValueStore:
+    def __enter__(self) -> KeyValueClient:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         self._socket.close()
 
     def set(self, key: str, value: bytes) -> None:
         """Set `key`, or remove it when `value` is empty.
 
-        Raises ValueError when either is too long, OSError when the server is gone.
+        Raises ValueError when either is too long, OSError when the connection fails.
         """
-        self._ask(_SET, key, value, 0.0, _PATIENCE_SECONDS)
+        self._ask(_SET, key, value, 0.0, _TIMEOUT_SECONDS)
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Return the value of `key`, waiting `timeout` seconds at most for it to be set.
+        """Return the value of `key`. Waits until it is set, `timeout` seconds at most.
 
-        Raises TimeoutError when it was not, OSError when the server is gone.
+        Raises TimeoutError after that, OSError when the connection fails.
         """
         if math.isnan(timeout):
             raise ValueError("`timeout` must be a number of seconds, but is NaN instead.")
         seconds = min(max(timeout, 0.0), _LONGEST_WAIT)
-        found = self._ask(_GET, key, b"", seconds, seconds + _PATIENCE_SECONDS)
+        found = self._ask(_GET, key, b"", seconds, seconds + _TIMEOUT_SECONDS)
         if found is None:
             raise TimeoutError(f"{key!r} was not set at {self._where} within {timeout:g} s.")
         return found
 
-    def _ask(self, what: bytes, key: str, value: bytes, seconds: float, patience: float) -> bytes | None:
+    def _ask(self, operation: bytes, key: str, value: bytes, seconds: float, timeout: float) -> bytes | None:
         name = key.encode()
         if len(name) > LONGEST_KEY or len(value) > LONGEST_VALUE:
             raise ValueError(
                 f"A key must have at most {LONGEST_KEY} bytes and a value {LONGEST_VALUE}, "
                 f"but they have {len(name)} and {len(value)} instead."
             )
-        self._socket.settimeout(patience)
-        self._socket.sendall(_REQUEST.pack(what, len(name), len(value), seconds) + name + value)
+        self._socket.settimeout(timeout)
+        self._socket.sendall(_REQUEST.pack(operation, len(name), len(value), seconds) + name + value)
         status, length = _ANSWER.unpack(self._read(_ANSWER.size))
         found = self._read(length)
         return found if status == _FOUND else None
@@ -224,7 +225,7 @@ class KeyValueStore:
     def _prove(self, secret: bytes) -> None:
         greeting = self._read(len(_GREETING) + _CHALLENGE)
         if not greeting.startswith(_GREETING):
-            raise ConnectionError("it speaks another language")
+            raise ConnectionError("it uses another protocol")
         theirs, mine = greeting[len(_GREETING) :], secrets.token_bytes(_CHALLENGE)
         self._socket.sendall(mine + _proof(secret, b"client", theirs, mine))
         if not hmac.compare_digest(self._read(_DIGEST), _proof(secret, b"server", theirs, mine)):

@@ -1,8 +1,8 @@
-"""MPI as mpi4py sees it: whether it is usable here, and the end of it.
+"""MPI through mpi4py: whether it is usable here, how it starts, and how it ends.
 
-mpi4py's own exit handler waits in MPI_Finalize for every other process, also when this one dies of an exception and
-the others are blocked on it. So the handler is replaced: a clean exit finalizes; an exit by exception or with a code
-other than 0 does not, and mpirun then ends the job at once.
+mpi4py's own exit handler waits in MPI_Finalize for all other processes, even if this one ends by an exception and the
+others wait for it. The handler here replaces it: it finalizes MPI only if the process ends without an exception and
+with exit code 0. Otherwise mpirun ends the job at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 __all__ = ("MARKS", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
 
 MARKS = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
-"""What an MPI launcher leaves in the environment; without one, starting MPI makes a world of one or fails."""
+"""Variables that MPI launchers set. Without any of them, starting MPI makes a world of one or fails."""
 
 
 @functools.cache
@@ -32,7 +32,8 @@ def library() -> Any | None:
         mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError):  # the MPI library is absent, or not the one that mpi4py was built for
+    except (ImportError, RuntimeError):
+        # The MPI library is absent, or not the one for which mpi4py was built.
         return None
     if already is None and MPI.Is_initialized():
         _finalize_unless_failed(MPI)
@@ -43,35 +44,36 @@ _failures: list[object] = []
 
 
 def is_failing() -> bool:
-    """Return whether this process is about to end by an exception or with an exit code other than 0."""
+    """Return whether this process is ending by an exception or with an exit code other than 0."""
     return bool(_failures)
 
 
 def _finalize_unless_failed(library: Any) -> None:
-    """Replace mpi4py's exit handler; note exceptions and exit codes, which an exit handler cannot see."""
+    """Replace mpi4py's exit handler. Record exceptions and exit codes, which an exit handler cannot see."""
     hook, leave = sys.excepthook, sys.exit
 
-    def noting_hook(*exception: Any) -> None:
+    def recording_hook(*exception: Any) -> None:
         _failures.append(exception[0])
         hook(*exception)
 
-    def noting_exit(code: Any = None, /) -> NoReturn:
+    def recording_exit(code: Any = None, /) -> NoReturn:
         if code not in (None, 0):
             _failures.append(code)
         leave(code)
 
-    sys.excepthook, sys.exit = noting_hook, noting_exit
+    sys.excepthook, sys.exit = recording_hook, recording_exit
     process = os.getpid()
 
     def finalize() -> None:
-        if os.getpid() == process and not _failures and not library.Is_finalized():  # a fork leaves MPI alone
+        # A forked process must not finalize MPI.
+        if os.getpid() == process and not _failures and not library.Is_finalized():
             library.Finalize()
 
     atexit.register(finalize)
 
 
 def has_started() -> bool:
-    """Return whether MPI runs in this process already. Starts nothing."""
+    """Return whether MPI runs in this process. Does not start it."""
     started = sys.modules.get("mpi4py.MPI")
     return started is not None and started.Is_initialized() and not started.Is_finalized()
 
@@ -88,7 +90,7 @@ def gather(text: str) -> list[str]:
 
 
 def local_size() -> int:
-    """Return how many processes of MPI's world share this one's node. Collective over MPI's world."""
+    """Return how many processes of MPI's world run on this node. Collective over MPI's world."""
     mpi: Any = library()
     neighbours = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
     try:

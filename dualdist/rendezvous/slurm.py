@@ -1,8 +1,8 @@
-"""Meeting where Slurm has started us on several hosts, and nothing else joins them.
+"""A key-value server for Slurm steps on several hosts, for which nothing else provides one.
 
 A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a few
-ports follow from the job's numbers: rank 0 takes the first that is free on all its addresses, the others try them in
-turn, and know rank 0 by the proof of the key-value server.
+ports are computed from the job's numbers. Rank 0 serves at the first one that is free on all its addresses. The others
+try them in turn; they recognise rank 0 by the proof of its key-value server.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from collections.abc import Iterator, Mapping
 from ..errors import ConfigurationError
 from ..launch.environment import secret_in
 from .interfaces import LOOPBACK, candidates
-from .keyvalue import KeyValueServer, KeyValueStore
+from .keyvalue import KeyValueClient, KeyValueServer
 
-__all__ = ("first_host", "meet", "tells_first_host")
+__all__ = ("connect", "first_host", "has_first_host")
 
 _NODES = "SLURM_STEP_NODELIST"
-_LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8  # below what Linux hands out by itself
-_KNOCK_SECONDS, _POLL_SECONDS, _ASK_SECONDS = 3.0, 0.1, 10.0
+_LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
+"""Below the ports that Linux gives out as free ones."""
+_CONNECT_SECONDS, _POLL_SECONDS, _SCONTROL_SECONDS = 3.0, 0.1, 10.0
 
 
-def tells_first_host(env: Mapping[str, str]) -> bool:
-    """Return whether `meet` can be tried."""
+def has_first_host(env: Mapping[str, str]) -> bool:
+    """Return whether `env` names the first host, so that `connect` can work."""
     return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of Slurm's list of hosts, such as node07 for node[07-12,20],gpu1."""
+    """Return the first host of Slurm's list, such as node07 for node[07-12,20],gpu1."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None  # it matches nothing at least
+    assert first is not None  # it matches the empty string
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 @contextlib.contextmanager
-def meet(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyValueStore]:
-    """Give a key-value store that all processes of this step share. Collective. timeout: seconds to wait for rank 0.
+def connect(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyValueClient]:
+    """Give a client of a key-value server on rank 0. Collective over the step. timeout: seconds to wait for rank 0.
 
-    The secret is DUALDIST_SECRET; when it is not set, whoever knows the job's number can take part.
+    The secret is DUALDIST_SECRET. If it is not set, any process that knows the job's number can connect.
+    Raises ConfigurationError when no port is free or rank 0 does not answer.
     """
     job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     digest = hashlib.sha256(job.encode()).digest()
@@ -53,32 +55,32 @@ def meet(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyValue
     with contextlib.ExitStack() as stack:
         if rank == 0:
             port = _serve([LOOPBACK, *candidates(env)], ports, secret, stack)
-            yield stack.enter_context(KeyValueStore(LOOPBACK, port, secret))
+            yield stack.enter_context(KeyValueClient(LOOPBACK, port, secret))
         else:
             host = LOOPBACK if env.get("SLURM_NODEID") == "0" else _address(first_host(env[_NODES]))
-            yield stack.enter_context(_find(host, ports, secret, timeout))
+            yield stack.enter_context(_find_server(host, ports, secret, timeout))
 
 
 def _address(node: str) -> str:
-    """Return what stands for `node`: its name, or where Slurm itself finds it when the name is Slurm's alone."""
+    """Return an address of `node`. Slurm is asked for it when the name is only known to Slurm."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(node)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
+        answer = subprocess.run(
             ["scontrol", "show", "node", node],
             capture_output=True,
             text=True,
-            timeout=_ASK_SECONDS,
+            timeout=_SCONTROL_SECONDS,
             check=True,
         )
-        found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+        found = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
         if found:
             return found[1]
     return node
 
 
 def _serve(hosts: list[str], ports: list[int], secret: bytes, stack: contextlib.ExitStack) -> int:
-    """Serve at the first of `ports` that is free on all of `hosts`, and return it."""
+    """Serve at the first of `ports` that is free on all addresses `hosts`. Return the port."""
     for port in ports:
         with contextlib.suppress(OSError):
             stack.enter_context(KeyValueServer(*hosts, secret=secret, port=port))
@@ -89,13 +91,14 @@ def _serve(hosts: list[str], ports: list[int], secret: bytes, stack: contextlib.
     )
 
 
-def _find(host: str, ports: list[int], secret: bytes, timeout: float) -> KeyValueStore:
+def _find_server(host: str, ports: list[int], secret: bytes, timeout: float) -> KeyValueClient:
+    """Try `ports` until one answers with the proof of `secret`."""
     deadline = time.monotonic() + timeout
     problem = ""
     while time.monotonic() < deadline:
         for port in ports:
             try:
-                return KeyValueStore(host, port, secret, timeout=_KNOCK_SECONDS)
+                return KeyValueClient(host, port, secret, timeout=_CONNECT_SECONDS)
             except ConfigurationError as error:
                 problem = str(error)
         time.sleep(_POLL_SECONDS)

@@ -11,10 +11,10 @@ import pytest
 from dualdist.elastic import folder
 from dualdist.elastic.folder import folder_of_commits, make_private, remove_abandoned
 from dualdist.errors import CheckpointError
-from dualdist.rendezvous import Starter
+from dualdist.rendezvous import LauncherProcess
 
-OWN = Starter(os.getpid(), int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]))
-ENDED = Starter(OWN.pid, OWN.began - 1)
+OWN = LauncherProcess(os.getpid(), int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]))
+ENDED = LauncherProcess(OWN.pid, OWN.start_time - 1)
 RUN = {"TORCHELASTIC_RUN_ID": "none"}
 
 
@@ -24,8 +24,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def of_torchrun(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(folder, "find_starter", lambda variable: starter)
+def of_torchrun(torchrun: LauncherProcess, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(folder, "find_launcher_process", lambda variable: torchrun)
     made = folder_of_commits(RUN, ["train.py"], 0)
     make_private(made, RUN)
     return made
@@ -38,14 +38,14 @@ def test_a_given_folder_is_the_same_whoever_asks() -> None:
 
 
 def test_jobs_programs_and_runs_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "find_starter", lambda variable: OWN)
+    monkeypatch.setattr(folder, "find_launcher_process", lambda variable: OWN)
     folders = [
         folder_of_commits(RUN, ["train.py"], 0),
         folder_of_commits(RUN, ["train.py"], 1),
         folder_of_commits(RUN, ["tune.py"], 0),
         folder_of_commits({"TORCHELASTIC_RUN_ID": "other"}, ["train.py"], 0),
     ]
-    monkeypatch.setattr(folder, "find_starter", lambda variable: ENDED)
+    monkeypatch.setattr(folder, "find_launcher_process", lambda variable: ENDED)
     folders.append(folder_of_commits(RUN, ["train.py"], 0))
     assert len(set(folders)) == len(folders)
 

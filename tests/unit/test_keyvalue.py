@@ -10,21 +10,21 @@ from collections.abc import Iterator
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.rendezvous.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueServer, KeyValueStore
+from dualdist.rendezvous.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueClient, KeyValueServer
 
 SECRET = b"s" * 32
-PATIENCE = 0.3
+TIMEOUT = 0.3
 """Seconds that the server gives a client here: tests wait for its end."""
 
 
 @pytest.fixture
 def server() -> Iterator[KeyValueServer]:
-    with KeyValueServer("127.0.0.1", secret=SECRET, patience=PATIENCE) as server:
+    with KeyValueServer("127.0.0.1", secret=SECRET, timeout=TIMEOUT) as server:
         yield server
 
 
-def connected(server: KeyValueServer) -> KeyValueStore:
-    return KeyValueStore(server.host, server.port, SECRET)
+def connected(server: KeyValueServer) -> KeyValueClient:
+    return KeyValueClient(server.host, server.port, SECRET)
 
 
 def stranger(server: KeyValueServer) -> socket.socket:
@@ -56,13 +56,13 @@ def test_what_one_sets_another_gets(server: KeyValueServer) -> None:
 def test_one_server_listens_on_several_addresses() -> None:
     with KeyValueServer("127.0.0.1", "127.0.0.2", secret=SECRET) as server:
         with (
-            KeyValueStore("127.0.0.1", server.port, SECRET) as one,
-            KeyValueStore("127.0.0.2", server.port, SECRET) as other,
+            KeyValueClient("127.0.0.1", server.port, SECRET) as one,
+            KeyValueClient("127.0.0.2", server.port, SECRET) as other,
         ):
             one.set("a", b"1")
             assert other.get("a", 0) == b"1"
         with pytest.raises(ConfigurationError):
-            KeyValueStore("127.0.0.3", server.port, SECRET)
+            KeyValueClient("127.0.0.3", server.port, SECRET)
 
 
 def test_get_waits_until_the_value_is_set(server: KeyValueServer) -> None:
@@ -87,7 +87,7 @@ def test_get_of_what_nobody_sets_times_out_and_the_connection_stays_good(server:
 
 def test_a_wrong_secret_gets_nothing(server: KeyValueServer) -> None:
     with pytest.raises(ConfigurationError, match="DUALDIST_SECRET"):
-        KeyValueStore(server.host, server.port, b"t" * 32)
+        KeyValueClient(server.host, server.port, b"t" * 32)
 
 
 def test_a_server_without_the_secret_is_refused_by_the_client() -> None:
@@ -106,7 +106,7 @@ def test_a_server_without_the_secret_is_refused_by_the_client() -> None:
         thread = threading.Thread(target=relay)
         thread.start()
         with pytest.raises(ConfigurationError, match="its proof is wrong"):
-            KeyValueStore("127.0.0.1", listener.getsockname()[1], SECRET)
+            KeyValueClient("127.0.0.1", listener.getsockname()[1], SECRET)
         thread.join(20)
 
 
@@ -171,4 +171,4 @@ def test_a_closed_server_is_told_with_its_address(server: KeyValueServer) -> Non
         with pytest.raises(OSError):
             store.get("a", 20)
     with pytest.raises(ConfigurationError, match=f"127.0.0.1:{server.port}"):
-        KeyValueStore(server.host, server.port, SECRET)
+        KeyValueClient(server.host, server.port, SECRET)

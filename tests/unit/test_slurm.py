@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.rendezvous.slurm import first_host, meet
+from dualdist.rendezvous.slurm import connect, first_host
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
 
@@ -32,10 +32,10 @@ def test_ranks_meet_at_the_first_host_and_tell_another_jobs_server_by_its_secret
     heard = []
 
     def second() -> None:
-        with meet(1, ours | {"SLURM_NODEID": "1"}, 10.0) as store:
+        with connect(1, ours | {"SLURM_NODEID": "1"}, 10.0) as store:
             heard.append(store.get("word", 10.0))
 
-    with meet(0, stranger, 10.0) as first_port, meet(0, ours, 10.0) as second_port:
+    with connect(0, stranger, 10.0) as first_port, connect(0, ours, 10.0) as second_port:
         thread = threading.Thread(target=second)
         thread.start()
         first_port.set("word", b"no")
@@ -45,5 +45,8 @@ def test_ranks_meet_at_the_first_host_and_tell_another_jobs_server_by_its_secret
 
 
 def test_a_rank_0_that_does_not_come_is_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(ConfigurationError, match="MASTER_ADDR"), meet(1, STEP | {"SLURM_NODEID": "1"}, 0.1):
+    with (
+        pytest.raises(ConfigurationError, match="MASTER_ADDR"),
+        connect(1, STEP | {"SLURM_NODEID": "1"}, 0.1),
+    ):
         pass

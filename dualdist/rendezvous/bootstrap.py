@@ -1,0 +1,82 @@
+"""The first contact: before any backend runs, rank 0 starts a server and all processes learn its address.
+
+torchrun and `init_method` give an address; under the other launchers, rank 0 sends it to the others. It goes through
+what the launcher provides: the key-value server of `dualdist run` and `spawn`, horovodrun's HTTP server, files when all
+processes share a node, MPI, or a key-value server of rank 0 on the first host of a Slurm step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ..errors import ConfigurationError
+from ..launch.environment import RENDEZVOUS, secret_in
+from ..types import Launch
+from . import mpi, slurm
+from .addresses import find_addresses
+from .gather import Gather, gather_through_files, gather_through_http, gather_through_server
+from .interfaces import LOOPBACK
+from .keyvalue import KeyValueClient
+from .launcher_process import find_launcher_process
+
+__all__ = ("share_server_address",)
+
+
+@contextlib.contextmanager
+def share_server_address(
+    launch: Launch, env: Mapping[str, str], serve: Callable[[str], int], timeout: float
+) -> Iterator[tuple[str, int]]:
+    """Give the (host, port) of a server on rank 0. Collective over the launched processes.
+
+    serve: starts the server. Called on rank 0 with the address that the others will use; returns the port.
+    timeout: seconds to wait for another process.
+    The end of the block removes what was sent, so that a later program of the same job does not find it. By then every
+    process must have connected to the server.
+    Raises ConfigurationError when this launcher provides no way to send the address.
+    """
+    with contextlib.ExitStack() as cleanup:
+        gather = _gather(launch, env, timeout, cleanup)
+        single_node = launch.size in (1, launch.local_size)
+        host = LOOPBACK if single_node else find_addresses(launch.rank, gather, env).first
+        port = gather(str(serve(host)) if launch.rank == 0 else "none")[0]
+        yield host, int(port)
+
+
+def _gather(launch: Launch, env: Mapping[str, str], timeout: float, cleanup: contextlib.ExitStack) -> Gather:
+    """Return the Gather for the processes of `launch`."""
+    source = launch.sources.get("rank")
+    if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
+        host, _, port = env[RENDEZVOUS].rpartition(":")
+        client = cleanup.enter_context(KeyValueClient(host, int(port), secret_in(env)))
+        return gather_through_server(launch, client, timeout, cleanup)
+    if source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+        address = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+        return gather_through_http(launch, address, timeout, cleanup)
+    if launch.starts_mpi and mpi.has_started() and mpi.world_size() == launch.size:
+        return mpi.gather
+    if launch.size in (1, launch.local_size):
+        return gather_through_files(launch, _job_folder(launch, env), timeout, cleanup)
+    if launch.starts_mpi and mpi.world_size() == launch.size:
+        return mpi.gather
+    if slurm.has_first_host(env):
+        client = cleanup.enter_context(slurm.connect(launch.rank, env, timeout))
+        return gather_through_server(launch, client, timeout, cleanup)
+    raise ConfigurationError(
+        f"World size is {launch.describe('size')} on several nodes, but no address of rank 0 is known. "
+        "Install mpi4py (pip install 'dualdist[mpi]') and start MPI with the launcher (srun --mpi=pmix), or set "
+        "MASTER_ADDR and MASTER_PORT for every process."
+    )
+
+
+def _job_folder(launch: Launch, env: Mapping[str, str]) -> Path:
+    """Return a folder whose name only the processes of this job compute."""
+    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
+    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
+    digest = hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"dualdist-{os.getuid()}-{digest}"

@@ -1,0 +1,48 @@
+"""The process that started the processes of a job on this node. It distinguishes the job from all others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ("LauncherProcess", "find_launcher_process")
+
+
+class LauncherProcess(NamedTuple):
+    """Process ID and start time (clock ticks since boot), because process IDs are reused."""
+
+    pid: int
+    start_time: int
+
+    def is_alive(self) -> bool:
+        """Return whether the process still runs."""
+        with contextlib.suppress(OSError):
+            return _start_time(self.pid) == self.start_time
+        return False
+
+
+def find_launcher_process(variable: str) -> LauncherProcess:
+    """Return the process that has set `variable` for this one: the nearest ancestor without it in its own environment.
+
+    Shells between the two inherit the variable.
+    """
+    prefix, pid = f"{variable}=".encode(), os.getppid()
+    while True:
+        # The environment of another user's process, such as Slurm's, cannot be read.
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if any(entry.startswith(prefix) for entry in entries):
+                pid = int(_status(pid)[1])
+                continue
+        return LauncherProcess(pid, _start_time(pid))
+
+
+def _start_time(pid: int) -> int:
+    return int(_status(pid)[19])
+
+
+def _status(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
