@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m dualdist.compat train.py ARGS
     mpirun -np 4 python -m dualdist.compat -m package.train ARGS
 
-`import horovod.torch` then means dualdist, whether Horovod is installed or not; which backend runs underneath is chosen
-as ever (`DUALDIST_BACKEND`). A program that cannot be started so calls `dualdist.compat.install()` before it imports
-Horovod. Processes that the script starts (spawned workers, other scripts) inherit the arrangement.
+Then `import horovod.torch` imports dualdist, whether Horovod is installed or not. The backend is chosen as always
+(`DUALDIST_BACKEND`). If a program cannot be started this way, call `dualdist.compat.install()` before it imports
+Horovod. Processes that the script starts (spawned workers, other scripts) inherit this.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _installed = False
 
 
 def install() -> None:
-    """Make `import horovod.torch` mean dualdist from now on, and set HOROVOD_RANK and its relatives.
+    """Make `import horovod.torch` import dualdist from now on, and set HOROVOD_RANK and similar variables.
 
-    Modules that were imported from Horovod before keep what they have. Does nothing when it is installed already.
+    Modules that have already imported Horovod keep it. A second call does nothing.
     """
     global _installed
     if _installed:
@@ -37,7 +37,7 @@ def install() -> None:
     os.environ[MARK] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
     if CHILDREN_FOLDER not in sys.path:
-        # A child that multiprocessing spawns is given this list in PYTHONPATH's place.
+        # A child that multiprocessing spawns gets this list instead of PYTHONPATH.
         sys.path.insert(1, CHILDREN_FOLDER)
     if CHILDREN_FOLDER not in inherited.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [CHILDREN_FOLDER, inherited]))

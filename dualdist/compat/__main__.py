@@ -1,4 +1,4 @@
-"""python -m dualdist.compat train.py ARGS, or -m MODULE ARGS: everything else is as plain python does it."""
+"""python -m dualdist.compat train.py ARGS, or -m MODULE ARGS: runs it as plain python would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USAGE = "usage: python -m dualdist.compat SCRIPT [ARGS ...]\n       python -m du
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script or module that `argv` names as `__main__`; return an exit status when there is none."""
+    """Run the script or module that `argv` names as `__main__`. Return the exit status."""
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(f"{USAGE}\n{description}")
         return 0
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_script(path: str, arguments: Sequence[str]) -> int:
     if not os.path.isfile(path):
-        sys.stderr.write(f"dualdist.compat: SCRIPT must be a file, but {path!r} is none.\n")
+        sys.stderr.write(f"dualdist.compat: SCRIPT must be a file, but {path!r} is not one.\n")
         return 2
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -42,7 +42,8 @@ def _run_script(path: str, arguments: Sequence[str]) -> int:
     script = ModuleType("__main__")
     script.__file__ = os.path.abspath(path)
     script.__loader__ = SourceFileLoader("__main__", script.__file__)
-    sys.modules["__main__"] = script  # for good, unlike runpy.run_path: pickle and exit handlers look here
+    # Not undone, unlike in runpy.run_path: pickle and exit handlers need it.
+    sys.modules["__main__"] = script
     exec(compile(script.__loader__.get_data(path), script.__file__, "exec"), vars(script))
     return 0
 

@@ -1,4 +1,4 @@
-"""What horovod.torch.compression holds."""
+"""The names of horovod.torch.compression."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""HOROVOD_RANK and its relatives, which scripts read: horovodrun sets them, so every launcher must seem to.
+"""HOROVOD_RANK and similar variables, which horovodrun sets and scripts read, set under every launcher.
 
-Detection of the launcher takes them for horovodrun's mark, unless DUALDIST_COMPAT says that they are copies.
+Launch detection would take them for horovodrun's own. DUALDIST_COMPAT shows that they are copies.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MARK = "DUALDIST_COMPAT"
 
 
 def export_launch(env: MutableMapping[str, str]) -> None:
-    """Set what the launcher tells, before any world is joined; the rest follows with `export_world`."""
-    with contextlib.suppress(ConfigurationError):  # init() raises it again, if the script gets there
+    """Set the numbers that the launcher provides, before `init()`. `export_world` sets the others after it."""
+    with contextlib.suppress(ConfigurationError):  # init() raises it again
         launch = detect(env)
         if launch.size in (1, launch.local_size):
             export_world(World(launch.rank, launch.size, launch.rank, launch.size, 0, 1), env)
@@ -29,7 +29,7 @@ def export_launch(env: MutableMapping[str, str]) -> None:
 
 
 def export_world(world: World, env: MutableMapping[str, str]) -> None:
-    """Set the six numbers of the world that was joined."""
+    """Set the six numbers of `world`."""
     _export({name: getattr(world, name) for name in World.__dataclass_fields__}, env)
 
 

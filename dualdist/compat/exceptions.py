@@ -1,4 +1,4 @@
-"""What horovod.common.exceptions holds."""
+"""The names of horovod.common.exceptions."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ __all__ = ("HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Never raised here: nothing is compiled against a version of torch."""
+    """Never raised here: dualdist is not compiled against a version of torch."""

@@ -1,4 +1,4 @@
-"""The import hook: Horovod's module names, filled with what dualdist has under the same names."""
+"""The import hook: modules with Horovod's names, which contain dualdist's functions of the same names."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.optimizer": _API,
     "horovod.torch.sync_batch_norm": _API,
 }
-"""Horovod's module -> where its names come from; a later module goes before an earlier one."""
+"""Horovod's module -> the modules with its names. If two have a name, the later one wins."""
 
 
 class HorovodFinder(MetaPathFinder, Loader):
-    """Finds and loads dualdist under Horovod's names."""
+    """Finds and loads dualdist's modules under Horovod's names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -45,7 +45,7 @@ class HorovodFinder(MetaPathFinder, Loader):
             return None
         if fullname not in MODULES:
             raise ModuleNotFoundError(
-                f"{fullname} is not available: dualdist.compat stands in for horovod.torch alone. "
+                f"{fullname} is not available: dualdist.compat replaces only horovod.torch. "
                 "Start without it to import the installed Horovod.",
                 name=fullname,
             )

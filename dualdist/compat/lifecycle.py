@@ -1,4 +1,4 @@
-"""Joining the world as a Horovod script does it."""
+"""`init` for Horovod scripts: it also sets Horovod's environment variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ init = _exporting(dualdist.init)
 
 
 class HorovodBasics:
-    """Horovod's object form of the same functions (horovod/common/basics.py); the arguments name a library."""
+    """The same functions as methods, as in horovod/common/basics.py. Its arguments name a library and are ignored."""
 
     def __init__(self, pkg_path: str, *args: str) -> None:
         self.init = init

@@ -1,4 +1,4 @@
-"""What the package `horovod` itself holds."""
+"""The names of the package `horovod` itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..errors import ConfigurationError
 __all__ = ("__version__", "run")
 
 __version__ = "0.28.1"
-"""The release whose API this is."""
+"""The release of Horovod whose API dualdist has."""
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Raise ConfigurationError: a launcher starts the processes here, not the script."""
+    """Raise ConfigurationError: under dualdist.compat a launcher starts the processes, not the script."""
     count = kwargs.get("num_proc") or kwargs.get("np") or "N"
     raise ConfigurationError(
         "`horovod.run` must be replaced by a launcher under dualdist.compat. "

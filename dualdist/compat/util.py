@@ -1,4 +1,4 @@
-"""What scripts import from horovod.common.util: queries of the installation that work before `init()`."""
+"""What scripts import from horovod.common.util: mostly queries of the installation, which work before `init()`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _query(name: str) -> Callable[[bool], bool]:
         return bool(getattr(dualdist, name)())
 
     query.__name__ = query.__qualname__ = name
-    query.__doc__ = f"Return whether `{name}()` holds."
+    query.__doc__ = f"Return `{name}()` as a bool."
     return query
 
 
@@ -43,14 +43,14 @@ ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built 
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is a horovod.`ext_base_name`: PyTorch's alone."""
+    """Return whether horovod.`ext_base_name` exists: only PyTorch's does."""
     return ext_base_name == "torch"
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Raise ImportError unless `ext_name` is horovod.torch."""
     if ext_name != "horovod.torch":
-        raise ImportError(f"{ext_name} is not available: dualdist.compat stands in for horovod.torch alone.")
+        raise ImportError(f"{ext_name} is not available: dualdist.compat replaces only horovod.torch.")
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -64,7 +64,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Return `items` in `count` parts, the first of which are one longer when they cannot be equal."""
+    """Return `items` in `count` parts. If they cannot be equal, the first ones are longer by one."""
     size, more = divmod(len(items), count)
     ends = [part * size + min(part, more) for part in range(count + 1)]
     return [items[start:end] for start, end in itertools.pairwise(ends)]

@@ -1,10 +1,10 @@
-"""The doors to what lies below, deliberately not portable: the import path says on which backend a script insists.
+"""Direct access to the backends. It is not portable: the import path names the backend that a script needs.
 
     from dualdist.native.torch import DistributedDataParallel, process_group   # needs the backend torch
     from dualdist.native.horovod import hvd                                    # needs the backend horovod
 
-Nothing in dualdist comes through here. What is called this way goes past the agreement between the ranks: a mismatch
-is the backend's own error, or a hang.
+dualdist itself does not use this package. Its checks between the ranks do not cover these calls: a mismatch is the
+backend's own error, or a hang.
 """
 
 from __future__ import annotations

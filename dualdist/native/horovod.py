@@ -1,6 +1,6 @@
-"""Horovod's own module, real also where `dualdist.compat` answers to its name; its own optimizer is in it.
+"""Horovod's own module, with its own optimizer, also while `dualdist.compat` replaces `horovod`.
 
-It is started when dualdist runs on the backend horovod; on another one, `hvd.init()` is the script's affair.
+On the backend horovod, dualdist has initialized it. On another backend, the script must call `hvd.init()` itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""torch.distributed as dualdist has started it: the raw process group, and torch's own DistributedDataParallel.
+"""torch.distributed as dualdist has started it: its process groups, and torch's own DistributedDataParallel.
 
-The group is not one of those that dualdist communicates on, so that calls on both sides cannot take each other's place.
+dualdist does not communicate on these groups, so that the script's calls and its own cannot be mixed up.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ("DistributedDataParallel", "process_group")
 def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessGroup:
     """Return a process group of torch.distributed over the ranks of `process_set`.
 
-    For the whole world it is torch's default group. For another set it is a new group each time, and the call is
-    collective over the world; to a rank that is no member it returns torch.distributed.GroupMember.NON_GROUP_MEMBER.
+    For the whole world it is torch's default group. For another set it is a new group each time. Then the call is
+    collective over the world, and returns torch.distributed.GroupMember.NON_GROUP_MEMBER to ranks outside the set.
 
-    Raises BackendUnavailableError when the backend is another one, NotInitializedError before `init()`.
+    Raises BackendUnavailableError on another backend, NotInitializedError before `init()`.
     """
     backend = current().backend
     if not dist.is_initialized():

@@ -84,7 +84,7 @@ def test_mpi_that_takes_one_call_at_a_time_gets_one_at_a_time(script: str) -> No
 def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
     ended = finish([sys.executable, script, "single"])
     assert ended.code == 0
-    assert "MPI must take calls from any thread" in ended.output
+    assert "MPI must allow calls from any thread" in ended.output
 
 
 def test_a_launcher_of_another_mpi_is_an_error_with_the_remedy() -> None:

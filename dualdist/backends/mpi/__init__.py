@@ -3,12 +3,11 @@
     import dualdist.backends.mpi
     torch.distributed.init_process_group("mpi4py")    # under mpirun; rank and size are MPI's
 
-What it guarantees: every collective is a non-blocking one on a communicator of the group's own; a thread moves the
-data while Python computes, and ends what is not answered within the group's timeout. What it lacks: tensors that are
-not on the CPU.
+Every collective is a non-blocking one, on a communicator that the group has for itself. A progress thread moves the
+data while Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are supported.
 
-progress.py has that thread, work.py what a call returns, buffers.py how tensors lie for MPI, steps.py the collectives
-as requests of MPI, group.py the process group, joining.py the ways into a world.
+group.py has the process group, communicator.py the collectives as MPI requests, buffers.py the tensors as MPI needs
+them, work.py the objects that calls return, progress.py the thread, and startup.py the start of MPI and its rendezvous.
 """
 
 from __future__ import annotations

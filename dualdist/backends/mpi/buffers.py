@@ -1,7 +1,7 @@
-"""Tensors as MPI takes them: contiguous, on the CPU, and for reductions of a type that MPI can add up.
+"""Tensors as MPI needs them: contiguous, on the CPU, and for reductions of a dtype that MPI can combine.
 
-MPI counts in 32-bit integers, and Open MPI 4 multiplies counts by ranks in them, so nothing is handed over in pieces
-of more than `LARGEST_BYTES`.
+MPI counts in 32-bit integers, and Open MPI 4 multiplies counts by ranks in them. Therefore no message is larger than
+`LARGEST_BYTES`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ("PIECE_BYTES", "Buffer", "MpiReduction", "fits", "mpi_reduction", "ov
 
 LARGEST_BYTES = 1 << 30
 PIECE_BYTES, _MOST_PIECES = 4 << 20, 64
-"""Reductions run in pieces side by side: Open MPI adds one up while it sends the next."""
+"""Reductions are split into pieces that run concurrently: Open MPI combines one while it sends the next."""
 
 _TYPES = {
     torch.float32: "FLOAT",
@@ -44,23 +44,23 @@ _BITS = {_Op.BAND: "BAND", _Op.BOR: "BOR", _Op.BXOR: "BXOR"}
 _OPS: dict[str, dict[Any, str]] = {
     "real": {**_COMMON, **_ORDERED, **_AVERAGE},
     "complex": {**_COMMON, **_AVERAGE},
-    "whole": {**_COMMON, **_ORDERED, **_AVERAGE, **_BITS},
+    "integer": {**_COMMON, **_ORDERED, **_AVERAGE, **_BITS},
     "bool": {
         _Op.SUM: "BOR",
         _Op.PRODUCT: "BAND",
         **_ORDERED,
         **_BITS,
-    },  # as NCCL: a sum stays true past 255 ranks
+    },
 }
-"""kind of number -> c10d's op -> MPI's."""
+"""kind of dtype -> c10d's op -> MPI's op. A sum of bools is BOR, as in NCCL: a uint8 sum over 256 ranks would be 0."""
 
 
 @dataclass(frozen=True)
 class MpiReduction:
-    """How values of one dtype are combined."""
+    """How MPI combines tensors of one dtype by one operation."""
 
     dtype: torch.dtype
-    """What MPI adds up in their place: float32 for the smaller floating types, rounded back once."""
+    """The dtype that MPI combines: float32 for the smaller floating types, whose result is rounded once."""
     datatype: Any
     op: Any
     averages: bool
@@ -75,7 +75,7 @@ def _reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
     elif dtype.is_floating_point:
         kind, wire = "real", torch.float32 if dtype.itemsize < 4 else dtype
     else:
-        kind, wire = "whole", dtype
+        kind, wire = "integer", dtype
     if wire not in _TYPES or op not in _OPS[kind]:
         known = ", ".join(known.name for known in _OPS[kind]) if wire in _TYPES else "nothing"
         raise RuntimeError(
@@ -87,15 +87,15 @@ def _reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
 
 
 def mpi_reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
-    """Return how to combine values of `dtype` by `op`, a ReduceOp or its type. Raises RuntimeError when MPI cannot."""
+    """Return how MPI combines `dtype` by `op`, a ReduceOp or its type. Raises RuntimeError when MPI cannot."""
     return _reduction(dtype, getattr(op, "op", op))
 
 
 class Buffer:
-    """The memory of a tensor, of it itself where possible; a copy is written back by `finish`."""
+    """A tensor's own memory if possible, else a copy that `finish` writes back."""
 
     def __init__(self, tensor: torch.Tensor, how: MpiReduction | None = None) -> None:
-        """how: the reduction it is for; without one its bytes are sent as they are."""
+        """how: the reduction of the tensor; None to send its bytes unchanged."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise RuntimeError(
                 f"A tensor sent over MPI must be dense and on the CPU, but is {tensor.layout} on {tensor.device} "
@@ -114,23 +114,23 @@ class Buffer:
         self._item_bytes = 1 if how is None else how.dtype.itemsize
         library: Any = mpi.library()
         self._datatype = library.BYTE if how is None else how.datatype
-        memory = getattr(library, "buffer", None) or library.memory  # mpi4py 3 has the latter
+        memory = getattr(library, "buffer", None) or library.memory  # `memory` is its name in mpi4py 3
         self._view = memory.fromaddress
 
     def whole(self) -> list[Any]:
         return self.part(0, self.num_bytes)
 
     def part(self, start: int, num_bytes: int) -> list[Any]:
-        """Return the bytes from `start` on, in the words of mpi4py."""
+        """Return `num_bytes` bytes from `start` as an mpi4py message."""
         return [self._view(self.address + start, num_bytes), self._datatype]
 
     def parts(self, start: int = 0, num_bytes: int | None = None) -> Iterator[list[Any]]:
-        """Return these bytes in pieces that MPI can count; no bytes are one piece."""
+        """Return these bytes in pieces of at most `LARGEST_BYTES`. An empty buffer is one empty piece."""
         left = self.num_bytes if num_bytes is None else num_bytes
         yield from self._cut(start, left, LARGEST_BYTES)
 
-    def parts_side_by_side(self, start: int = 0, num_bytes: int | None = None) -> Iterator[list[Any]]:
-        """Return these bytes in pieces that are reduced at once."""
+    def concurrent_parts(self, start: int = 0, num_bytes: int | None = None) -> Iterator[list[Any]]:
+        """Return these bytes in pieces that are reduced concurrently."""
         left = self.num_bytes if num_bytes is None else num_bytes
         yield from self._cut(start, left, max(PIECE_BYTES, -(-left // _MOST_PIECES)))
 
@@ -140,28 +140,28 @@ class Buffer:
             yield self.part(start + place, min(step, num_bytes - place))
 
     def divide(self, size: int) -> None:
-        """Make a sum an average; that of whole numbers is truncated toward zero."""
-        whole = not (self._wire.is_floating_point() or self._wire.is_complex())
-        self._wire.div_(size, rounding_mode="trunc" if whole else None)
+        """Turn a sum into an average. Averages of integers are truncated toward zero."""
+        is_integer = not (self._wire.is_floating_point() or self._wire.is_complex())
+        self._wire.div_(size, rounding_mode="trunc" if is_integer else None)
 
     def rows(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Return these bytes as a tensor."""
+        """Return these bytes as a tensor (uint8)."""
         return self._wire.view(-1).view(torch.uint8)[start : start + num_bytes]
 
     def finish(self) -> None:
-        """Write back what came."""
+        """Write a copy back to the tensor."""
         if self.is_copy:
             self._tensor.detach().copy_(self._wire)
 
 
 def fits(num_bytes: int, most: int | None = None) -> bool:
-    """Return whether one collective of MPI may carry `num_bytes`, those of all ranks together.
+    """Return whether one MPI collective may carry `num_bytes`, the sum over all ranks.
 
-    most: beyond which it is slower than several.
+    most: the number of bytes above which several collectives are faster.
     """
     return num_bytes <= min(LARGEST_BYTES, LARGEST_BYTES if most is None else most)
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
-    """Return whether two buffers share memory, which MPI does not allow."""
+    """Return whether two buffers share memory. MPI does not allow that."""
     return one.address < other.address + other.num_bytes and other.address < one.address + one.num_bytes

@@ -1,7 +1,7 @@
-"""The collectives as requests of MPI.
+"""The collectives as MPI requests.
 
-MPI's own non-blocking collective is used where it takes the whole at once. What is uneven, lies apart in memory or is
-too large for one count goes from member to member, straight between the tensors, on a tag that users do not get.
+MPI's own non-blocking collective is used if it can do the whole in one call. Tensors that differ in size, are separate
+in memory or are too large for one call go from member to member by point-to-point messages, on a reserved tag.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .buffers import PIECE_BYTES, Buffer, MpiReduction, fits, mpi_reduction, ove
 __all__ = ("Communicator", "Operation")
 
 Block = tuple[Buffer, int, int]
-"""A part of a buffer: its first byte, and its length in bytes."""
+"""(buffer, start, length): a part of a buffer, in bytes."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective, not yet begun."""
+    """One collective or message, not yet started."""
 
     post: Callable[[], Iterator[Any]]
-    """Begins it; yields the requests."""
+    """Starts it and yields its requests."""
     finish: Callable[[], None] | None = None
-    """What is left to do behind the requests."""
+    """What remains to do after the requests; None for nothing."""
 
 
 class Communicator:
-    """A communicator, and who we are in it."""
+    """An MPI communicator with the collectives of torch.distributed. Each method returns an Operation."""
 
     def __init__(self, communicator: Any) -> None:
         self.comm = communicator
@@ -47,7 +47,7 @@ class Communicator:
         buffer = Buffer(tensor, how)
 
         def post() -> Iterator[Any]:
-            for part in buffer.parts_side_by_side():
+            for part in buffer.concurrent_parts():
                 yield self.comm.Iallreduce(self._mpi.IN_PLACE, part, op=how.op)
 
         return Operation(post, self._finish_reduction(buffer, how))
@@ -57,13 +57,13 @@ class Communicator:
         buffer = Buffer(tensor, how)
         if self.rank == root:
             return Operation(
-                lambda: self._reduced_into(buffer, (buffer, 0, buffer.num_bytes), how),
+                lambda: self._reduce_here(buffer, (buffer, 0, buffer.num_bytes), how),
                 self._finish_reduction(buffer, how),
             )
-        return Operation(lambda: self._reduced_away((buffer, 0, buffer.num_bytes), how, root))
+        return Operation(lambda: self._reduce_to((buffer, 0, buffer.num_bytes), how, root))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Operation:
-        """Reduce `inputs`: one of the size of each member's output, or a single one with all behind one another."""
+        """Reduce `inputs`: one tensor per member, or a single tensor that concatenates them."""
         how = mpi_reduction(output.dtype, op)
         received = Buffer(output, how)
         sent = [Buffer(tensor, how) for tensor in inputs]
@@ -71,8 +71,8 @@ class Communicator:
         _check(received.num_bytes, sent[0 if whole else self.rank].num_bytes // (self.size if whole else 1))
         if any(overlap(buffer, received) for buffer in sent):
             sent = [Buffer(tensor.clone(), how) for tensor in inputs]
-        if whole and fits(sent[0].num_bytes, PIECE_BYTES):  # Open MPI sends all of it through one member
-
+        if whole and fits(sent[0].num_bytes, PIECE_BYTES):
+            # Only small ones: Open MPI sends everything through one member.
             def post() -> Iterator[Any]:
                 yield self.comm.Ireduce_scatter_block(sent[0].whole(), received.whole(), op=how.op)
 
@@ -82,22 +82,22 @@ class Communicator:
         def post_each() -> Iterator[Any]:
             for root, block in enumerate(blocks):
                 if root == self.rank:
-                    yield from self._reduced_into(received, block, how)
+                    yield from self._reduce_here(received, block, how)
                 else:
-                    yield from self._reduced_away(block, how, root)
+                    yield from self._reduce_to(block, how, root)
 
         return Operation(post_each, self._finish_reduction(received, how))
 
-    def _reduced_into(self, received: Buffer, block: Block, how: MpiReduction) -> Iterator[Any]:
+    def _reduce_here(self, received: Buffer, block: Block, how: MpiReduction) -> Iterator[Any]:
         sent, start, length = block
-        parts = sent.parts_side_by_side(start, length)
-        for into, part in zip(received.parts_side_by_side(), parts, strict=True):
+        parts = sent.concurrent_parts(start, length)
+        for into, part in zip(received.concurrent_parts(), parts, strict=True):
             own = self._mpi.IN_PLACE if sent is received else part
             yield self.comm.Ireduce(own, into, op=how.op, root=self.rank)
 
-    def _reduced_away(self, block: Block, how: MpiReduction, root: int) -> Iterator[Any]:
+    def _reduce_to(self, block: Block, how: MpiReduction, root: int) -> Iterator[Any]:
         sent, start, length = block
-        for part in sent.parts_side_by_side(start, length):
+        for part in sent.concurrent_parts(start, length):
             yield self.comm.Ireduce(part, None, op=how.op, root=root)
 
     def _finish_reduction(self, buffer: Buffer, how: MpiReduction) -> Callable[[], None] | None:
@@ -124,7 +124,7 @@ class Communicator:
         received, sent = Buffer(output), Buffer(tensor)
         _check(received.num_bytes, sent.num_bytes * self.size)
         own = self._rows(received)[self.rank]
-        if overlap(received, sent):  # as FSDP does
+        if overlap(received, sent):  # FSDP gathers in place
             if sent.address != received.address + own[1]:
                 sent = Buffer(tensor.clone())
             elif fits(received.num_bytes):
@@ -138,8 +138,8 @@ class Communicator:
             )
         return self._exchange([(sent, 0, sent.num_bytes)] * self.size, self._rows(received), [received])
 
-    def allgather_apart(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
-        """Gather into one tensor per member; they may differ in size."""
+    def allgather_list(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
+        """Gather into one tensor per member. They may differ in size."""
         received, sent = [Buffer(output) for output in outputs], Buffer(tensor)
         _check(received[self.rank].num_bytes, sent.num_bytes)
         whole = (sent, 0, sent.num_bytes)
@@ -148,7 +148,7 @@ class Communicator:
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Operation:
-        """Exchange rows; received, sent: how many with each member, none for equally many."""
+        """Exchange rows. received, sent: the number of rows per member; empty for the same number with each."""
         into, out = Buffer(output), Buffer(tensor)
         if not received and not sent and fits(out.num_bytes):
             _check(into.num_bytes, out.num_bytes)
@@ -157,7 +157,7 @@ class Communicator:
             )
         return self._exchange(_split(out, tensor, sent, self), _split(into, output, received, self), [into])
 
-    def alltoall_apart(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Operation:
+    def alltoall_list(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Operation:
         into, out = [Buffer(output) for output in outputs], [Buffer(tensor) for tensor in tensors]
         _check(into[self.rank].num_bytes, out[self.rank].num_bytes)
         sent, received = ([(row, 0, row.num_bytes) for row in rows] for rows in (out, into))
@@ -195,23 +195,25 @@ class Communicator:
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Operation:
         buffer = Buffer(tensor)
         self._check_tag(tag)
-        return Operation(lambda: self._sent((buffer, 0, buffer.num_bytes), to, tag))
+        return Operation(lambda: self._send((buffer, 0, buffer.num_bytes), to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int | None, tag: int, status: Any) -> Operation:
-        """source: None for any. status: filled, and compared with what was expected."""
+        """source: None for any. status: an MPI status to fill; it must report the size of `tensor`."""
         buffer = Buffer(tensor)
         self._check_tag(tag)
         if source is None and not fits(buffer.num_bytes):
-            raise RuntimeError("MPI: a tensor over 1 GiB cannot come from any source. Name the source.")
+            raise RuntimeError(
+                "MPI: a tensor over 1 GiB cannot be received from any source. Name the source."
+            )
         origin = self._mpi.ANY_SOURCE if source is None else source
 
         def finish() -> None:
-            came = int(status.Get_count(self._mpi.BYTE))
-            if fits(buffer.num_bytes) and came != buffer.num_bytes:
-                raise RuntimeError(f"the tensor takes {buffer.num_bytes} bytes, but {came} were sent")
+            arrived = int(status.Get_count(self._mpi.BYTE))
+            if fits(buffer.num_bytes) and arrived != buffer.num_bytes:
+                raise RuntimeError(f"the tensor takes {buffer.num_bytes} bytes, but {arrived} were sent")
             buffer.finish()
 
-        return Operation(lambda: self._received((buffer, 0, buffer.num_bytes), origin, tag), finish)
+        return Operation(lambda: self._receive((buffer, 0, buffer.num_bytes), origin, tag), finish)
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag < self.own_tag:
@@ -219,11 +221,11 @@ class Communicator:
                 f"`tag` must be at least 0 and less than {self.own_tag}, but is {tag} instead. Use a smaller number."
             )
 
-    def _sent(self, block: Block, to: int, tag: int) -> Iterator[Any]:
+    def _send(self, block: Block, to: int, tag: int) -> Iterator[Any]:
         for part in block[0].parts(*block[1:]):
             yield self.comm.Isend(part, dest=to, tag=tag)
 
-    def _received(self, block: Block, source: int, tag: int) -> Iterator[Any]:
+    def _receive(self, block: Block, source: int, tag: int) -> Iterator[Any]:
         for part in block[0].parts(*block[1:]):
             yield self.comm.Irecv(part, source=source, tag=tag)
 
@@ -234,16 +236,16 @@ class Communicator:
     def _exchange(
         self, sent: Sequence[Block | None], received: Sequence[Block | None], buffers: Sequence[Buffer]
     ) -> Operation:
-        """Send a block to each member and receive one from it; None for no message, which both ends must know."""
+        """Send a block to each member and receive one from it. None means no message; both sides must agree on that."""
 
         def post() -> Iterator[Any]:
             for distance in range(1, self.size):
                 source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
                 into, out = received[source], sent[to]
                 if into is not None:
-                    yield from self._received(into, source, self.own_tag)
+                    yield from self._receive(into, source, self.own_tag)
                 if out is not None:
-                    yield from self._sent(out, to, self.own_tag)
+                    yield from self._send(out, to, self.own_tag)
             own_in, own_out = received[self.rank], sent[self.rank]
             if own_in is not None and own_out is not None:
                 _copy(own_in, own_out)
@@ -271,7 +273,7 @@ def _finish_all(buffers: Sequence[Buffer]) -> Callable[[], None] | None:
 def _split(
     buffer: Buffer, tensor: torch.Tensor, splits: Sequence[int], communicator: Communicator
 ) -> list[Block]:
-    """Return the block of `buffer` that belongs to each member: so many rows of `tensor`, or equally many."""
+    """Return the block of `buffer` for each member: `splits[member]` rows of `tensor`, or the same number for each."""
     rows = tensor.shape[0] if tensor.dim() else 1
     counts = list(splits) or [rows // communicator.size] * communicator.size
     if sum(counts) != rows or len(counts) != communicator.size:

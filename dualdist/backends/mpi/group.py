@@ -1,6 +1,6 @@
-"""The process group: c10d's words for the collectives, in the order in which they are called.
+"""The process group: c10d's interface to the collectives of communicator.py.
 
-c10d renamed some of its methods in torch 2.14 (`_allgather_base` is `all_gather_single` now); both names are here.
+c10d renamed some of its methods in torch 2.14 (`_allgather_base` became `all_gather_single`). Both names are here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensors = list[torch.Tensor]
 
 
 class MpiProcessGroup(dist.ProcessGroup):
-    """The collectives of torch.distributed on a communicator of its own."""
+    """The collectives of torch.distributed, on a communicator that no other group uses."""
 
     supports_splitting = False
     supports_coalescing = False
@@ -35,10 +35,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._name, self._desc = name, "undefined"
         self._backend_name = backend
         self.seconds = timeout.total_seconds()
-        self._gathered: list[MpiWork] | None = None
-        """The works since `_start_coalescing`."""
+        self._coalesced: list[MpiWork] | None = None
+        """The works since `_start_coalescing`; None outside of it."""
         self.unsettled = False
-        """Whether MPI may still be at work on what was given up: then the communicator must stay."""
+        """Whether MPI may still work on requests that were given up. Then the communicator must not be freed."""
         progress.enter(self)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return self._backend_name
 
-    # The base class keeps the names in a C++ backend, which this group has not.
+    # The base class stores the names in a C++ backend, which this group does not have.
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
@@ -75,7 +75,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Give the communicator back. Collective in name; a rank that fails leaves it to MPI's end."""
+        """Free the communicator. Collective, except on a rank that is failing: there MPI's end frees it."""
         communicator, self._communicator = self._communicator, None
         if communicator is None or progress.forked:
             return
@@ -94,7 +94,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         raise RuntimeError("MPI: process groups cannot be merged. Use torch.distributed.new_group.")
 
     @property
-    def _open(self) -> Communicator:
+    def _usable(self) -> Communicator:
+        """The communicator. Raises RuntimeError in a forked child, and after `shutdown`."""
         if progress.forked:
             raise RuntimeError(FORKED)
         if self._communicator is None:
@@ -102,7 +103,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._communicator
 
     def _start(self, what: str, operations: Sequence[Operation], result: Tensors, **options: Any) -> MpiWork:
-        """Begin `operations` in this order."""
+        """Start `operations` in this order. options: as for MpiWork."""
         requests: list[Any] = []
         try:
             with progress.calls:
@@ -111,20 +112,20 @@ class MpiProcessGroup(dist.ProcessGroup):
         except RuntimeError as error:
             MpiWork(what, self, requests, operations, finish=None, result=[]).give_up("its start failed")
             raise RuntimeError(f"MPI: {what} failed on {self}: {error}.") from error
-        ends = [operation.finish for operation in operations if operation.finish is not None]
-        requests.reverse()  # they are tested from the last to the first
-        work = MpiWork(what, self, requests, operations, finish=_together(ends), result=result, **options)
+        finishes = [operation.finish for operation in operations if operation.finish is not None]
+        requests.reverse()  # MpiWork tests the last one first
+        work = MpiWork(what, self, requests, operations, finish=_together(finishes), result=result, **options)
         progress.add(work)
-        if self._gathered is not None:
-            self._gathered.append(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._gathered = []
+        self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> MpiWork:
-        """Return one work for all since `_start_coalescing`."""
-        works, self._gathered = self._gathered or [], None
+        """Return one work for all works since `_start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
 
         def finish() -> None:
             for work in works:
@@ -138,22 +139,22 @@ class MpiProcessGroup(dist.ProcessGroup):
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
-        communicator, op = self._open, _op(opts)
+        communicator, op = self._usable, _op(opts)
         return self._start("allreduce", [communicator.allreduce(tensor, op) for tensor in tensors], tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        return self._start("reduce", [self._open.reduce(tensors[0], _op(opts), opts.rootRank)], tensors)
+        return self._start("reduce", [self._usable.reduce(tensors[0], _op(opts), opts.rootRank)], tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> MpiWork:  # type: ignore[override]
-        communicator, op = self._open, _op(opts)
+        communicator, op = self._usable, _op(opts)
         _check_number("inputs", inputs[0], communicator.size)
         operation = communicator.reduce_scatter(outputs[0], inputs[0], op)
         return self._start("reduce_scatter", [operation], outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
-        communicator, op = self._open, _op(opts)
+        communicator, op = self._usable, _op(opts)
         operations = [
             communicator.reduce_scatter(output, [tensor], op)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -168,10 +169,10 @@ class MpiProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        return self._start("broadcast", [self._open.broadcast(tensors[0], opts.rootRank)], tensors)
+        return self._start("broadcast", [self._usable.broadcast(tensors[0], opts.rootRank)], tensors)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
-        communicator = self._open
+        communicator = self._usable
         operations = [
             communicator.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
         ]
@@ -185,22 +186,22 @@ class MpiProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
-        communicator = self._open
+        communicator = self._usable
         _check_number("outputs", outputs[0], communicator.size)
-        return self._start("allgather", [communicator.allgather_apart(outputs[0], tensors[0])], outputs[0])
+        return self._start("allgather", [communicator.allgather_list(outputs[0], tensors[0])], outputs[0])
 
     def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:
-        """outputs: for each member, one tensor for each of `tensors`."""
-        communicator = self._open
+        """outputs: for each member, a list with one tensor for each of `tensors`."""
+        communicator = self._usable
         _check_number("outputs", outputs, communicator.size)
         columns = list(zip(*outputs, strict=True))
         operations = [
-            communicator.allgather_apart(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)
+            communicator.allgather_list(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)
         ]
         return self._start("allgather", operations, [tensor for rows in outputs for tensor in rows])
 
     def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        communicator = self._open
+        communicator = self._usable
         rows = outputs[0] if communicator.rank == opts.rootRank else []
         _check_number("outputs", rows, communicator.size if communicator.rank == opts.rootRank else 0)
         return self._start("gather", [communicator.gather(rows, tensors[0], opts.rootRank)], rows)
@@ -212,7 +213,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     gather_into_tensor = gather_single  # type: ignore[assignment]
 
     def scatter(self, outputs: Tensors, tensors: list[Tensors], opts: Any) -> MpiWork:  # type: ignore[override]
-        communicator = self._open
+        communicator = self._usable
         rows = tensors[0] if communicator.rank == opts.rootRank else []
         _check_number("inputs", rows, communicator.size if communicator.rank == opts.rootRank else 0)
         return self._start("scatter", [communicator.scatter(outputs[0], rows, opts.rootRank)], outputs)
@@ -225,21 +226,21 @@ class MpiProcessGroup(dist.ProcessGroup):
         sent: list[int],
         opts: Any = None,
     ) -> MpiWork:
-        return self._start("alltoall", [self._open.alltoall(output, tensor, received, sent)], [output])
+        return self._start("alltoall", [self._usable.alltoall(output, tensor, received, sent)], [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def alltoall(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> MpiWork:
-        communicator = self._open
+        communicator = self._usable
         _check_number("outputs", outputs, communicator.size)
         _check_number("inputs", tensors, communicator.size)
-        return self._start("alltoall", [communicator.alltoall_apart(outputs, tensors)], outputs)
+        return self._start("alltoall", [communicator.alltoall_list(outputs, tensors)], outputs)
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        return self._start("barrier", [self._open.barrier()], [])
+        return self._start("barrier", [self._usable.barrier()], [])
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> MpiWork:
-        return self._start(f"send to {to}", [self._open.send(tensors[0], to, tag)], tensors, expires=False)
+        return self._start(f"send to {to}", [self._usable.send(tensors[0], to, tag)], tensors, expires=False)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> MpiWork:
         return self._receive(f"recv from {source}", tensors, source, tag)
@@ -251,19 +252,20 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def _receive(self, what: str, tensors: Tensors, source: int | None, tag: int) -> MpiWork:
         status = mpi.library().Status()  # type: ignore[union-attr]
-        operation = self._open.recv(tensors[0], source, tag, status)
+        operation = self._usable.recv(tensors[0], source, tag, status)
         return self._start(what, [operation], tensors, status=status, expires=False)
 
 
-def _together(ends: list[Callable[[], None]]) -> Callable[[], None] | None:
-    if len(ends) < 2:
-        return ends[0] if ends else None
+def _together(finishes: list[Callable[[], None]]) -> Callable[[], None] | None:
+    """Return one function that calls all `finishes`, None if there are none."""
+    if len(finishes) < 2:
+        return finishes[0] if finishes else None
 
-    def end() -> None:
-        for one in ends:
+    def finish() -> None:
+        for one in finishes:
             one()
 
-    return end
+    return finish
 
 
 def _op(opts: Any) -> Any:

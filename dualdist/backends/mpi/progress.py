@@ -1,7 +1,7 @@
-"""The thread that moves data while Python computes: MPI does so only inside its own calls.
+"""The progress thread: it moves data while Python computes, since MPI moves data only inside its own calls.
 
-Whoever waits for a work tests it in its own thread, so that a call which is waited for at once costs no change of
-threads; this one then steps back. It sleeps without end while nothing is pending, and is woken by the next work.
+A thread that waits for a work tests the work itself, which saves a thread switch. Meanwhile the progress thread tests
+less often. Without pending works it sleeps until the next one.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ __all__ = ("Pending", "Progress", "progress")
 
 _SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
 _QUICK_TESTS = 16
-"""How many tests in a row may find nothing before the pauses between them grow."""
+"""How many tests in a row may find no progress before the pauses between them grow."""
 _BUSY_SECONDS = 2e-5
-"""A test that takes longer has moved data, and the next one will too."""
+"""A test that takes longer has moved data, and the next one probably will too."""
 _LINGER_SECONDS = 0.02
-"""How long the thread stays half awake after the last work: waking it costs more than a few tests."""
+"""How long the thread polls after the last work before it sleeps: waking it costs more than a few tests."""
 _JOIN_SECONDS = 5.0
 
 
 class Pending(Protocol):
-    """What the thread needs to know of a work."""
+    """The part of a work that the thread uses."""
 
     owner: object
 
     def poll(self) -> bool:
-        """Return whether it has ended, after a look."""
+        """Test it. Return whether it has ended."""
 
     def expire(self, now: float) -> None:
-        """End it with an error when its time is over. now: time.monotonic()."""
+        """End it with an error if its deadline has passed. now: time.monotonic()."""
 
     def give_up(self, problem: str) -> None:
         """End it with an error."""
 
 
 class Progress:
-    """All works under way in this process, and the thread that looks after them."""
+    """All pending works of this process, and the thread that tests them."""
 
     def __init__(self) -> None:
         self.calls: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        """Held around every call of MPI: a lock when MPI takes one call at a time."""
+        """Held during every MPI call: a lock if MPI allows only one call at a time."""
         self.serial = False
-        """Whether it does."""
+        """Whether MPI allows only one call at a time (MPI_THREAD_SERIALIZED)."""
         self.forked = False
-        """Whether this process is a fork of one that uses MPI."""
+        """Whether this process was forked from one that uses MPI."""
         self.waiting: set[object] = set()
-        """The works that some other thread tests."""
+        """The works that other threads test."""
         self._pending: dict[Pending, None] = {}
         self._owners: set[object] = set()
         self._thread: threading.Thread | None = None
@@ -66,14 +66,14 @@ class Progress:
         )
 
     def enter(self, owner: object) -> None:
-        """Keep the thread for `owner` until it leaves."""
+        """Keep the thread until `owner` leaves."""
         if not self._owners:
             atexit.unregister(self.stop)
-            atexit.register(self.stop)  # handlers run from the last to the first: before MPI is finalized
+            atexit.register(self.stop)  # the last handler runs first: before MPI is finalized
         self._owners.add(owner)
 
     def leave(self, owner: object) -> None:
-        """Give up what `owner` has under way, and end the thread with the last owner."""
+        """Give up the pending works of `owner`. When it is the last owner, end the thread."""
         for work in list(self._pending):
             if work.owner is owner and not work.poll():
                 work.give_up("its process group was destroyed")
@@ -91,13 +91,13 @@ class Progress:
         self._pending.pop(work, None)
 
     def stop(self) -> None:
-        """End the thread; the next work starts another one."""
+        """End the thread. The next work starts another one."""
         thread, self._thread = self._thread, None
         if thread is None or self.forked:
             return
         self._stopping = True
         self._bell.set()
-        if thread is not threading.current_thread():  # a future's callback may end the world
+        if thread is not threading.current_thread():  # it is, if a future's callback leaves the world
             thread.join(_JOIN_SECONDS)
         self._awake = False
 
@@ -124,23 +124,24 @@ class Progress:
     def _sleep(self) -> None:
         self._bell.clear()
         self._awake = False
-        if not self._pending and not self._stopping:  # `add` writes what is read here before it reads _awake
+        # `add` sets _pending before it reads _awake, in the other order than here: no wake-up is lost.
+        if not self._pending and not self._stopping:
             self._bell.wait()
         self._awake = True
 
     def _sweep(self) -> bool:
-        """Test every work. Return whether data has moved."""
-        began = time.monotonic()
+        """Test every work. Return whether data has probably moved."""
+        start = time.monotonic()
         with self._sweeping:
             ended, works = 0, list(self._pending)
             for work in works:
                 if work not in self.waiting:
                     ended += work.poll()
-                work.expire(began)
-        return ended > 0 or time.monotonic() - began > _BUSY_SECONDS * len(works)
+                work.expire(start)
+        return ended > 0 or time.monotonic() - start > _BUSY_SECONDS * len(works)
 
     def _pause(self, moved: bool) -> float:
-        """Return how many seconds to leave the core to others before the next look."""
+        """Return how many seconds to sleep before the next test."""
         if self.waiting:
             return _LONG_SECONDS
         if moved:
@@ -151,7 +152,7 @@ class Progress:
         return min(_LONG_SECONDS, _SHORT_SECONDS * float(2.0 ** min(growth, 10.0)))
 
     def _before_fork(self) -> None:
-        """Have no thread inside MPI while the memory is copied; a future's callback is not waited for long."""
+        """Keep the progress thread out of MPI while the fork copies the memory, if its callbacks end within 1 s."""
         self._held = self._sweeping.acquire(timeout=1.0)
 
     def _after_fork(self) -> None:
@@ -165,4 +166,4 @@ class Progress:
 
 
 progress = Progress()
-"""The one of this process."""
+"""The single instance of this process."""

@@ -1,4 +1,4 @@
-"""The ways into a world: whether MPI joins the launched processes, where they meet, and how a group is made."""
+"""The start of MPI, torch.distributed's rendezvous through MPI, and the creation of process groups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORLD_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def start(launch: Launch) -> bool:
     """Start MPI. Return whether it joins the processes of `launch` and allows calls from any thread."""
-    return mpi.world_size() == launch.size and not _is_for_one_thread(mpi.library())
+    return mpi.world_size() == launch.size and not _is_single_threaded(mpi.library())
 
 
 def require(launch: Launch) -> None:
@@ -42,9 +42,9 @@ def require(launch: Launch) -> None:
             "`transport` is 'mpi', but mpi4py is not usable here. "
             "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
         )
-    if _is_for_one_thread(library):
+    if _is_single_threaded(library):
         raise BackendUnavailableError(
-            "MPI must take calls from any thread, but was started for a single one instead. "
+            "MPI must allow calls from any thread, but was started for a single thread instead. "
             "Leave mpi4py.rc.threads and thread_level alone, or use an MPI with thread support, or choose gloo."
         )
     if start(launch):
@@ -59,21 +59,21 @@ def require(launch: Launch) -> None:
 
 
 def register_rendezvous() -> None:
-    """Let `init_process_group` without an address take rank, size and a store from MPI.
+    """Let `init_process_group` without an `init_method` get rank, size and store from MPI.
 
-    Its default address, env://, has a handler already, which raises without RANK and its like. There is no public way
-    to replace it; ours stands in front of it for exactly that case.
+    Its default, env://, already has a handler, which raises when RANK and the other variables are absent. torch has no
+    public way to replace it. Therefore our handler calls torch's, except in exactly that case.
     """
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     dist.register_rendezvous_handler(NAME, _meet)
-    handlers["env"] = _before(handlers["env"])
+    handlers["env"] = _with_mpi_default(handlers["env"])
 
 
-def _before(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def _with_mpi_default(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def meet(url: str, **options: Any) -> Iterator[Any]:
-        told = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
-        started = not mpi.MARKS.isdisjoint(os.environ)
-        return handler(url, **options) if told or not started else _meet(url, **options)
+        is_given = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
+        by_mpi = not mpi.MARKS.isdisjoint(os.environ)
+        return _meet(url, **options) if by_mpi and not is_given else handler(url, **options)
 
     return meet
 
@@ -86,13 +86,13 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> 
     rank, size = world.Get_rank(), world.Get_size()
     joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
     yield open_store(joined, os.environ, timeout.total_seconds()).store, rank, size
-    raise RuntimeError("MPI's world cannot be joined anew from inside it.")
+    raise RuntimeError("MPI's world cannot be joined a second time from inside it.")
 
 
 def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
-    """Make a process group. Collective over its members, who tell their MPI ranks through the store.
+    """Make a process group. Collective over its members, which exchange their MPI ranks through the store.
 
-    Raises BackendUnavailableError when MPI is not usable, or not by a thread of this package.
+    Raises BackendUnavailableError when MPI is not usable, or does not allow calls from the progress thread.
     """
     if progress.forked:
         raise RuntimeError(FORKED)
@@ -108,13 +108,13 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
             f"Every member must have an MPI rank of its own, but they have {ranks} instead. Start with mpirun."
         )
     with progress.calls:
-        everybody = world.Get_group()
-        members = everybody.Incl(ranks)
+        all_ranks = world.Get_group()
+        members = all_ranks.Incl(ranks)
         communicator = world.Create_group(members, tag=zlib.crc32(str(options.group_id).encode()) & 0x7FFF)
         members.Free()
-        everybody.Free()
+        all_ranks.Free()
     return MpiProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)
 
 
-def _is_for_one_thread(library: Any) -> bool:
+def _is_single_threaded(library: Any) -> bool:
     return bool(library.Query_thread() < library.THREAD_SERIALIZED)

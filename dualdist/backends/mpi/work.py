@@ -1,4 +1,4 @@
-"""What a call of the process group returns: requests of MPI under way, and what follows from them."""
+"""The object that a call of the process group returns: its pending MPI requests and its result."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ("FORKED", "MpiWork")
 
 FORKED = (
     "MPI: a process group must be used by the process that joined it, but is used in a forked child instead. "
+    "Use it only in the parent, or start the child by spawning."
 )
-FORKED += "Use it in the parent alone, or start the child by spawning."
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.2, 0.001
 _NO_LIMIT = timedelta(0)
 _unfinished: list[Any] = []
-"""What was given up: MPI may still write there when the late rank comes."""
+"""Requests that were given up, and their buffers: MPI may still write to them when the late rank arrives."""
 
 
 class MpiWork(dist.Work):
-    """Requests of MPI, ended by whoever tests them last: the thread of `progress`, or one that waits."""
+    """Pending MPI requests. The progress thread and threads that wait test them; one of these finishes the work."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class MpiWork(dist.Work):
         status: Any = None,
         expires: bool = True,
     ) -> None:
-        """Take over `requests`.
+        """Take over `requests`, which are tested from the last to the first.
 
-        kept: what must live as long as MPI may use it. status: MPI's, filled by the last request. expires: whether the
-        group's timeout counts from now on; it counts from `wait` in any case.
+        what: the call, for error messages. kept: what must stay alive while MPI may use it. status: an MPI status that
+        the last request fills. expires: whether the group's timeout counts from now; it always counts from `wait`.
         """
         super().__init__()
         self.owner = owner
@@ -66,23 +66,22 @@ class MpiWork(dist.Work):
             return True
         if progress.forked:
             raise RuntimeError(FORKED)
-        if not self._lock.acquire(blocking=False):  # another thread is at it
+        if not self._lock.acquire(blocking=False):  # another thread tests it
             return False
         try:
             if not self._ended:
                 if not self._tested():
                     return False
                 if self._finish is not None:
-                    with (
-                        torch.inference_mode()
-                    ):  # the mode of the caller's thread says what may be written to
+                    # A tensor made in inference mode can only be written in that mode.
+                    with torch.inference_mode():
                         self._finish()
                 self._end(None)
         except Exception as error:
             self._end(str(error))
         finally:
             self._lock.release()
-        self._tell()
+        self._fulfil_future()
         return True
 
     Test = poll
@@ -111,7 +110,7 @@ class MpiWork(dist.Work):
             _unfinished.append((self._requests, self._kept))
             self.owner.unsettled = True
             self._end(problem)
-        self._tell()
+        self._fulfil_future()
 
     def _end(self, problem: str | None) -> None:
         if problem is not None:
@@ -120,8 +119,8 @@ class MpiWork(dist.Work):
         self._kept = self._finish = None
         progress.forget(self)
 
-    def _tell(self) -> None:
-        """Fulfil the future, whose callbacks run here."""
+    def _fulfil_future(self) -> None:
+        """Set the result of the future, if there is one. Its callbacks run in this thread."""
         with self._lock:
             future, self._future = self._future, None
         if future is not None:

@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH: what `import horovod` finds in the processes that a script starts."""
+"""A folder for PYTHONPATH, where processes that a script starts find `horovod`."""

@@ -1,4 +1,4 @@
-"""Found in this folder, through PYTHONPATH, by a child process of a script under dualdist.compat."""
+"""Imported as `horovod`, through PYTHONPATH, by a child process of a script under dualdist.compat."""
 
 import importlib
 import sys
