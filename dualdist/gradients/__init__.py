@@ -1,1 +1,1 @@
-"""What combines the gradients of all ranks while backward runs."""
+"""Combining the gradients of all ranks while backward runs."""

@@ -1,12 +1,11 @@
-"""What DistributedOptimizer does for Adasum: it combines the steps of the ranks, not their gradients.
+"""Adasum of optimizer steps: the ranks combine their steps, not their gradients.
 
-Each rank steps by itself from the same weights; the differences are combined by Adasum and added to the weights
-(horovod/torch/optimizer.py:345, _DistributedAdasumOptimizer).
+Each rank takes a step of its own from equal weights. Adasum combines the differences, which are then added to the
+weights (horovod/torch/optimizer.py:345, _DistributedAdasumOptimizer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +15,19 @@ from ..collectives.allreduce import grouped_allreduce_
 from ..collectives.compression import Compressor
 from ..types import Adasum
 from ..world.process_sets import ProcessSet, channel_of
+from .combiner import Combiner
 
 __all__ = ("AdasumStep",)
 
 
-class AdasumStep:
-    """Combines the steps of one optimizer. Has the methods of GradSync that DistributedOptimizer calls."""
+class AdasumStep(Combiner):
+    """Combines the steps of one optimizer.
+
+    Gradients stay local, whatever the number of backward passes. Parameters are read from the optimizer at each step.
+    """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        compression: type[Compressor],
-        passes: int,
-        process_set: ProcessSet,
+        self, optimizer: torch.optim.Optimizer, compression: type[Compressor], process_set: ProcessSet
     ) -> None:
         check_adasum_size(channel_of(process_set).group.size)
         self._optimizer = optimizer
@@ -36,11 +35,8 @@ class AdasumStep:
         self._process_set = process_set
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def finish(self) -> None:
-        """Gradients stay local."""
-
-    def fill(self) -> None:
-        """Remember the weights before the step."""
+    def before_step(self) -> None:
+        """Save a copy of the weights."""
         params = [
             param
             for group in self._optimizer.param_groups
@@ -49,10 +45,10 @@ class AdasumStep:
         ]
         self._before = [(param, param.detach().clone()) for param in params]
 
-    def stepped(self) -> None:
-        """Combine what the step changed. Collective."""
+    def after_step(self) -> None:
+        """Combine the changes of the weights. Collective."""
         before, self._before = self._before, []
-        if not before:  # a subclass's step() that calls its base's: the inner one has combined
+        if not before:  # a subclass's step() called its base's step(), which has combined already
             return
         with torch.no_grad():
             pairs = [self._compression.compress(param - start) for param, start in before]
@@ -63,11 +59,5 @@ class AdasumStep:
                 param.copy_(start + self._compression.decompress(change, ctx))
 
     def check_skippable(self) -> None:
-        """Raise AssertionError, as Horovod does: a step without its combination would part the ranks."""
+        """Raise AssertionError, as Horovod does: after a step that is not combined the weights would differ."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-
-    def set_passes(self, passes: int) -> None:
-        """Local steps are taken whenever step() is called; nothing to set."""
-
-    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Parameters are read from the optimizer at every step; nothing to add."""

@@ -1,4 +1,4 @@
-"""Where the gradients of a bucket are summed: a flat tensor, and views of it that become the gradients."""
+"""The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from collections.abc import Sequence
 import torch
 
 from ..collectives.reduce import scale_
-from .accumulation import Accumulated
 from .buckets import Bucket, as_real
+from .tracked_parameter import TrackedParameter
 
 __all__ = ("BucketMemory",)
 
-
 LARGE_BYTES = 1 << 20
-"""What a gradient has on the average where scaling each while it is copied is faster than scaling all in the cache."""
+"""Mean gradient size in bytes above which scaling during the copy is faster than scaling the copy in the cache."""
 
 
 class BucketMemory:
-    """The memory of one bucket. Whatever there is of each parameter is in the order of its slots."""
+    """The memory of one bucket. All lists with one item per parameter are in the order of the bucket's slots."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[Accumulated]) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[TrackedParameter]) -> None:
         self.params = params
         self.flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
         self.counts = self.flat[bucket.numel :]
-        """How many ranks contribute to each gradient: to all of them a dense one, then to all of them a sparse one."""
+        """How many ranks contribute to each gradient, see Bucket."""
         self._all_dense = torch.tensor([1.0, 0.0], dtype=bucket.dtype).repeat_interleave(len(params))
-        # .data: a version counter for each; see Accumulated.
+        # .data gives each view a version counter of its own, which TrackedParameter.count_pass needs.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
         self._gradients = [
             torch.view_as_complex(view) if param.tensor.is_complex() else view
@@ -38,14 +37,14 @@ class BucketMemory:
         self._references = self._count_references()
 
     def _count_uses(self) -> int:
-        """Return how many tensors there are that show this memory, and this look at it."""
+        """Return how many tensors use this storage, this look at it included."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     def _count_references(self) -> list[int]:
         return list(map(sys.getrefcount, self._gradients))
 
-    def is_held(self) -> bool:
-        """Return whether somebody keeps an old gradient that stands here, or a tensor made from one, as by detach()."""
+    def is_in_use(self) -> bool:
+        """Return whether the program still holds an earlier gradient in this memory, or a view of one (detach())."""
         if self._count_uses() > self._uses:
             return True
         references = self._count_references()
@@ -57,13 +56,15 @@ class BucketMemory:
         )
 
     @torch.no_grad()
-    def fill(
+    def pack(
         self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float
     ) -> Sequence[bool]:
         """Write what this rank sends; return for which parameters it contributes a dense gradient.
 
-        grads: written `factor` times; zeros where there is none, or a sparse one; what stands there and is still in use
-        moves out. is_new: whether the gradient counts as contributed, for the counts behind the gradients.
+        Args:
+            grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse; a gradient that the
+                parameter still has in that place is moved out first.
+            is_new: whether each gradient counts as a contribution, for the counts behind the gradients.
         """
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)
@@ -90,7 +91,7 @@ class BucketMemory:
         return dense
 
     def _clear(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Write zeros where `grads` has nothing dense; return where the others belong."""
+        """Write zeros where `grads` has no dense gradient; return the places of the dense ones."""
         targets = []
         for param, view, grad in zip(self.params, self._views, grads, strict=True):
             if grad is not None and not grad.is_sparse:
@@ -101,8 +102,8 @@ class BucketMemory:
             view.zero_()
         return targets
 
-    def put(self, chosen: Sequence[float]) -> None:
-        """Make what stands here the gradients of the parameters that are chosen by a number other than zero."""
+    def set_gradients(self, chosen: Sequence[float]) -> None:
+        """Make the views of this memory the gradients of those parameters whose number in `chosen` is not zero."""
         for param, combined, is_chosen in zip(self.params, self._gradients, chosen, strict=True):
             tensor = param.tensor
             if is_chosen and (grad := tensor.grad) is not combined:
@@ -110,14 +111,14 @@ class BucketMemory:
                     combined = combined.to_sparse(grad.sparse_dim())
                 tensor.grad = combined
 
-    def drop(self) -> None:
-        """Take the gradients away that stand here."""
+    def clear_gradients(self) -> None:
+        """Set the gradients that lie in this memory to None."""
         for param in self.params:
             if self.holds(param):
                 param.tensor.grad = None
 
-    def holds(self, param: Accumulated) -> bool:
-        """Return whether the gradient of `param` stands here."""
+    def holds(self, param: TrackedParameter) -> bool:
+        """Return whether the gradient of `param` lies in this memory."""
         grad = param.tensor.grad
         if grad is None or grad.is_sparse:
             return False

@@ -1,4 +1,4 @@
-"""How gradients are laid out to be sent: parameters in flat buckets of one dtype and device."""
+"""The layout in which gradients are sent: flat buckets, each of one dtype and device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 class Bucket:
     """Some parameters whose gradients are sent together.
 
-    Behind the gradients stand two numbers per parameter, summed along with them: for each how many ranks contribute a
-    dense gradient, then for each how many a sparse one. So all ranks know which gradients exist without asking.
+    The gradients are followed by counts, which are summed with them: first for each parameter the number of ranks that
+    contribute a dense gradient, then for each the number that contribute a sparse one. From these every rank learns
+    which gradients exist, without another collective.
     """
 
     slots: tuple[Slot, ...]
@@ -49,23 +50,24 @@ class Bucket:
 
     @property
     def length(self) -> int:
-        """Return the number of elements with the counts behind the gradients."""
+        """Return the number of elements, the counts included."""
         return self.numel + 2 * len(self.slots)
 
 
 def lay_out(
     params: Sequence[torch.Tensor],
-    left_out: set[int],
+    sparse: set[int],
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
 ) -> list[Bucket]:
-    """Return buckets for `params` (by index) in the order in which backward is expected to fill them: the last first.
+    """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
 
-    left_out: parameters whose gradients are sparse; they keep their counts but no room. groups: parameters that must
-    share a bucket; the others are on their own. cap_mb: how many MiB make a bucket; the first is
-    smaller.
+    Args:
+        sparse: indices of parameters whose gradients are sparse: they have counts but no room for a gradient.
+        groups: parameters (by index) that must share a bucket; each other parameter has a bucket of its own.
+        cap_mb: size of a bucket in MiB; the first bucket is smaller. None: DDP's sizes.
     """
-    paired = {index for index, param in enumerate(params) if param.is_complex()}
+    is_complex = [param.is_complex() for param in params]
     params = [as_real(param) for param in params]
     cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
     buckets: list[Bucket] = []
@@ -73,49 +75,49 @@ def lay_out(
         grouped = {index for group in groups for index in group}
         single = [[index] for index in range(len(params)) if index not in grouped]
         for members in [*groups, *single][::-1]:
-            for alike in _alike(params, members[::-1]):
-                buckets.append(_bucket(params, alike, left_out, paired))
+            for same in _by_dtype_and_device(params, members[::-1]):
+                buckets.append(_bucket(params, same, sparse, is_complex))
         return buckets
-    for alike in _alike(params, range(len(params))[::-1]):
+    for same in _by_dtype_and_device(params, range(len(params))[::-1]):
         pending: list[int] = []
         size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
-        for index in alike:
+        for index in same:
             pending.append(index)
             size += params[index].numel() * params[index].element_size()
             if size >= limit:
-                buckets.append(_bucket(params, pending, left_out, paired))
+                buckets.append(_bucket(params, pending, sparse, is_complex))
                 pending, size, limit = [], 0, cap
         if pending:
-            buckets.append(_bucket(params, pending, left_out, paired))
+            buckets.append(_bucket(params, pending, sparse, is_complex))
     return buckets
 
 
-def _alike(params: Sequence[torch.Tensor], order: Sequence[int]) -> list[list[int]]:
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+def _by_dtype_and_device(params: Sequence[torch.Tensor], order: Sequence[int]) -> list[list[int]]:
+    members: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index in order:
-        alike[params[index].dtype, params[index].device].append(index)
-    return list(alike.values())
+        members[params[index].dtype, params[index].device].append(index)
+    return list(members.values())
 
 
 def _bucket(
-    params: Sequence[torch.Tensor], members: Sequence[int], left_out: set[int], paired: set[int]
+    params: Sequence[torch.Tensor], members: Sequence[int], sparse: set[int], is_complex: Sequence[bool]
 ) -> Bucket:
     slots, start = [], 0
     for index in members:
         shape, stride = params[index].shape, params[index].stride()
-        if index in left_out:
-            shape, stride = (torch.Size([0, 2]), (2, 1)) if index in paired else (torch.Size([0]), (1,))
+        if index in sparse:
+            shape, stride = (torch.Size([0, 2]), (2, 1)) if is_complex[index] else (torch.Size([0]), (1,))
         elif not _is_dense(params[index]):
             stride = torch.empty(shape, device="meta").stride()
-        if index in paired:
-            start += start % 2  # where complex numbers may begin
+        if is_complex[index]:
+            start += start % 2  # complex numbers must begin at an even element
         slots.append(Slot(index, start, shape, stride))
         start += shape.numel()
     return Bucket(tuple(slots), start, params[members[0]].dtype, params[members[0]].device)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the numbers of `tensor` fill a stretch of memory without gaps or overlaps."""
+    """Return whether the elements of `tensor` fill one block of memory without gaps or overlaps."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1:

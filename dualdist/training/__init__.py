@@ -1,1 +1,1 @@
-"""What a training script wraps: optimizer, module, parameters, batch norm."""
+"""Data-parallel optimizer, module and batch normalization, and the broadcast of parameters."""

@@ -1,4 +1,4 @@
-"""What torch.compile must leave alone: the ranks' talk, which looks at call sites, locks and threads."""
+"""Code that torch.compile must not compile: communication, which uses call sites, locks and threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that runs as it is also where a compiled model calls it.
+    """Decorate a function that stays uncompiled when a compiled model calls it.
 
-    This is torch.compiler.disable as torch.optim uses it: the compiler is not imported before the first call.
+    The same as torch.compiler.disable, but it imports the compiler only at the first call, as in torch.optim.
     """
     return cast("Callable[P, T]", _disable_dynamo(function))

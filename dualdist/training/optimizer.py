@@ -1,8 +1,8 @@
-"""DistributedOptimizer: an optimizer whose gradients are those of all ranks.
+"""DistributedOptimizer: an optimizer with the combined gradients of all ranks.
 
-The optimizer that is given stays the object it is: only its class becomes a subclass with Horovod's extra methods. So
-its state, its schedulers, isinstance and pickling survive. Gradients are complete when `backward()` returns; hooks
-before and after `step()` (torch's own, which also run under a scheduler's patched `step`) do what is left.
+The optimizer stays the same object; only its class becomes a subclass with Horovod's extra methods. State, schedulers,
+isinstance and pickling therefore still work. Gradients are complete when `backward()` returns. Hooks before and after
+`step()` do the rest; they are torch's own, which also run when a scheduler has patched `step`.
 """
 
 from __future__ import annotations
@@ -10,39 +10,40 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduce import Reduction
 from ..gradients.adasum_step import AdasumStep
+from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Adasum, Average, Sum
 from ..world.process_sets import ProcessSet, global_process_set
 
-__all__ = ("DistributedOptimizer",)
+__all__ = ("DistributedOptimizer", "SynchronizedOptimizer")
 
 
-class _Distributed(torch.optim.Optimizer):
-    """What a distributed optimizer can do beyond its own class. Never made by itself."""
+class SynchronizedOptimizer(torch.optim.Optimizer):
+    """What `DistributedOptimizer` returns: the class of the optimizer with these methods. Not created directly."""
 
-    _sync: Any
+    _combiner: Combiner
     _base: type[torch.optim.Optimizer]
     _skipping: bool
 
     def synchronize(self) -> None:
-        """Combine what backward has left over; nothing when the gradients are complete, which they are after backward.
+        """Combine gradients that backward left uncombined. Usually there are none.
 
-        Collective when something is left, as after fewer backwards than `backward_passes_per_step`.
+        Collective when there are any, as after fewer backward passes than `backward_passes_per_step`.
         """
-        self._sync.finish()
+        self._combiner.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` leave the gradients as they are. For recipes that call `synchronize()` themselves."""
-        self._sync.check_skippable()
+        """Make `step()` use the gradients as they are. For programs that call `synchronize()` themselves."""
+        self._combiner.check_skippable()
         self._skipping = True
         try:
             yield
@@ -50,27 +51,25 @@ class _Distributed(torch.optim.Optimizer):
             self._skipping = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backwards accumulate locally before gradients are combined."""
-        self._sync.set_passes(_at_least_one(passes))
+        """Set how many backward passes accumulate locally before gradients are combined."""
+        self._combiner.set_passes(_at_least_one(passes))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as in torch; their gradients are combined from now on. Collective."""
+        """Add parameters, as in torch; from then on their gradients are combined too. Collective."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        number = len(self.param_groups) - 1
         try:
-            self._sync.add([(f"group{number}.{place}", param) for place, param in enumerate(group["params"])])
+            self._combiner.add(_numbered(self, len(self.param_groups) - 1))
         except BaseException:
             del self.param_groups[-1]
             raise
-        self._sync.fill()
+        self._combiner.fill()
 
     def __reduce__(self) -> Any:
-        """Pickle and copy as the optimizer without its hooks: it belongs to no world until it is wrapped again."""
-        return _revive, (self._base, self.__getstate__())
+        """Pickle and copy as the original class without hooks: the copy belongs to no world until it is wrapped."""
+        return _restore, (self._base, self.__getstate__())
 
 
-def _revive(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+def _restore(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
     optimizer = base.__new__(base)
     optimizer.__setstate__(state)
     return optimizer
@@ -87,18 +86,19 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> torch.optim.Optimizer:
+) -> SynchronizedOptimizer:
     """Make `optimizer` combine gradients over the ranks, and return it.
 
-    Gradients are complete when `backward()` returns: clip them, unscale them, look at them as in one process. A closure
-    for LBFGS must return the mean of the ranks' losses (`hvd.allreduce(loss.detach())`), by which it decides to go on.
-    Collective: every member of `process_set` must call it with the same parameters; other ranks step by themselves.
+    Gradients are complete when `backward()` returns: clip, unscale or inspect them as in one process. A closure for
+    LBFGS must return the mean of the ranks' losses (`hvd.allreduce(loss.detach())`), because LBFGS decides by the loss
+    when to stop.
+    Collective: every member of `process_set` must call it with the same parameters. Other ranks train alone.
 
     Args:
         optimizer: any torch optimizer, new or with state; it is changed and returned.
         named_parameters: `model.named_parameters()`; names are used in errors. None: numbered.
         compression: `Compression.fp16` or `bf16` to send fewer bytes.
-        backward_passes_per_step: how many backwards accumulate (as a sum) before gradients are combined.
+        backward_passes_per_step: how many backward passes accumulate (as a sum) before gradients are combined.
         op: Average, Sum, or Adasum, which combines the steps instead of the gradients.
         gradient_predivide_factor: divides before the sum, and multiplies after it; for Average.
         num_groups: deprecated, use `groups`.
@@ -106,10 +106,35 @@ def DistributedOptimizer(
         sparse_as_dense: send sparse gradients as dense ones.
 
     Raises:
-        ValueError: an argument is wrong on this rank. TypeError: `optimizer` is distributed already.
+        ValueError: an argument is wrong on this rank.
+        TypeError: `optimizer` is distributed already.
         CollectiveMismatchError: the parameters or options differ between ranks.
     """
-    if isinstance(optimizer, _Distributed):
+    _check(optimizer, op, gradient_predivide_factor, compression)
+    passes = _at_least_one(backward_passes_per_step)
+    named = _named_parameters(optimizer, named_parameters)
+    members = _groups(groups if groups is not None else num_groups or None, [param for _, param in named])
+    combiner: Combiner = NullCombiner()
+    if process_set.included() and op == Adasum:
+        combiner = AdasumStep(optimizer, compression, process_set)
+    elif process_set.included():
+        reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
+        options = SyncOptions(reduction, compression, process_set, sparse_as_dense, groups=members)
+        combiner = GradSync(named, options, optimizer, passes)
+    combiner.fill()  # as Horovod does: scripts may read gradients before the first backward
+    base = type(optimizer)
+    optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
+    synchronized = cast("SynchronizedOptimizer", optimizer)
+    synchronized._base, synchronized._skipping, synchronized._combiner = base, False, combiner
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    return synchronized
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, op: int, gradient_predivide_factor: float, compression: Any
+) -> None:
+    if isinstance(optimizer, SynchronizedOptimizer):
         raise TypeError(
             f"`optimizer` must not be distributed already, but is {type(optimizer).__name__} instead."
         )
@@ -126,35 +151,6 @@ def DistributedOptimizer(
         raise ValueError(
             f"`compression` must be Compression.none, fp16 or bf16, but is {compression!r} instead."
         )
-    passes = _at_least_one(backward_passes_per_step)
-    named = _named_parameters(optimizer, named_parameters)
-    members = _groups(groups if groups is not None else num_groups or None, [param for _, param in named])
-    reduction = Reduction(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
-    sync: Any = _Alone()
-    if process_set.included() and op == Adasum:
-        sync = AdasumStep(optimizer, compression, passes, process_set)
-    elif process_set.included():
-        options = SyncOptions(reduction, compression, passes, process_set, sparse_as_dense)
-        sync = GradSync(named, options, optimizer, members)
-        sync.fill()  # as Horovod does: scripts may read gradients before the first backward
-    base = type(optimizer)
-    optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": __name__})
-    distributed: Any = optimizer
-    distributed._base, distributed._skipping, distributed._sync = base, False, sync
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
-    return optimizer
-
-
-class _Alone:
-    """Stands in for GradSync on a rank outside the process set: it steps by itself."""
-
-    def finish(self) -> None: ...
-    def fill(self) -> None: ...
-    def stepped(self) -> None: ...
-    def check_skippable(self) -> None: ...
-    def set_passes(self, passes: int) -> None: ...
-    def add(self, named: Any) -> None: ...
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -162,12 +158,12 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer._skipping:
         return
     if closure is None:  # a closure calls backward, which combines
-        optimizer._sync.finish()
-    optimizer._sync.fill()
+        optimizer._combiner.synchronize()
+    optimizer._combiner.before_step()
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    optimizer._sync.stepped()
+    optimizer._combiner.after_step()
 
 
 def _at_least_one(passes: int) -> int:
@@ -179,13 +175,11 @@ def _at_least_one(passes: int) -> int:
 def _named_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return the optimizer's parameters with their names, in its own order. Raises ValueError as Horovod does."""
+    """Return the optimizer's parameters with their names, in the optimizer's order. Raises ValueError as in Horovod."""
     own = [param for group in optimizer.param_groups for param in group["params"]]
     if named_parameters is None:
         return [
-            (f"group{number}.{place}", param)
-            for number, group in enumerate(optimizer.param_groups)
-            for place, param in enumerate(group["params"])
+            entry for number in range(len(optimizer.param_groups)) for entry in _numbered(optimizer, number)
         ]
     named = list(named_parameters)
     if any(not isinstance(entry, tuple) for entry in named):
@@ -205,13 +199,19 @@ def _named_parameters(
     if unnamed:
         raise ValueError(
             f"`named_parameters` must name every parameter of the optimizer, but {len(unnamed)} are missing "
-            f"(shapes {unnamed[:5]}). Give the named_parameters() of all the modules it optimizes."
+            f"(shapes {unnamed[:5]}). Pass the named_parameters() of all the modules it optimizes."
         )
     return [(name_of[id(param)], param) for param in own]
 
 
+def _numbered(optimizer: torch.optim.Optimizer, number: int) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of the group at index `number` with names made of numbers."""
+    params = optimizer.param_groups[number]["params"]
+    return [(f"group{number}.{place}", param) for place, param in enumerate(params)]
+
+
 def _groups(asked: Any, params: Sequence[torch.Tensor]) -> list[list[int]] | None:
-    """Return groups of parameter indices, None to lay them out by size. Raises ValueError as Horovod does."""
+    """Return groups of parameter indices; None: by size. Raises ValueError as in Horovod."""
     if asked is None:
         return None
     if isinstance(asked, int):
@@ -219,13 +219,16 @@ def _groups(asked: Any, params: Sequence[torch.Tensor]) -> list[list[int]] | Non
             raise ValueError(
                 f"`groups` must be a positive number or lists of parameters, but is {asked} instead."
             )
-        size, more = divmod(len(params), asked)
+        size, remainder = divmod(len(params), asked)
         ends = [0]
         for number in range(min(asked, len(params))):
-            ends.append(ends[-1] + size + (number < more))
+            ends.append(ends[-1] + size + (number < remainder))
         return [list(range(start, end)) for start, end in itertools.pairwise(ends) if end > start]
     if not isinstance(asked, list | tuple) or any(not isinstance(group, list | tuple) for group in asked):
-        raise ValueError("`groups` must be a positive number or lists of parameters, but is of another kind.")
+        raise ValueError(
+            f"`groups` must be a positive number or a list of lists of parameters, but is {type(asked).__name__} "
+            "instead."
+        )
     place = {id(param): index for index, param in enumerate(params)}
     members = [[place[id(param)] for param in group if id(param) in place] for group in asked]
     flat = [index for group in members for index in group]

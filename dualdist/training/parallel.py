@@ -1,8 +1,8 @@
-"""DistributedDataParallel: a module whose gradients are those of all ranks, with torch's interface, on either backend.
+"""DistributedDataParallel: a module that averages its gradients over all ranks, with torch's interface, on any backend.
 
-The gradients go through the same synchronisation as those of DistributedOptimizer; the wrapper adds what belongs to a
-module: equal parameters at the start, equal buffers before each forward, and state dicts without "module." in the
-names, so that a checkpoint fits with and without it.
+GradSync combines the gradients, as for DistributedOptimizer. The wrapper adds what belongs to a module: equal
+parameters at the start, equal buffers before each forward, and state dicts without "module." in the names, so that a
+checkpoint fits with and without the wrapper.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..agreement import kinds
 from ..collectives.compression import Compression
 from ..collectives.join import join
 from ..collectives.reduce import Reduction
+from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average
@@ -33,24 +34,25 @@ _PREFIX = "module."
 class DistributedDataParallel(torch.nn.Module):
     """Averages the gradients of `module` over the ranks in every backward.
 
-    Gradients are complete when `backward()` returns. Parameters that a rank did not use, or that nobody used, need no
-    flag. Use it or DistributedOptimizer, not both. Collective: every member of `process_group` must call it with the
-    same parameters; on other ranks it is the module alone.
+    Gradients are complete when `backward()` returns. Parameters that some ranks or all ranks do not use need no flag.
+    Use either this or DistributedOptimizer, not both. Collective: every member of `process_group` must call it with
+    the same parameters; on other ranks the module trains alone.
 
     Args:
         module: any module; its parameters and buffers are overwritten with those of the first member of the set.
-        device_ids: [device] to have tensors among the inputs moved there. None: they are left where they are.
+        device_ids: [device] to move tensors among the inputs to. None: they stay where they are.
         broadcast_buffers: overwrite buffers with those of the first member before each forward in training mode.
         init_sync: False leaves parameters and buffers as they are.
-        process_group: the ranks that average, as a process set.
+        process_group: the ranks that average, as a process set. None: all ranks.
         bucket_cap_mb: how many MiB of gradients are sent at once. None: 25.
-        output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph: as in torch
-            (torch/nn/parallel/distributed.py), and without effect: unused parameters are always found, and gradients
-            are always views of what is sent.
+        output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph: accepted as
+            in torch (torch/nn/parallel/distributed.py), without effect: unused parameters are always found, and
+            gradients are always views of the buckets.
 
     Raises:
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
-        TypeError, ValueError: an argument is wrong, such as a `module` that is distributed already.
+        TypeError: an argument is of a wrong type, or `module` is distributed already.
+        ValueError: `bucket_cap_mb` is not positive.
     """
 
     def __init__(
@@ -74,23 +76,21 @@ class DistributedDataParallel(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self._device = torch.device(device_ids[0]) if device_ids else None
         self._process_set = process_group if process_group is not None else global_process_set
-        self._sync: GradSync | None = None
+        self._combiner: Combiner = NullCombiner()
         self._joining = False
         self._wrapped = {id(param): param for param in module.parameters()}
-        self._look_at_parts()
+        self._record_parts()
         if self._process_set.included():
             if init_sync:
                 self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
-            reduction = Reduction(Average, 1.0, 1.0)
             options = SyncOptions(
-                reduction,
+                Reduction(Average),
                 Compression.none,
-                1,
                 self._process_set,
                 bucket_cap_mb=bucket_cap_mb,
                 owner=kinds.DATA_PARALLEL,
             )
-            self._sync = GradSync(list(module.named_parameters()), options, self)
+            self._combiner = GradSync(list(module.named_parameters()), options, self)
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
@@ -103,13 +103,13 @@ class DistributedDataParallel(torch.nn.Module):
 
     @not_compiled
     def _prepare(self) -> None:
-        """Make buffers equal, and see that the parameters are those that were wrapped."""
-        if self._sync is None or not self._sync.enabled or not torch.is_grad_enabled():
+        """Make buffers equal, and check that the parameters are still those that were wrapped."""
+        if not self._combiner.enabled or not torch.is_grad_enabled():
             return
-        self._sync.watch()
-        is_changed = _held_by(self._parts) != self._held
+        self._combiner.watch()
+        is_changed = _identities(self._parts) != self._recorded
         if is_changed:
-            self._look_at_parts()
+            self._record_parts()
         has_buffers = any(part._buffers for part in self._parts)
         if has_buffers and self.broadcast_buffers and self.training and not self._joining:
             self._broadcast(dict(self.module.named_buffers()))
@@ -117,14 +117,14 @@ class DistributedDataParallel(torch.nn.Module):
             return
         for name, param in self.module.named_parameters():
             if id(param) not in self._wrapped:
-                self._sync.refuse(f"{name!r} is another one now")
+                self._combiner.refuse(f"{name!r} is now a different parameter")
 
-    def _look_at_parts(self) -> None:
+    def _record_parts(self) -> None:
         self._parts = list(self.module.modules())
-        self._held = _held_by(self._parts)
+        self._recorded = _identities(self._parts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied and pickled: the copy would train alone."""
+        """Raise TypeError: a copy would train alone."""
         raise TypeError(
             "DistributedDataParallel must not be copied or pickled, since it belongs to this world. "
             "Copy its `module`, or save its state_dict()."
@@ -132,31 +132,29 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate locally; the next backward outside averages all that has come together."""
-        if self._sync is None:
-            yield
-            return
-        with self._sync.disabled():
+        """Accumulate gradients locally in the body. The next backward outside averages the accumulated gradients."""
+        with self._combiner.disabled():
             yield
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """Train to the end with uneven numbers of batches: who leaves the body takes part in the others' backwards.
+        """Train to the end with uneven numbers of batches: a rank that leaves the body still serves the other ranks.
 
-        Averages are over all ranks of the world, with nothing from those that have left; buffers are not broadcast in
-        the body. At the end every rank has the parameters and buffers of the one that left last. Collective over the
-        world.
+        It takes part in their backward passes with zeros, and averages still divide by the size of the world. Buffers
+        are not broadcast in the body. At the end every rank has the parameters and buffers of the rank that left last.
+        Collective over the world.
 
-        divide_by_initial_world_size: must be True, as it is by default in torch. enable: False makes it do nothing.
-        Raises ValueError for anything else, and when `process_group` is not the whole world.
+        Args:
+            divide_by_initial_world_size: must be True, torch's default.
+            enable: False: do nothing.
+
+        Raises ValueError when `divide_by_initial_world_size` is False or `process_group` is not the whole world.
         """
         if not divide_by_initial_world_size:
-            raise ValueError(
-                "`divide_by_initial_world_size` must be True, but is False instead: not supported."
-            )
+            raise ValueError("`divide_by_initial_world_size` must be True, but is False instead.")
         if enable and self._process_set is not global_process_set:
             raise ValueError(
-                "`process_group` must be the whole world for join(), but is a process set instead."
+                "`process_group` must be the whole world for join(), but is another process set instead."
             )
         self._joining = enable
         try:
@@ -184,7 +182,7 @@ def _without_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, metad
 
 
 def _with_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept the names of torch's wrapper and those without one."""
+    """Accept names with torch's prefix "module." and names without it."""
     own = wrapper.module.state_dict().keys()
     for key in [key for key in state_dict if key.startswith(prefix)]:
         name = key[len(prefix) :]
@@ -197,7 +195,7 @@ def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: floa
         raise TypeError(f"`module` must be a torch.nn.Module, but is {type(module).__name__} instead.")
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise TypeError(
-            "`module` must not be distributed already, nor have such a part, but does. Wrap the whole model once."
+            "`module` must not be distributed already, but it or a part of it is. Wrap the whole model once."
         )
     if device_ids is not None and not isinstance(device_ids, Sequence):
         raise TypeError(f"`device_ids` must be a list of one device or None, but is {device_ids!r} instead.")
@@ -210,8 +208,11 @@ def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: floa
         raise ValueError(f"`bucket_cap_mb` must be positive or None, but is {bucket_cap_mb} instead.")
 
 
-def _held_by(parts: Sequence[torch.nn.Module]) -> list[int]:
-    """Return the ids of the parameters and parts of `parts`; cheaper than walking through all names."""
+def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the ids of the parameters and modules in `parts`; this is cheaper than named_parameters()."""
     return [
-        id(value) for part in parts for held in (part._parameters, part._modules) for value in held.values()
+        id(value)
+        for part in parts
+        for members in (part._parameters, part._modules)
+        for value in members.values()
     ]

@@ -81,7 +81,7 @@ def test_optimizer_combines_the_steps_not_the_gradients() -> None:
     torch.testing.assert_close(
         weight.detach(), start + torch.from_numpy(adasum(*steps)), rtol=1e-12, atol=1e-12
     )
-    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
         optimizer.step()
 
 

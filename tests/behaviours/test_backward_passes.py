@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -66,7 +64,7 @@ def test_a_partial_window_is_combined_by_the_step() -> None:
 @everywhere
 def test_passes_per_step_can_change() -> None:
     weight = nn.Parameter(torch.zeros(1))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     optimizer.set_backward_passes_per_step(2)
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
     weight.mul(mine).sum().backward()
@@ -80,7 +78,7 @@ def test_passes_per_step_can_change() -> None:
 @everywhere
 def test_passes_per_step_can_change_while_gradients_are_kept() -> None:
     weight = nn.Parameter(torch.zeros(1))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
 
     def backward() -> float:
@@ -167,7 +165,7 @@ def test_a_second_backward_that_only_rank_0_adds_to_is_averaged_once() -> None:
 @everywhere
 def test_synchronize_and_skip_synchronize_never_reduce_twice(op: int) -> None:
     weight = nn.Parameter(torch.zeros(1))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
     total = sum(range(1, hvd.size() + 1)) / (hvd.size() if op == hvd.Average else 1)
     for number in range(1, 4):
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ def step(optimizer: torch.optim.Optimizer, *params: nn.Parameter) -> None:
 
 @everywhere
 def test_it_is_the_optimizer_it_was() -> None:
-    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    plain: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     state, groups = plain.state, plain.param_groups
     optimizer = hvd.DistributedOptimizer(plain)
     assert optimizer is plain and isinstance(optimizer, torch.optim.SGD)

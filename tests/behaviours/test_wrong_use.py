@@ -84,12 +84,12 @@ CHANGES = {
     "optimizer, moved": (
         in_optimizer,
         moved,
-        "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu",
+        "'0.weight' changed from torch.float32 on cpu to torch.float64 on cpu",
     ),
-    "ddp, moved": (in_module, moved, "'0.weight' went from torch.float32 on cpu to torch.float64 on cpu"),
-    "ddp, replaced": (in_module, replaced, "'0.weight' is another one now"),
-    "ddp, exchanged": (in_module, exchanged, "'0.weight' is another one now"),
-    "ddp, lengthened": (in_module, lengthened, "'1.weight' is another one now"),
+    "ddp, moved": (in_module, moved, "'0.weight' changed from torch.float32 on cpu to torch.float64 on cpu"),
+    "ddp, replaced": (in_module, replaced, "'0.weight' is now a different parameter"),
+    "ddp, exchanged": (in_module, exchanged, "'0.weight' is now a different parameter"),
+    "ddp, lengthened": (in_module, lengthened, "'1.weight' is now a different parameter"),
 }
 
 
@@ -240,7 +240,7 @@ def repeat_a_backward_on_rank_0() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
     if hvd.rank() == 0:
-        hook = model[1].register_full_backward_hook(fail)  # the last layer's gradients are under way by then
+        hook = model[1].register_full_backward_hook(fail)  # the last layer's gradients are sent by then
         with pytest.raises(MemoryError):
             wrapped(torch.ones(1, 2)).sum().backward()
         hook.remove()

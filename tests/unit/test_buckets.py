@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from dualdist.gradients.accumulation import Accumulated
 from dualdist.gradients.bucket_memory import BucketMemory
 from dualdist.gradients.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, as_real, lay_out
+from dualdist.gradients.tracked_parameter import TrackedParameter
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ def test_sparse_gradients_keep_their_counts_but_no_room(dtype: torch.dtype) -> N
     numbers = 2 * dtype.itemsize // bucket.dtype.itemsize
     assert bucket.numel == numbers and bucket.length == numbers + 2 * 2
     assert [slot.shape.numel() for slot in bucket.slots] == [numbers, 0]
-    BucketMemory(bucket, [Accumulated("b", tensors[1]), Accumulated("a", tensors[0])])
+    BucketMemory(bucket, [TrackedParameter("b", tensors[1]), TrackedParameter("a", tensors[0])])
 
 
 def test_views_have_the_memory_layout_of_their_parameter() -> None:

@@ -1,0 +1,58 @@
+"""The contract of what combines gradients over the ranks: all that optimizers and modules call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ("Combiner", "NullCombiner")
+
+
+class Combiner:
+    """Combines what the ranks compute. Each method does nothing unless a subclass overrides it."""
+
+    enabled = False
+    """Whether backward combines gradients; while it does not, they accumulate locally."""
+
+    def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Add parameters, as (name, parameter) pairs. Collective.
+
+        Raises CollectiveMismatchError when names, shapes, dtypes or memory layouts differ between ranks.
+        """
+
+    def watch(self) -> None:
+        """Notice parameters that need gradients by now and did not before. Local."""
+
+    def fill(self) -> None:
+        """Give zeros to parameters without a gradient, as Horovod does. Local."""
+
+    def disabled(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients locally in the body. The next backward after it combines the accumulated gradients."""
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Combine gradients that backward left uncombined. Collective when there are any."""
+
+    def before_step(self) -> None:
+        """Prepare for `step()`, after gradients are combined. Local."""
+
+    def after_step(self) -> None:
+        """Finish what `step()` began. Collective where steps are combined and not gradients."""
+
+    def check_skippable(self) -> None:
+        """Raise AssertionError when `step()` must not skip the synchronization."""
+
+    def set_passes(self, passes: int) -> None:
+        """Set how many backward passes accumulate before gradients are combined, at least 1. Local."""
+
+    def refuse(self, reason: str) -> None:
+        """Raise ValueError with `reason` here, and HorovodInternalError in the next backward of the other ranks.
+
+        Collective, as the synchronization at the end of backward is.
+        """
+
+
+class NullCombiner(Combiner):
+    """Combines nothing: for a rank outside the process set, which trains alone."""

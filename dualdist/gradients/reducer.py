@@ -1,0 +1,258 @@
+"""Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
+
+Buckets are sent in the order of the layout. The ranks compare the layout once, when the reducer joins the world, so no
+bucket needs an agreement of its own. At the end of backward the ranks announce the reduction among their other
+collectives while the data is being sent: a rank that calls something else is then an error on all ranks, and a rank
+that has joined knows that it must take part. The announcement waits up to 50 ms for the data: otherwise thread
+wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..agreement.call import Call
+from ..agreement.call_site import call_site
+from ..backends.base import Group, Work
+from ..collectives.reduce import scale_, sum_sparse
+from ..collectives.wire import reduction_dtype
+from ..errors import CollectiveMismatchError, HorovodInternalError
+from ..types import Average, Sum
+from ..world.context import current
+from ..world.process_sets import channel_of
+from .announcement import announce
+from .bucket_memory import BucketMemory
+from .buckets import lay_out
+from .options import SyncOptions
+from .tracked_parameter import TrackedParameter
+
+__all__ = ("Reducer",)
+
+_DATA_FIRST_SECONDS = 0.05
+"""How long the announcement waits for the data at most."""
+
+
+class Reducer:
+    """Reduces the gradients of some parameters over a process set.
+
+    GradSync calls `mark_ready` for each gradient that backward completes, and `reduce` at the end of backward.
+    """
+
+    def __init__(self, options: SyncOptions) -> None:
+        self._options = options
+        self._sparse: set[int] = set()
+        """Parameters (by index) that had a sparse gradient on some rank."""
+        self._place = -1
+        """Its number in the process set, equal on all ranks; -1 before `join_world`."""
+        self._buckets_sent = 0
+        """Since `join_world`. The ranks compare it: one that repeats a backward alone is ahead from then on."""
+        self.reduced = False
+        """Whether the gradients were reduced since the last step."""
+        self.sets_early = False
+        """Whether buckets become the gradients when they are sent, which frees the memory of backward's gradients."""
+
+    # Membership and layout
+
+    @property
+    def has_world(self) -> bool:
+        """Whether the other ranks of the current world know this reducer."""
+        return self._place >= 0
+
+    def join_world(self, params: Sequence[TrackedParameter], member: object) -> None:
+        """Compare the options and the layout of `params` between the ranks. Collective over the process set.
+
+        member: what answers for this reducer when this rank has joined. Raises CollectiveMismatchError.
+        """
+        options = self._options
+        call = Call(options.owner, options.describe(params), site=call_site())
+        channel_of(options.process_set).run(call, lambda group, verdict: None)
+        if not self.has_world:
+            known = current().grad_syncs[options.process_set.process_set_id]
+            self._place = len(known)
+            known.append(member)
+
+    def forget_world(self) -> None:
+        """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
+        self._place = -1
+        self._buckets_sent = 0
+        self._sparse = set()
+        self.lay_out(self._params)
+
+    def lay_out(self, params: Sequence[TrackedParameter]) -> None:
+        """Lay out buckets for `params`, and start over."""
+        self._params = params
+        tensors = [param.tensor for param in params]
+        self._buckets = lay_out(tensors, self._sparse, self._options.groups, self._options.bucket_cap_mb)
+        self._bucket_of = {
+            slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots
+        }
+        self.release_memory()
+        self.start_over()
+
+    def release_memory(self) -> None:
+        """Let go of the buckets' memory."""
+        self._memory: dict[int, BucketMemory] = {}
+
+    def start_over(self) -> None:
+        """Be ready for the next backward."""
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._works: list[tuple[torch.Tensor, Work]] = []
+        """For each bucket that was sent, in order: the data, and the collective."""
+        self._changes: list[str] = []
+        """Parameters that were moved or replaced, as texts."""
+
+    # Sending
+
+    def mark_ready(self, index: int) -> None:
+        """Note that the gradient at `index` can be sent; send the next buckets in order that are complete."""
+        place = self._bucket_of[index]
+        self._missing[place] -= 1
+        if self._missing[place] == 0:
+            while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
+                self._send_next()
+
+    def _send_next(self, empty: bool = False) -> None:
+        place = len(self._works)
+        bucket, group = self._buckets[place], channel_of(self._options.process_set).gradients
+        memory = self._memory_of(place)
+        grads = [None if empty else self._contribution(param) for param in memory.params]
+        factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
+        is_new = [not self.reduced or param.passes > 0 for param in memory.params]
+        dense = memory.pack(grads, is_new, factor)
+        if self.sets_early:
+            memory.set_gradients(dense)
+        wire = self._to_wire(memory.flat, group)
+        scale_(wire[: bucket.numel], self._options.reduction.prescale_factor)
+        tag = f"{self._place}.{place}"
+        work = group.allreduce_(wire, Sum, tag=tag)
+        self._buckets_sent += 1
+        names = (self._params[slot.param].name for slot in bucket.slots)
+        recorded = current().timeline.recorded(work, f"gradients.{tag}", names, memory.flat.device.type)
+        self._works.append((wire, recorded))
+
+    def _memory_of(self, place: int) -> BucketMemory:
+        if place in self._memory and self._memory[place].is_in_use():
+            del self._memory[place]
+        if place not in self._memory:
+            bucket = self._buckets[place]
+            self._memory[place] = BucketMemory(bucket, [self._params[slot.param] for slot in bucket.slots])
+        return self._memory[place]
+
+    def is_reduced(self, param: TrackedParameter) -> bool:
+        """Return whether the gradient of `param` was reduced, and backward has not added to it since."""
+        return self.reduced and param.passes == 0
+
+    def _contribution(self, param: TrackedParameter) -> torch.Tensor | None:
+        """Return what this rank sends. An average takes reduced gradients again: other ranks may add to theirs."""
+        if change := param.moved():
+            self._changes.append(change)
+            return None
+        grad = param.tensor.grad
+        if grad is None or (self._options.reduction.op != Average and self.is_reduced(param)):
+            return None
+        if self._options.sparse_as_dense and grad.is_sparse:
+            return grad.to_dense()
+        return grad
+
+    def _to_wire(self, flat: torch.Tensor, group: Group) -> torch.Tensor:
+        compressed, _ = self._options.compression.compress(flat)
+        dtype = reduction_dtype(compressed.dtype, group)
+        return compressed.to(group.wire_device(flat.device), dtype)
+
+    def abandon(self, index: int) -> bool:
+        """Wait for what was sent, and start over. Return whether the gradient at `index` was overwritten by then."""
+        for _, work in self._works:
+            work.wait()
+        place = self._bucket_of[index]
+        overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
+        self.start_over()
+        return overwritten
+
+    # Receiving
+
+    def reduce(self) -> None:
+        """Send the remaining buckets, wait for all, and make the results the gradients. Collective.
+
+        Raises:
+            ValueError: parameters were moved or replaced on this rank.
+            HorovodInternalError: they were on other ranks only, or the ranks are out of step.
+            CollectiveMismatchError: another rank called something else.
+        """
+        while len(self._works) < len(self._buckets):
+            self._send_next()
+        channel = channel_of(self._options.process_set)
+        group = channel.gradients
+        if self._works and not channel.has_joined:  # a rank that has joined sends only after the announcement
+            self._works[-1][1].wait_for(_DATA_FIRST_SECONDS)
+        try:
+            changed = announce(
+                self._options.process_set, self._place, self._buckets_sent, is_wrong=bool(self._changes)
+            )
+        except CollectiveMismatchError:
+            self._receive(group, keep=False)  # the other ranks also wait for the data before they raise
+            raise
+        changes = self._changes
+        self._receive(group, keep=not changed)
+        self._check_unchanged(changes, changed)
+        self.reduced = True
+
+    def report_change(self, change: str) -> None:
+        """Let the next `reduce` raise on all ranks: a parameter was replaced, as the text `change` says."""
+        self._changes.append(change)
+
+    def _check_unchanged(self, changes: list[str], ranks: list[int]) -> None:
+        """Raise on every rank when parameters changed on some `ranks`, for this rank as the texts `changes` say."""
+        if changes:
+            raise ValueError(
+                f"The parameters of {self._options.owner} must stay what they were when it was made, but "
+                f"{changes[0]}. Move or change the model first, then wrap it."
+            )
+        if ranks:
+            raise HorovodInternalError(
+                f"Gradients were not combined: on ranks {ranks}, parameters of {self._options.owner} were moved or "
+                "replaced after it was made."
+            )
+
+    def contribute_nothing(self) -> None:
+        """Take part in a `reduce` of the other ranks with zeros, as a rank that has joined."""
+        self.start_over()
+        while len(self._works) < len(self._buckets):
+            self._send_next(empty=True)
+        self._receive(channel_of(self._options.process_set).gradients, keep=False)
+        self.start_over()
+
+    def _receive(self, group: Group, keep: bool) -> None:
+        sparse: set[int] = set()
+        reduction = self._options.reduction
+        for (place, bucket), (wire, work) in zip(enumerate(self._buckets), self._works, strict=True):
+            work.wait()
+            memory = self._memory[place]
+            divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
+            scale_(wire[: bucket.numel], reduction.postscale_factor / (group.size if divides else 1))
+            if wire.data_ptr() != memory.flat.data_ptr():
+                memory.flat.copy_(wire)
+            counts = wire[bucket.numel :].tolist()
+            is_dense, is_sparse = counts[: len(bucket.slots)], counts[len(bucket.slots) :]
+            if any(is_sparse):
+                sparse.update(
+                    slot.param for slot, count in zip(bucket.slots, is_sparse, strict=True) if count
+                )
+            if keep:
+                memory.set_gradients(is_dense)
+            else:
+                memory.clear_gradients()
+        for index in sorted(sparse):
+            self._combine_sparse(group, index, keep)
+        if sparse - self._sparse:
+            self._sparse |= sparse
+            self.lay_out(self._params)
+
+    def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
+        contribution = self._contribution(self._params[index]) if keep else None
+        param = self._params[index].tensor
+        combined = sum_sparse(group, contribution, param)
+        if keep:
+            average = self._options.reduction.op == Average
+            param.grad = combined / group.size if average else combined

@@ -1,0 +1,65 @@
+"""A parameter, and which part of its gradient the other ranks have not seen yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ("TrackedParameter",)
+
+_VERSION = "_dualdist_version"
+"""The attribute of a gradient that holds its recorded version."""
+
+
+class TrackedParameter:
+    """One parameter, and how many backward passes added to its gradient since the ranks last combined it.
+
+    When backward need not be counted (see GradSync), `passes` is 0 or 1 and the recorded version may be old.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.passes = 0
+        self.hook: Any = None
+        self.record_placement()
+
+    def record_placement(self) -> None:
+        """Record the current dtype and device as the expected ones."""
+        self._dtype, self._device = self.tensor.dtype, self.tensor.device
+
+    def moved(self) -> str:
+        """Return how dtype or device differ from the expected ones; '' when they do not."""
+        tensor = self.tensor
+        if tensor.dtype is self._dtype and tensor.device == self._device:
+            return ""
+        return (
+            f"{self.name!r} changed from {self._dtype} on {self._device} to {tensor.dtype} on {tensor.device}"
+        )
+
+    def count_pass(self) -> bool:
+        """Count one more backward pass; return whether it added to an existing gradient.
+
+        It did when the version of the gradient is one above the recorded one. A new tensor has no recorded version,
+        and a tensor that was zeroed in between is two versions ahead.
+        """
+        grad: torch.Tensor = self.tensor.grad  # type: ignore[assignment]
+        version = grad._version
+        added = bool(getattr(grad, _VERSION, None) == version - 1)
+        self.passes = self.passes + 1 if added else 1
+        setattr(grad, _VERSION, version)
+        return added
+
+    def record_version(self) -> None:
+        """Record the current version of the gradient."""
+        if self.tensor.grad is not None:
+            setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
+
+    def release(self) -> None:
+        """Remove the hook and let go of the parameter; keep its shape in a tensor without memory."""
+        if self.hook is not None:
+            self.hook.remove()
+        old = self.tensor
+        self.tensor = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
+        self.tensor.untyped_storage().resize_(0)
