@@ -54,7 +54,7 @@ from .lifecycle import init, shutdown, start_timeline, stop_timeline
 from .processes.spawn import spawn
 from .samplers import DistributedSampler, split_by_rank
 from .seeding import seed_everything
-from .training.optimizer import DistributedOptimizer
+from .training.optimizer import DistributedOptimizer, SynchronizedOptimizer
 from .training.parallel import DistributedDataParallel
 from .training.parameters import broadcast_optimizer_state, broadcast_parameters
 from .training.sync_batch_norm import SyncBatchNorm
@@ -111,6 +111,7 @@ __all__ = (
     "StallError",
     "Sum",
     "SyncBatchNorm",
+    "SynchronizedOptimizer",
     "WorldMismatchError",
     "add_process_set",
     "allgather",

@@ -33,7 +33,10 @@ weighted = hvd.samplers.DistributedSamplerWrapper(WeightedRandomSampler([1.0] * 
 loader = DataLoader(dataset, batch_size=4, sampler=sampler)
 
 model = torch.nn.Linear(2, 1).to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+optimizer.set_backward_passes_per_step(1)
+synchronized: hvd.SynchronizedOptimizer = optimizer
+plain: torch.optim.Optimizer = optimizer
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 wrapped = hvd.DistributedDataParallel(torch.nn.Linear(2, 1))
 with wrapped.no_sync():
@@ -46,7 +49,9 @@ with CheckpointManager("checkpoints", state, keep=1, best=("loss", "min")) as ma
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
-        optimizer.step()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
         sampler.advance(len(inputs))
         manager.step()
     mean: torch.Tensor = hvd.allreduce(loss.detach(), op=hvd.Average)
@@ -61,6 +66,7 @@ WRONG = {
     "hvd.allreduce([1.0, 2.0])": "[arg-type]",
     "hvd.allreduce(torch.ones(2), operation=hvd.Sum)": "[call-arg]",
     "hvd.DistributedDataParallel(torch.ones(2))": "[arg-type]",
+    "hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(2)])).synchronise()": "[attr-defined]",
     'hvd.DistributedSampler([1, 2], pad="no")': "[arg-type]",
     'hvd.checkpoint.save("one.pt")': "[call-arg]",
     "hvd.all_reduce(torch.ones(2))": "[attr-defined]",
