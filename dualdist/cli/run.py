@@ -19,6 +19,7 @@ from typing import Any
 
 from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
+from ..launch import DUALDIST_RUN
 from ..processes.hosts import Host, parse_hostfile, parse_hosts
 from ..processes.run import RunOptions, run_job
 from ..processes.variables import backend_variables
@@ -64,7 +65,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "action": "append",
             "default": [],
             "metavar": "NAME[=VALUE]",
-            "help": "set this variable, or send it to hosts to which it would not go; may be repeated",
+            "help": "set this variable in all processes; without VALUE, to its value here; may be repeated",
         },
     ),
     (
@@ -167,7 +168,7 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
                 f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out."
             )
         transport = args.gloo
-    chosen = backend_variables(args.backend, transport, option="--transport", launcher="dualdist run")
+    chosen = backend_variables(args.backend, transport, option="--transport", launcher=DUALDIST_RUN)
     backend = args.backend or env.get("DUALDIST_BACKEND") or DEFAULT_BACKEND
     found, ignored = variables_of(args, backend)
     for option in ignored:

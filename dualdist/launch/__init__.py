@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from .detect import detect
-from .launchers import ELASTIC_DIR, LAUNCHERS, Launcher
+from .launchers import DUALDIST_RUN, ELASTIC_DIR, LAUNCHERS, SPAWN, Launcher
 from .topology import Place, nodes, topology
 
-__all__ = ("ELASTIC_DIR", "LAUNCHERS", "Launcher", "Place", "detect", "nodes", "topology")
+__all__ = (
+    "DUALDIST_RUN",
+    "ELASTIC_DIR",
+    "LAUNCHERS",
+    "SPAWN",
+    "Launcher",
+    "Place",
+    "detect",
+    "nodes",
+    "topology",
+)

@@ -13,17 +13,17 @@ __all__ = ("RENDEZVOUS", "exportable", "process_variables", "secret_in", "withou
 RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size")
-_OF_ROWS = {getattr(row, field) for row in LAUNCHERS for field in _NUMBERS} | {
+_LAUNCHER_VARIABLES = {getattr(row, field) for row in LAUNCHERS for field in _NUMBERS} | {
     marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers
 }
-_OF_OTHERS = re.compile(
+_MORE_LAUNCHER_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET|COMPAT)"
     r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
     r"|HOROVOD_(GLOO_(RENDEZVOUS|IFACE).*|RANK|SIZE|LOCAL_.*|CROSS_.*|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
 )
-"""Other variables that a launcher, or dualdist.compat, sets for its own processes."""
+"""Variables beside those of the table that a launcher, or dualdist.compat, sets for its own processes."""
 
-_LOCAL = re.compile(
+_HOST_VARIABLES = re.compile(
     r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
     r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
 )
@@ -33,13 +33,15 @@ _LOCAL = re.compile(
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
     return {
-        name: value for name, value in env.items() if name not in _OF_ROWS and not _OF_OTHERS.fullmatch(name)
+        name: value
+        for name, value in env.items()
+        if name not in _LAUNCHER_VARIABLES and not _MORE_LAUNCHER_VARIABLES.fullmatch(name)
     }
 
 
 def exportable(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to send to other hosts: all but those of this host, as horovodrun does."""
-    return {name: value for name, value in env.items() if not _LOCAL.fullmatch(name)}
+    return {name: value for name, value in env.items() if not _HOST_VARIABLES.fullmatch(name)}
 
 
 def process_variables(

@@ -1,4 +1,4 @@
-"""The table of launchers: the environment variables by which each one tells a process its rank and the world's size.
+"""The table of launchers: the environment variables in which each one gives a process its rank and the world's size.
 
 Sources: torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; horovodrun,
 horovod/runner/gloo_run.py:66; Open MPI, https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ("ELASTIC_DIR", "LAUNCHERS", "Launcher")
+__all__ = ("DUALDIST_RUN", "ELASTIC_DIR", "LAUNCHERS", "SPAWN", "Launcher")
 
 ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
 """The variable that names the folder of elastic commits."""
+
+DUALDIST_RUN, SPAWN = "dualdist run", "spawn"
+"""The launchers of dualdist itself."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Launcher:
 
 
 # These pass on no variable of an outer launcher, so all others run inside them.
-_OUTERMOST = ("dualdist run", "spawn")
+_OUTERMOST = (DUALDIST_RUN, SPAWN)
 _SCHEDULERS = ("jsrun", "srun", *_OUTERMOST)
 _MPI = ("mpirun", "mpirun_rsh", "mpiexec")
 
@@ -127,22 +130,22 @@ LAUNCHERS = (
         starts_mpi=("PMI_SIZE",),
     ),
     Launcher(
-        "dualdist run",
+        DUALDIST_RUN,
         rank="DUALDIST_RANK",
         size="DUALDIST_SIZE",
         local_rank="DUALDIST_LOCAL_RANK",
         local_size="DUALDIST_LOCAL_SIZE",
-        markers=("DUALDIST_LAUNCHER=dualdist run",),
-        inside=("spawn",),
+        markers=(f"DUALDIST_LAUNCHER={DUALDIST_RUN}",),
+        inside=(SPAWN,),
         is_command=False,
     ),
     Launcher(
-        "spawn",
+        SPAWN,
         rank="DUALDIST_RANK",
         size="DUALDIST_SIZE",
         local_rank="DUALDIST_LOCAL_RANK",
         local_size="DUALDIST_LOCAL_SIZE",
-        markers=("DUALDIST_LAUNCHER=spawn",),
+        markers=(f"DUALDIST_LAUNCHER={SPAWN}",),
         is_command=False,
     ),
     # torchrun's variables, set by hand or by a cluster.

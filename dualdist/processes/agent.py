@@ -33,7 +33,7 @@ HEADER = struct.Struct("!BII")
 
 _CHUNK = 1 << 16
 _GRACE_SECONDS = 3.0
-"""Between SIGTERM and SIGKILL when the launcher did not say how long."""
+"""Between SIGTERM and SIGKILL, unless the launcher gives another time."""
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

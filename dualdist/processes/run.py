@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from ..launch import DUALDIST_RUN
 from ..launch.environment import exportable, process_variables, without_launchers
 from ..rendezvous import LOOPBACK
 from ..rendezvous.keyvalue import KeyValueServer
@@ -103,7 +104,7 @@ def _host_jobs(
                 slot.rank,
                 options.command,
                 process_variables(
-                    "dualdist run",
+                    DUALDIST_RUN,
                     slot.rank,
                     len(slots),
                     slot.local_rank,
@@ -208,7 +209,7 @@ class _Job:
     def _report_start(self, event: Event) -> None:
         if self._options.verbose:
             threads = event.facts["threads"]
-            chosen = "" if threads is None else f", OMP_NUM_THREADS={threads} as it was unset"
+            chosen = "" if threads is None else f", with OMP_NUM_THREADS={threads} because it was not set"
             _print(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
 
 

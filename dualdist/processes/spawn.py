@@ -21,6 +21,7 @@ import torch
 
 from ..backends import check_transport, load
 from ..errors import ConfigurationError
+from ..launch import SPAWN
 from ..launch.environment import process_variables, without_launchers
 from ..rendezvous import LOOPBACK
 from ..rendezvous.keyvalue import KeyValueServer
@@ -62,7 +63,7 @@ def spawn(
             f"`nprocs` must be a whole number of at least 1, but is {nprocs!r} instead. Give the number of processes."
         )
     check_transport(transport)
-    variables = backend_variables(backend, transport, option="transport", launcher="spawn")
+    variables = backend_variables(backend, transport, option="transport", launcher=SPAWN)
     if backend is not None:
         load(backend)
     return _run(_pickled_task(fn, tuple(args)), size, variables | dict(env or {}), timeout)
@@ -82,7 +83,7 @@ def _run(task: bytes, size: int, variables: Mapping[str, str], timeout: float | 
             Process(
                 rank,
                 _argv(source.fileno(), result.writer),
-                process_variables("spawn", rank, size, rank, size, rendezvous, secret),
+                process_variables(SPAWN, rank, size, rank, size, rendezvous, secret),
                 (source.fileno(), result.writer),
             )
             for rank, result in enumerate(results)

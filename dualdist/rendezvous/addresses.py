@@ -1,4 +1,4 @@
-"""Finds out which addresses of a host the other hosts can reach. Only trying shows it.
+"""Finds the addresses of a host that other hosts can reach, by connecting to them: nothing else shows it.
 
 A host may have several networks, of which some connect to no other host (a container bridge has the same address on
 every host), and its name may mean 127.0.1.1, as on Debian. Therefore rank 0 listens on all its addresses for a moment,

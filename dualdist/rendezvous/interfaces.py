@@ -39,8 +39,8 @@ def addresses() -> dict[str, str]:
 def candidates(env: Mapping[str, str]) -> list[str]:
     """Return the addresses at which other hosts may reach this one, in the order in which to try them.
 
-    DUALDIST_INTERFACE selects interfaces by their names, separated by commas; names of other hosts' interfaces are
-    skipped. Raises ConfigurationError when it names no interface of this host.
+    DUALDIST_INTERFACE selects interfaces by their names, separated by commas; names that do not exist here
+    are skipped. Raises ConfigurationError when it names no interface of this host.
     """
     found = addresses()
     wanted = [name.strip() for name in env.get(INTERFACE, "").split(",") if name.strip()]

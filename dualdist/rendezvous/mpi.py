@@ -14,9 +14,9 @@ import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ("MARKS", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
+__all__ = ("LAUNCHER_VARIABLES", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
 
-MARKS = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
+LAUNCHER_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
 """Variables that MPI launchers set. Without any of them, starting MPI makes a world of one or fails."""
 
 

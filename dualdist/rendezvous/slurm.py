@@ -1,4 +1,4 @@
-"""A key-value server for Slurm steps on several hosts, for which nothing else provides one.
+"""A key-value server of rank 0 for Slurm steps on several hosts, where Slurm provides none.
 
 A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a few
 ports are computed from the job's numbers. Rank 0 serves at the first one that is free on all its addresses. The others
@@ -24,12 +24,12 @@ __all__ = ("connect", "first_host", "has_first_host")
 
 _NODES = "SLURM_STEP_NODELIST"
 _LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
-"""Below the ports that Linux gives out as free ones."""
+"""The lowest port, the number of ports, and how many to try. All are below the ports that Linux itself assigns."""
 _CONNECT_SECONDS, _POLL_SECONDS, _SCONTROL_SECONDS = 3.0, 0.1, 10.0
 
 
 def has_first_host(env: Mapping[str, str]) -> bool:
-    """Return whether `env` names the first host, so that `connect` can work."""
+    """Return whether `env` names the step's first host, which `connect` needs."""
     return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
 
 

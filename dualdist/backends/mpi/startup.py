@@ -72,7 +72,7 @@ def register_rendezvous() -> None:
 def _with_mpi_default(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def meet(url: str, **options: Any) -> Iterator[Any]:
         is_given = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
-        by_mpi = not mpi.MARKS.isdisjoint(os.environ)
+        by_mpi = not mpi.LAUNCHER_VARIABLES.isdisjoint(os.environ)
         return _meet(url, **options) if by_mpi and not is_given else handler(url, **options)
 
     return meet
