@@ -34,11 +34,11 @@ SAVERS = {
     "horovod-optimizer": ("horovod-gloo-2", "optimizer"),
 }
 SAVED_STEPS, MORE_STEPS = 6, 5
-"""An epoch has 4 steps: saved in the middle of the second, and then into the third."""
+"""An epoch has 4 steps: the save is inside the second, and the later steps reach into the third."""
 
 
 def folder(tmp_path: Path) -> Path:
-    """Return rank 0's folder; the others get a path that cannot be used."""
+    """Return the folder on rank 0, and a path that cannot be used on the others."""
     return tmp_path if hvd.rank() == 0 else Path("/dev/null/not-here")
 
 
@@ -51,7 +51,7 @@ def record(path: Path, style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("saver", SAVERS)
 @everywhere
-def test_a_run_goes_on_as_if_never_interrupted_wherever_it_was_saved(saver: str, style: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_for_every_saver(saver: str, style: str) -> None:
     state = make_state(style, seed=2 + hvd.rank())
     load(folder(RECORDED) / f"{saver}.pt", state)
     assert train(state, MORE_STEPS) == pytest.approx(
@@ -73,7 +73,7 @@ def test_every_world_and_style_saves_what_was_recorded(style: str, tmp_path: Pat
 
 
 def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """Return every number and tensor in `value` by its place."""
+    """Return every number and tensor in `value`, by its path."""
     if isinstance(value, dict):
         return {key: t for k, v in value.items() for key, t in flat(v, f"{name}.{k}").items()}
     if isinstance(value, list | tuple):
@@ -83,7 +83,7 @@ def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @everywhere
-def test_the_last_checkpoint_comes_back_in_mid_epoch(asynchronous: bool, tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_restored_inside_an_epoch(asynchronous: bool, tmp_path: Path) -> None:
     state = make_state("optimizer")
     with CheckpointManager(
         folder(tmp_path), state, keep=2, every_steps=2, asynchronous=asynchronous
@@ -104,7 +104,7 @@ def draws() -> list[float]:
 
 
 @everywhere
-def test_every_rank_gets_its_own_random_numbers_back(tmp_path: Path) -> None:
+def test_every_rank_restores_its_own_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(hvd.rank())
     random.seed(hvd.rank())
     np.random.seed(hvd.rank())
@@ -143,12 +143,12 @@ def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_th
         with pytest.raises(hvd.DamagedCheckpointError, match="All 3 checkpoints are damaged"):
             manager.restore_latest()
         state["value"] = 2
-        manager.step()  # the run goes on, and replaces the damaged file of the same step
+        manager.step()  # the run continues, and replaces the damaged file of the same step
         assert manager.restore_latest() is not None and manager.steps == 2
 
 
 @everywhere
-def test_damaged_files_are_not_among_those_to_keep(tmp_path: Path) -> None:
+def test_damaged_files_do_not_count_as_kept(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}
     with warned(), CheckpointManager(folder(tmp_path), state, keep=2, every_steps=1) as manager:
         manager.step()
@@ -166,7 +166,7 @@ def test_damaged_files_are_not_among_those_to_keep(tmp_path: Path) -> None:
 
 
 @everywhere
-def test_what_is_saved_after_going_back_to_an_older_file_is_the_latest(tmp_path: Path) -> None:
+def test_a_save_after_restoring_an_older_file_is_the_latest(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}
     with CheckpointManager(folder(tmp_path), state, every_steps=1) as manager:
         for step in (1, 2, 3):
@@ -174,15 +174,15 @@ def test_what_is_saved_after_going_back_to_an_older_file_is_the_latest(tmp_path:
             manager.step()
         manager.restore(folder(tmp_path) / "step-000000001.pt")
         assert (manager.steps, state["value"]) == (1, 1)
-        state["value"] = "anew"
+        state["value"] = "again"
         manager.step()
     with CheckpointManager(folder(tmp_path), state) as manager:
         assert manager.restore_latest() is not None
-        assert (manager.steps, state["value"]) == (2, "anew")
+        assert (manager.steps, state["value"]) == (2, "again")
 
 
 @everywhere
-def test_the_best_is_kept_and_comes_back(tmp_path: Path) -> None:
+def test_the_best_is_kept_and_restored(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}
     accuracies = [0.5, float("nan"), 0.75, 0.625, 0.25]
     with CheckpointManager(folder(tmp_path), state, keep=1, best=("accuracy", "max")) as manager:
@@ -204,7 +204,7 @@ def full_disk(count: int, name: str) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @everywhere
-def test_a_full_disk_is_an_error_on_every_rank_and_the_run_may_go_on(
+def test_a_full_disk_is_an_error_on_every_rank_and_the_run_can_continue(
     asynchronous: bool, tmp_path: Path
 ) -> None:
     disk = CountingFileSystem()
@@ -216,10 +216,10 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_run_may_go_on(
     manager.wait()
     disk._at = full_disk
     manager.step()
-    told = (
+    message = (
         r"step 4 was not saved: .*No space left on device.* complete checkpoint is that of step 2, .*02\.pt"
     )
-    with pytest.raises(hvd.CheckpointError, match=told):
+    with pytest.raises(hvd.CheckpointError, match=message):
         manager.step()
         manager.wait()
     disk._at = None
@@ -245,7 +245,7 @@ def test_an_asynchronous_failure_is_raised_by_the_next_step_on_every_rank(tmp_pa
 
 
 @everywhere
-def test_a_step_waits_for_the_copy_alone_and_the_file_holds_the_values_of_then(tmp_path: Path) -> None:
+def test_a_step_waits_only_for_the_copy_and_the_file_holds_the_copied_values(tmp_path: Path) -> None:
     held = HeldFileSystem()
     weight = torch.ones(3)
     with CheckpointManager(
@@ -261,7 +261,7 @@ def test_a_step_waits_for_the_copy_alone_and_the_file_holds_the_values_of_then(t
 
 
 class HeldFileSystem(FileSystem):
-    """Does not begin before it may."""
+    """Waits for `go` before it creates a file."""
 
     def __init__(self) -> None:
         import threading
@@ -294,7 +294,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
 
 
 @everywhere
-def test_seconds_are_those_of_rank_0(tmp_path: Path) -> None:
+def test_the_clock_of_rank_0_decides_when_seconds_have_passed(tmp_path: Path) -> None:
     manager = CheckpointManager(folder(tmp_path), {}, every_seconds=1e9)
     manager._saved_at -= 2e9 if hvd.rank() == 0 else 0
     assert manager.step() is True
@@ -337,7 +337,7 @@ def test_an_object_that_cannot_be_saved_or_loaded_on_one_rank_is_an_error_on_all
 
 
 class Refusing:
-    """Takes a state on no rank but the last."""
+    """Raises on the last rank when it loads a state whose `taken` is not 0."""
 
     taken = 0
 
@@ -359,7 +359,7 @@ class RefusingModule(torch.nn.Linear):
 
 @pytest.mark.parametrize("late", [False, True], ids=["object", "module"])
 @everywhere
-def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(late: bool, tmp_path: Path) -> None:
+def test_a_state_that_one_rank_cannot_load_changes_no_rank(late: bool, tmp_path: Path) -> None:
     path = folder(tmp_path) / "a.pt"
     state: dict[str, Any] = {
         **make_state("optimizer"),
@@ -373,7 +373,7 @@ def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(late: bool, tmp_p
     fresh = {**make_state("optimizer", seed=3), "epoch": 7, "refusing": Refusing()}
     fresh["z"] = RefusingModule(1, 1) if late else torch.nn.Linear(1, 1)
 
-    def told() -> str:
+    def described() -> str:
         modules = () if late else ("model", "z")
         return repr(
             [
@@ -383,12 +383,12 @@ def test_what_one_rank_cannot_load_leaves_every_rank_as_it_was(late: bool, tmp_p
             ]
         )
 
-    before = told()
+    before = described()
     with pytest.raises(
         hvd.CheckpointError, match=f"`{'z' if late else 'refusing'}` could not load its state"
     ):
         load(path, fresh)
-    assert told() == before
+    assert described() == before
 
 
 @pytest.mark.ranks(2, 3)
@@ -401,7 +401,7 @@ def test_names_that_differ_between_ranks_are_an_error_on_every_rank(tmp_path: Pa
 
 
 @everywhere
-def test_a_file_that_is_not_there_or_does_not_fit_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_missing_or_mismatched_file_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(hvd.CheckpointError, match=r"can be read, but .*No such file"):
         load(folder(tmp_path) / "a.pt")
     save(folder(tmp_path) / "a.pt", {"model": torch.nn.Linear(2, 2)})
@@ -478,7 +478,7 @@ def read_exported(path: Path) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    from tests.behaviours import test_checkpoint  # the ranks know it by this name
+    from tests.behaviours import test_checkpoint  # the ranks import it by this name
 
     for name, (world_name, style) in SAVERS.items():
         with started(*WORLDS[world_name]) as world:

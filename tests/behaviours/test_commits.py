@@ -1,6 +1,6 @@
-"""Commits that outlive their processes: whatever the nodes have left of them, all ranks go on from the same one.
+"""Commits that survive their processes: whichever files the nodes still have, all ranks resume from the same commit.
 
-Every rank has a folder of its own here, as every node has. tests/launchers/test_elastic.py kills real processes.
+Here every rank has its own folder, as every node has. tests/launchers/test_elastic.py kills real processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def opened(tmp_path: Path, file_system: FileSystem | None = None) -> Commits:
 
 
 def files(tmp_path: Path) -> list[str]:
-    """Return what is in the folder of this rank."""
+    """Return the names of the files in the folder of this rank."""
     return sorted(path.name for path in (tmp_path / str(hvd.rank())).iterdir())
 
 
@@ -49,8 +49,8 @@ def commit_batches(tmp_path: Path, count: int) -> None:
         state.commit()
 
 
-def goes_on_from(tmp_path: Path) -> Any:
-    """Return the state of a process that has just been started."""
+def resumed_from(tmp_path: Path) -> Any:
+    """Return the state of a new process that resumes from the commits."""
     state = make_state(batch=0, log=[])
     torch.nn.init.constant_(state.model.weight, 7.0 + hvd.rank())
     state.save()
@@ -61,36 +61,36 @@ def goes_on_from(tmp_path: Path) -> Any:
 
 
 @everywhere
-def test_training_goes_on_from_the_last_commit(tmp_path: Path) -> None:
+def test_training_resumes_from_the_last_commit(tmp_path: Path) -> None:
     commit_batches(tmp_path, 3)
-    state = goes_on_from(tmp_path)
+    state = resumed_from(tmp_path)
     state.restore()
     assert (weight(state), state.batch, state.log) == (weight_after(3), 3, [1, 2, 3])
     train_batch(state)
     state.commit()
     assert weight(state) == weight_after(4)
-    assert weight(goes_on_from(tmp_path)) == weight_after(4)
+    assert weight(resumed_from(tmp_path)) == weight_after(4)
     assert files(tmp_path) == ["step-000000003.pt", "step-000000004.pt"]
 
 
 @everywhere
-def test_without_a_commit_everything_stays(tmp_path: Path) -> None:
-    state = goes_on_from(tmp_path)
+def test_without_a_commit_the_state_is_unchanged(tmp_path: Path) -> None:
+    state = resumed_from(tmp_path)
     assert (weight(state), state.batch, state.warnings) == (7.0 + hvd.rank(), 0, [])
 
 
 @pytest.mark.ranks(2, 3)
 @everywhere
-def test_the_newest_commit_of_any_node_is_taken(tmp_path: Path) -> None:
+def test_the_newest_commit_of_any_node_is_used(tmp_path: Path) -> None:
     commit_batches(tmp_path, 3)
     if hvd.rank() != 1:
         (tmp_path / str(hvd.rank()) / "step-000000003.pt").unlink()
     if hvd.rank() == 0:  # a new node
         (tmp_path / "0" / "step-000000002.pt").unlink()
-    state = goes_on_from(tmp_path)
+    state = resumed_from(tmp_path)
     assert (weight(state), state.batch) == (weight_after(3), 3)
-    told = ["Resuming from commit 3, which rank 1 has read."]
-    assert state.warnings == (told if hvd.rank() == 0 else [])
+    expected = ["Resuming from commit 3, which rank 1 has read."]
+    assert state.warnings == (expected if hvd.rank() == 0 else [])
 
 
 @everywhere
@@ -100,13 +100,13 @@ def test_a_damaged_commit_is_passed_over(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    state = goes_on_from(tmp_path)
+    state = resumed_from(tmp_path)
     assert (weight(state), state.batch) == (weight_after(2), 2)
     assert "checksum" in state.warnings[0]
 
 
 @everywhere
-def test_reset_callbacks_are_called_when_training_goes_on(tmp_path: Path) -> None:
+def test_reset_callbacks_are_called_on_resuming(tmp_path: Path) -> None:
     commit_batches(tmp_path, 1)
     batches: list[int] = []
     state = make_state(batch=0, log=[])
@@ -118,7 +118,7 @@ def test_reset_callbacks_are_called_when_training_goes_on(tmp_path: Path) -> Non
 
 @pytest.mark.ranks(2, 3)
 @everywhere
-def test_rank_0_writes_for_all_who_see_its_folder(tmp_path: Path) -> None:
+def test_rank_0_writes_for_all_ranks_that_see_its_folder(tmp_path: Path) -> None:
     created = []
     system = CountingFileSystem(lambda number, name: created.append(name) if name == "create" else None)
     state = TorchState(step=1)
@@ -129,7 +129,7 @@ def test_rank_0_writes_for_all_who_see_its_folder(tmp_path: Path) -> None:
 
 
 @everywhere
-def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_warning_and_training_continues(tmp_path: Path) -> None:
     def fail(number: int, name: str) -> None:
         if name == "write" and state.step == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -157,7 +157,7 @@ def test_a_value_that_cannot_be_written_is_an_error_at_the_start_on_every_rank(t
 
 @contextmanager
 def restarted_by_torchrun(tmp_path: Path) -> Iterator[Path]:
-    """Join a world whose launcher starts all processes anew; its commits are in the folder of rank 0."""
+    """Join a world whose launcher restarts all processes. Its commits are in the folder of rank 0."""
     folder = hvd.broadcast_object(str(tmp_path))
     hvd.shutdown()
     try:
@@ -193,7 +193,7 @@ def test_one_run_after_the_other_and_one_inside_the_other(tmp_path: Path) -> Non
 
 @pytest.mark.world_kinds("torch-gloo")
 @everywhere
-def test_a_run_inside_another_with_the_same_state_leaves_it_its_commits(tmp_path: Path) -> None:
+def test_a_run_inside_another_with_the_same_state_keeps_their_commits_apart(tmp_path: Path) -> None:
     @hvd.elastic.run
     def inner(state: Any) -> None:
         state.batch = 1
@@ -214,7 +214,7 @@ def test_a_run_inside_another_with_the_same_state_leaves_it_its_commits(tmp_path
 
 
 @everywhere
-def test_what_has_a_handler_of_its_own_goes_on_from_the_commit(tmp_path: Path) -> None:
+def test_an_object_with_a_custom_handler_resumes_from_the_commit(tmp_path: Path) -> None:
     class ListHandler(StateHandler):
         def save(self) -> None:
             self.saved = list(self.value)
@@ -243,9 +243,9 @@ def test_what_has_a_handler_of_its_own_goes_on_from_the_commit(tmp_path: Path) -
 
 
 @everywhere
-def test_a_value_that_can_be_written_no_longer_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_value_that_becomes_unwritable_is_an_error_on_every_rank(tmp_path: Path) -> None:
     state = TorchState(step=0)
-    tmp_path = Path(hvd.broadcast_object(str(tmp_path)))  # so that rank 0 writes for all
+    tmp_path = Path(hvd.broadcast_object(str(tmp_path)))  # rank 0 writes for all
     attach(state, Commits(tmp_path, True, FileSystem()))
     state.step = object()
     with pytest.raises(TypeError, match=r"`state\['step'\]` must be a tensor"):
@@ -254,8 +254,8 @@ def test_a_value_that_can_be_written_no_longer_is_an_error_on_every_rank(tmp_pat
 
 @pytest.mark.world_kinds("torch-gloo")
 @everywhere
-def test_a_failure_that_all_survive_restarts_nothing(tmp_path: Path) -> None:
-    """torchrun's processes know from a variable that commits are wanted; the world is joined with it."""
+def test_a_failure_that_all_processes_survive_restarts_none_of_them(tmp_path: Path) -> None:
+    """The world is joined with the variable that asks for commits, as under torchrun."""
     tries = []
 
     @hvd.elastic.run

@@ -1,4 +1,4 @@
-"""elastic: states are saved, restored and shared, and training goes on after a failed collective."""
+"""elastic: states are saved, restored and shared, and training continues after a failed collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE, MOMENTUM = 0.5, 0.5
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Collect the warnings of dualdist instead of printing them."""
+    """Collect dualdist's log messages instead of printing them."""
     logger = logging.getLogger("dualdist")
     messages: list[str] = []
     handler = logging.Handler()
@@ -97,7 +97,7 @@ def test_training_ends_with_the_weights_of_a_run_without_failure() -> None:
 
 @pytest.mark.ranks(2, 3)
 @everywhere
-def test_a_mismatch_brings_every_rank_back_to_the_last_commit() -> None:
+def test_a_mismatch_returns_every_rank_to_the_last_commit() -> None:
     tries = []
 
     @run
@@ -118,7 +118,7 @@ def test_a_mismatch_brings_every_rank_back_to_the_last_commit() -> None:
 
 
 @everywhere
-def test_the_world_is_joined_anew_and_callbacks_are_called() -> None:
+def test_the_world_is_joined_again_and_callbacks_are_called() -> None:
     events = []
 
     @run
@@ -138,7 +138,7 @@ def test_the_world_is_joined_anew_and_callbacks_are_called() -> None:
 
 
 @everywhere
-def test_an_update_of_hosts_told_to_rank_0_interrupts_every_rank_without_a_restore() -> None:
+def test_a_change_of_hosts_seen_by_rank_0_interrupts_every_rank_without_a_restore() -> None:
     @run
     def train(state: Any) -> int:
         state.calls += 1
@@ -155,7 +155,7 @@ def test_an_update_of_hosts_told_to_rank_0_interrupts_every_rank_without_a_resto
 
 @pytest.mark.parametrize(("change", "shared"), [(1, False), (2, True), (3, True)])
 @everywhere
-def test_state_is_shared_again_unless_hosts_have_only_gone(change: int, shared: bool) -> None:
+def test_state_is_shared_again_unless_hosts_were_only_removed(change: int, shared: bool) -> None:
     seen = []
 
     @run
@@ -181,7 +181,7 @@ def test_other_errors_pass_through() -> None:
 
 
 @everywhere
-def test_what_fails_ten_times_without_a_commit_fails_for_good() -> None:
+def test_training_ends_after_ten_failures_without_a_commit() -> None:
     calls = []
 
     @run
@@ -201,7 +201,7 @@ def test_what_fails_ten_times_without_a_commit_fails_for_good() -> None:
 
 
 @everywhere
-def test_objects_with_a_state_dict_stay_those_they_were_and_go_back_to_the_commit() -> None:
+def test_objects_with_a_state_dict_keep_their_identity_and_return_to_the_commit() -> None:
     failures = iter([4])
 
     @run
@@ -221,7 +221,7 @@ def test_objects_with_a_state_dict_stay_those_they_were_and_go_back_to_the_commi
     schedule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 1.0 / (1 + step))
     schedule.last_epoch = 10 * hvd.rank()
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))  # makes its tensors
+    scaler.scale(torch.ones(()))  # creates its tensors
     state = TorchState(state.model, state.optimizer, batch=0, schedule=schedule, scaler=scaler)
     with warned():
         train(state)
@@ -232,7 +232,7 @@ def test_objects_with_a_state_dict_stay_those_they_were_and_go_back_to_the_commi
 
 
 class Log:
-    """Fills what it has, as some do, instead of replacing it."""
+    """Changes its dictionary in place when it loads a state, as some classes do."""
 
     def __init__(self) -> None:
         self.entries: dict[str, int] = {}
@@ -246,7 +246,7 @@ class Log:
 
 
 @everywhere
-def test_an_object_that_gives_out_what_it_has_is_shared_on_rank_0_too() -> None:
+def test_an_object_whose_state_dict_is_not_a_copy_is_shared_on_rank_0_too() -> None:
     state = TorchState(log=Log())
     state.log.entries["rank"] = hvd.rank()
     state.sync()
@@ -254,7 +254,7 @@ def test_an_object_that_gives_out_what_it_has_is_shared_on_rank_0_too() -> None:
 
 
 @everywhere
-def test_a_name_may_get_an_object_with_a_state_later_and_lose_it_again() -> None:
+def test_a_name_can_get_an_object_with_a_state_later_and_lose_it_again() -> None:
     state = make_state(batch=0, schedule=None)
     state.schedule = schedule = torch.optim.lr_scheduler.StepLR(state.optimizer, 1)
     state.sync()
@@ -270,7 +270,7 @@ def test_a_name_may_get_an_object_with_a_state_later_and_lose_it_again() -> None
 
 
 @everywhere
-def test_a_state_that_keeps_no_count_of_its_commits_may_fail_often() -> None:
+def test_a_state_with_its_own_commit_has_no_limit_of_failures() -> None:
     class Own(TorchState):
         def commit(self) -> None:
             self.save()
@@ -299,7 +299,7 @@ class OfEachRank:
 
 
 @everywhere
-def test_wrong_use_is_an_error_that_says_what_is_wanted() -> None:
+def test_wrong_use_is_an_error_that_names_the_rule() -> None:
     with pytest.raises(TypeError, match=r"`state` must be a TorchState or another State, but is a dict"):
         run(lambda state: None)({})
     with pytest.raises(TypeError, match="`callbacks` must be a list of functions"):
@@ -314,7 +314,7 @@ def test_wrong_use_is_an_error_that_says_what_is_wanted() -> None:
 
 
 @everywhere
-def test_a_sampler_without_set_epoch_is_told_on_rank_0_once() -> None:
+def test_a_sampler_without_set_epoch_is_warned_about_once_on_rank_0() -> None:
     sampler = ElasticSampler(range(5))
     with warned() as messages:
         for batch in range(3 * len(sampler)):
@@ -330,7 +330,7 @@ def test_a_sampler_without_set_epoch_is_told_on_rank_0_once() -> None:
 
 
 @everywhere
-def test_sync_takes_rank_0s_state_and_saves_it() -> None:
+def test_sync_shares_rank_0s_state_and_saves_it() -> None:
     state = make_state(batch=hvd.rank(), log=[hvd.rank()])
     torch.nn.init.constant_(state.model.weight, 1.0 + hvd.rank())
     for group in state.optimizer.param_groups:
@@ -345,7 +345,7 @@ def test_sync_takes_rank_0s_state_and_saves_it() -> None:
 
 
 @everywhere
-def test_restore_undoes_changes_inside_containers_and_tensors_again_and_again() -> None:
+def test_restore_undoes_changes_inside_containers_and_tensors_each_time() -> None:
     state = TorchState(log=[1], table={"a": [1]}, tensor=torch.zeros(2))
     for _ in range(2):
         state.log.append(2)
@@ -385,7 +385,7 @@ def test_setting_an_attribute_with_a_handler_saves_the_new_object() -> None:
 
 
 @everywhere
-def test_a_sampler_goes_on_where_the_commit_was() -> None:
+def test_a_sampler_continues_at_the_commit() -> None:
     seen: list[int] = []
     lost = [2 * hvd.size() + hvd.rank()]
 

@@ -17,7 +17,7 @@ from ..helpers.world import everywhere
 
 
 def values(rank: int) -> torch.Tensor:
-    """Return the samples of `rank`: as many as its number, so rank 0 has none."""
+    """Return the samples of `rank`: rank 0 has none, rank 1 one, and so on."""
     return torch.arange(rank, dtype=torch.float64) + 10 * rank
 
 
@@ -47,7 +47,7 @@ def test_the_mean_is_over_all_samples_and_not_over_the_ranks() -> None:
 
 
 @everywhere
-def test_counting_goes_on_after_compute_until_reset() -> None:
+def test_counting_continues_after_compute_until_reset() -> None:
     metric = metrics.Mean()
     for count in (1, 2):
         metric.update(torch.full((3,), float(count)))
@@ -63,7 +63,7 @@ def test_counting_goes_on_after_compute_until_reset() -> None:
 @everywhere
 def test_small_samples_are_not_lost_in_large_sums() -> None:
     metric = metrics.Mean()
-    metric.update(torch.tensor([2.0**30, 0.25, 0.25]))  # float32, whose step is 64 there
+    metric.update(torch.tensor([2.0**30, 0.25, 0.25]))  # float32 has a spacing of 64 there
     for _ in range(2):
         metric.update(torch.tensor([0.25]))
     assert metric.compute().item() == (2.0**30 + 1) / 5
@@ -122,7 +122,7 @@ def test_a_state_holds_the_samples_of_all_ranks_once() -> None:
     state = metric.state_dict()
     assert state["total"].tolist() == [sum(all_values()), len(all_values())]
     resumed = metrics.Mean()
-    resumed.update(torch.ones(5))  # forgotten
+    resumed.update(torch.ones(5))  # replaced by the loaded state
     resumed.load_state_dict(state)
     resumed.update(torch.ones(1))
     assert resumed.compute().item() == pytest.approx(mean(all_values() + [1.0] * hvd.size()))
@@ -132,7 +132,7 @@ def test_a_state_holds_the_samples_of_all_ranks_once() -> None:
 
 @pytest.mark.ranks(1)
 @everywhere
-def test_updates_that_say_something_else_are_errors() -> None:
+def test_wrong_updates_are_errors() -> None:
     with pytest.raises(ValueError, match=r"update\(loss, len\(batch\)\)"):
         metrics.Mean().update(torch.tensor(1.0))
     with pytest.raises(ValueError, match="`count` must be given when"):
@@ -177,7 +177,7 @@ def test_tensors_of_any_shapes_are_gathered_for_torchmetrics() -> None:
 
 
 @everywhere
-def test_a_rank_that_has_nothing_need_not_know_the_dtype() -> None:
+def test_an_empty_tensor_may_have_another_dtype() -> None:
     last = hvd.size() - 1
     mine = torch.ones(2, 3, dtype=torch.int64) if hvd.rank() == last else torch.empty(0)
     gathered = metrics.gather_all_tensors(mine)
@@ -186,7 +186,7 @@ def test_a_rank_that_has_nothing_need_not_know_the_dtype() -> None:
 
 
 @everywhere
-def test_the_own_tensor_stays_in_its_graph() -> None:
+def test_the_ranks_own_tensor_stays_in_its_graph() -> None:
     mine = torch.ones(2, requires_grad=True)
     torch.stack(metrics.gather_all_tensors(mine)).sum().backward()
     assert mine.grad is not None and mine.grad.tolist() == [1.0, 1.0]
@@ -194,7 +194,7 @@ def test_the_own_tensor_stays_in_its_graph() -> None:
 
 @pytest.mark.ranks(2, 3)
 @everywhere
-def test_what_cannot_be_gathered_is_an_error_on_every_rank() -> None:
+def test_tensors_that_cannot_be_gathered_are_an_error_on_every_rank() -> None:
     mine = torch.ones(1, dtype=torch.int64 if hvd.rank() else torch.float32)
     with pytest.raises(ValueError, match="must have the same dtype"):
         metrics.gather_all_tensors(mine)
@@ -209,8 +209,8 @@ def test_what_cannot_be_gathered_is_an_error_on_every_rank() -> None:
 
 @pytest.mark.parametrize(("pad", "shuffle"), list(itertools.product([True, False], repeat=2)))
 @everywhere
-def test_outputs_come_in_the_order_of_the_dataset_without_duplicates(pad: bool, shuffle: bool) -> None:
-    for length in (7, 1):  # with one, the others pad, or have no batch
+def test_outputs_are_in_dataset_order_without_duplicates(pad: bool, shuffle: bool) -> None:
+    for length in (7, 1):  # with one sample, the other ranks pad or have no batch
         data = TensorDataset(torch.arange(length * 2.0).reshape(length, 2))
         sampler = hvd.DistributedSampler(data, shuffle=shuffle, pad=pad)
         outputs = [batch * 10 for (batch,) in DataLoader(data, 2, sampler=sampler)]
@@ -230,7 +230,7 @@ def test_missing_samples_are_named_on_every_rank() -> None:
 
 
 @everywhere
-def test_samplers_and_seeds_are_those_of_the_world() -> None:
+def test_samplers_and_seeds_use_the_ranks_of_the_world() -> None:
     rank, size = hvd.rank(), hvd.size()
     assert list(hvd.DistributedSampler(range(9), shuffle=False, pad=False)) == list(range(9))[rank::size]
     assert list(hvd.split_by_rank(range(9))) == list(range(9))[rank::size]
@@ -260,15 +260,15 @@ def test_every_sample_is_trained_on_once_when_ranks_join() -> None:
 def test_elastic_states_keep_the_position_of_a_sampler() -> None:
     sampler = hvd.DistributedSampler(range(30))
     state = hvd.elastic.TorchState(sampler=sampler)
-    hand = list(sampler)
+    shard = list(sampler)
     sampler.advance(3)
     state.save()
     sampler.advance(4)
     state.restore()
-    assert list(sampler) == hand[3:]
+    assert list(sampler) == shard[3:]
     sampler.advance(2 if hvd.rank() == 0 else 1)
     state.sync()
-    assert list(sampler) == hand[5:]
+    assert list(sampler) == shard[5:]
     sampler.advance(1)
     state.on_reset()
-    assert list(sampler) == hand[6:]
+    assert list(sampler) == shard[6:]

@@ -1,4 +1,4 @@
-"""Runs that are ended with SIGKILL while they save, each a fork of this process, and what is found after them.
+"""Runs that are killed with SIGKILL while they save, each in a fork of this process, and what they leave.
 
     python -m tests.helpers.killed_runs FOLDER COUNT SEED
 
@@ -30,24 +30,24 @@ from .faulty_file_system import CountingFileSystem, FaultyFileSystem
 
 EVERY, STEPS = 3, 12
 ENDED, FAILED = 0, 3
-"""Exit codes of a run that came to its end, and of one that a full or broken disk has ended."""
+"""Exit codes of a run that finished, and of one that ended with the error of a full or broken disk."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a run and of the one that went on from it."""
+    """The result of a killed run and of the run that resumed from it."""
 
     faulty: bool
     asynchronous: bool
     ended_by: str
     steps: int
-    """How many steps the first had made."""
+    """The number of steps of the first run."""
     restored: int
-    """From which step the second went on."""
+    """The step from which the second run resumed."""
     same: bool
-    """Whether the second ended where a run without interruption does."""
+    """Whether the second run ended with the weights of an uninterrupted one."""
     left: list[str]
-    """What the folder holds at last."""
+    """The files in the folder at the end."""
 
 
 def train(
@@ -57,7 +57,7 @@ def train(
     start: Callable[[int], None],
     asynchronous: bool = False,
 ) -> float:
-    """Train to the end from what the folder holds, and return the last weight."""
+    """Resume from the folder, train to the end, and return the sum of the weights."""
     hvd.init()
     weight = torch.nn.Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -78,7 +78,7 @@ def train(
 
 
 def forked(body: Callable[[], object]) -> int:
-    """Run `body` in a fork and return how that ended: an exit code, or minus the signal."""
+    """Run `body` in a fork, and return its exit code, or minus the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -95,8 +95,8 @@ def forked(body: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-class Told:
-    """Numbers that a fork leaves behind."""
+class SharedNumbers:
+    """Numbers in memory that a fork shares with this process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 32)
@@ -113,23 +113,23 @@ def seeded() -> None:
 
 
 def undisturbed(folder: Path) -> tuple[float, int]:
-    """Return the last weight of a run without interruption, and how many operations its disk saw."""
-    told, counting = Told(), CountingFileSystem()
+    """Return the sum of the weights of an uninterrupted run, and the number of its file system operations."""
+    shared, counting = SharedNumbers(), CountingFileSystem()
 
     def body() -> None:
         seeded()
-        told.set(0, train(folder, counting, lambda step: None, lambda step: None))
-        told.set(1, counting.count)
+        shared.set(0, train(folder, counting, lambda step: None, lambda step: None))
+        shared.set(1, counting.count)
 
     assert forked(body) == ENDED
-    return told.get(0), int(told.get(1))
+    return shared.get(0), int(shared.get(1))
 
 
 def killed(
     folder: Path, numbers: random.Random, faulty: bool, asynchronous: bool, operations: int, expected: float
 ) -> Run:
-    """Kill a run at an operation that `numbers` chooses, go on from what it left, and return what was found."""
-    told, moment = Told(), numbers.randint(2, operations * (2 if faulty else 1))
+    """Kill a run at an operation that `numbers` chooses, resume from its files, and return the result."""
+    shared, moment = SharedNumbers(), numbers.randint(2, operations * (2 if faulty else 1))
     fails_at = numbers.randint(2, 2 * operations) if faulty and numbers.random() < 0.5 else 0
 
     def kill(count: int, name: str) -> None:
@@ -142,42 +142,42 @@ def killed(
 
     def first() -> None:
         seeded()
-        train(folder, disk, lambda step: told.set(0, step), lambda step: None, asynchronous)
+        train(folder, disk, lambda step: shared.set(0, step), lambda step: None, asynchronous)
 
     code = forked(first)
     ended_by = signal.Signals(-code).name if code < 0 else {FAILED: "an error"}.get(code, f"exit code {code}")
-    return resumed(folder, told, faulty, asynchronous, ended_by, expected)
+    return resumed(folder, shared, faulty, asynchronous, ended_by, expected)
 
 
 def resumed(
-    folder: Path, told: Told, faulty: bool, asynchronous: bool, ended_by: str, expected: float
+    folder: Path, shared: SharedNumbers, faulty: bool, asynchronous: bool, ended_by: str, expected: float
 ) -> Run:
-    """Go on from what a run has left, to the end, and return what was found."""
+    """Resume from the files of a run, train to the end, and return the result."""
 
     def second() -> None:
         seeded()
-        told.set(
-            2, train(folder, FileSystem(), lambda step: None, lambda step: told.set(1, step), asynchronous)
+        shared.set(
+            2, train(folder, FileSystem(), lambda step: None, lambda step: shared.set(1, step), asynchronous)
         )
 
     assert forked(second) == ENDED
     names = sorted(path.name for path in folder.iterdir())
-    steps, restored = int(told.get(0)), int(told.get(1))
-    return Run(faulty, asynchronous, ended_by, steps, restored, told.get(2) == expected, names)
+    steps, restored = int(shared.get(0)), int(shared.get(1))
+    return Run(faulty, asynchronous, ended_by, steps, restored, shared.get(2) == expected, names)
 
 
 def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, expected: float) -> Run:
-    """Kill a run from outside, after it has told of so many steps, while it goes on saving beside them."""
-    told, (reader, writer) = Told(), os.pipe()
+    """Kill a run from outside after a number of steps that `numbers` chooses, at any moment of its saves."""
+    shared, (reader, writer) = SharedNumbers(), os.pipe()
 
     def first() -> None:
         def count(step: int) -> None:
-            told.set(0, step)
+            shared.set(0, step)
             os.write(writer, b".")
 
         for turn in itertools.count():  # until it is killed
-            told.set(0, 0)
-            told.set(3, turn)
+            shared.set(0, 0)
+            shared.set(3, turn)
             seeded()
             train(folder / str(turn), FileSystem(), count, lambda step: None, asynchronous)
 
@@ -193,11 +193,11 @@ def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, exp
     ended = signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).name
     os.close(reader)
     os.close(writer)
-    return resumed(folder / str(int(told.get(3))), told, False, asynchronous, ended, expected)
+    return resumed(folder / str(int(shared.get(3))), shared, False, asynchronous, ended, expected)
 
 
 def main(folder: Path, count: int, seed: int) -> None:
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports the compiler: once here, instead of in every fork
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports the compiler once here, not in every fork
     numbers = random.Random(seed)
     expected, operations = undisturbed(folder / "undisturbed")
     for place in range(count):

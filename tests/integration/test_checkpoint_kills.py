@@ -1,4 +1,4 @@
-"""Whenever a run is killed while it saves, a complete checkpoint is there, and little is lost."""
+"""A run that is killed while it saves leaves a complete checkpoint, and loses few steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..helpers.world import ROOT
 RUNS, SECONDS = 50, 100
 
 
-def test_50_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None:
+def test_50_killed_runs_resume_from_a_complete_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.helpers.killed_runs", str(tmp_path), str(RUNS), "0"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -21,11 +21,11 @@ def test_50_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None
     assert len(runs) == RUNS + RUNS // 10
     for run in runs:
         assert run["ended_by"] in ("SIGKILL", "an error"), run
-        # A save that was under way beside the steps is lost as well.
+        # An asynchronous save that was running is lost as well.
         assert 0 <= run["steps"] - run["restored"] <= EVERY * (1 + run["asynchronous"]), run
         assert run["same"], run
         assert {"step-000000009.pt", "step-000000012.pt"} <= set(run["left"]), run
         assert all(name.startswith("step-") for name in run["left"]), run
-    # The moments are many, or this test shows nothing.
+    # The kills must be at many different moments, or this test shows nothing.
     assert sum(run["ended_by"] == "SIGKILL" for run in runs) >= RUNS * 3 // 4
     assert {run["restored"] for run in runs} >= {0, 3, 6, 9, STEPS}

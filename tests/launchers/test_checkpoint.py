@@ -1,4 +1,4 @@
-"""How a run that saves ends: on a signal with the code for its scheduler, and never before its last save is done."""
+"""How a run with checkpoints ends: on a signal with the scheduler's exit code, and only after its last save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import sys, threading, dualdist as hvd
 
 class Slow(hvd.checkpoint.FileSystem):
     def create(self, path):
-        threading.main_thread().join()  # until the script has come to its end
+        threading.main_thread().join()  # until the end of the script
         return super().create(path)
 
 hvd.init()
@@ -45,7 +45,7 @@ def test_a_signal_ends_the_job_with_the_code_that_was_set(name: str, tmp_path: P
     assert torch.load(tmp_path / "saved" / "step-000000001.pt", weights_only=True)["value"] == 5
 
 
-def test_a_save_under_way_is_finished_when_the_process_ends(tmp_path: Path) -> None:
+def test_a_running_save_is_finished_before_the_process_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEFT_EARLY)
     ended = launch("python", str(tmp_path / "script.py"), str(tmp_path / "saved"))
     assert (ended.code, ended.output) == (1, "the end\n")

@@ -1,6 +1,6 @@
-"""Elastic jobs for real: processes are killed and hosts come and go, and training ends as if nothing had happened.
+"""Elastic jobs with real launchers: killed processes, added and removed hosts, and the result of an undisturbed run.
 
-The events come from the training itself, at given steps of the first epoch; see helpers/disturbed_elastic_example.py.
+The training script causes the events itself, at given steps of the first epoch: helpers/disturbed_elastic_example.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from ..helpers.world import BIN
 EXAMPLE, DISTURBED = "examples/elastic.py", "tests/helpers/disturbed_elastic_example.py"
 SAMPLES, EPOCHS = 480, 3  # of the example
 NOISE = 0.05
-"""By how much the final loss of the example may differ between worlds of 1 and of 2, relatively."""
+"""The relative difference of the example's final loss that is allowed between worlds of 1 and of 2."""
 
 KILLED = (19, 20)
-"""Where training may go on after a kill in step 20: one rank has not committed it, the others may have."""
+"""The steps from which training may resume after a kill in step 20, which the surviving ranks may have committed."""
 
 QUICK = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-"""Agents soon believe that a host is gone and that no more will come. This process holds the store where they meet."""
-
+"""Agents soon decide that a host is gone, and that no host will join. This process holds their rendezvous store."""
 
 STARTS = 4
-"""How often the processes of a job are started, or at least join anew: each may take as long as a launch."""
+"""How often the processes of a job start, or join the world again. Each time may take as long as a launch."""
 
 long = pytest.mark.timeout(STARTS * SECONDS + 60)
 
@@ -49,7 +48,7 @@ def final_loss(ended: Ended) -> float:
 
 
 def began(folder: Path) -> list[tuple[int, int]]:
-    """Return the step and the size of the world for each time that training began."""
+    """Return the step and the world size for each time that the training function was called."""
     lines = (folder / "began").read_text().splitlines()
     return [(int(step), int(size)) for step, size in map(str.split, lines)]
 
@@ -59,7 +58,7 @@ def assert_every_sample_is_seen_once(folder: Path) -> None:
 
 
 @long
-def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
+def test_horovodrun_survives_a_kill_and_changes_of_hosts(tmp_path: Path, undisturbed: float) -> None:
     discovery = tmp_path / "discovery"
     (tmp_path / "hosts").write_text("localhost:1\n")
     discovery.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
@@ -83,7 +82,7 @@ def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
             str(tmp_path),
             "10:add:localhost:1,127.0.0.1:1",
             "20:kill",
-            # The host of a process that was killed is not used again, so that the next one has another name.
+            # horovodrun does not reuse the host of a killed process, so the next host has another name.
             "25:add:localhost:1,127.1:1",
             "30:remove:localhost:1",
         ],
@@ -95,7 +94,9 @@ def test_horovodrun(tmp_path: Path, undisturbed: float) -> None:
 
 
 @long
-def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
+def test_torchrun_with_two_agents_survives_a_kill_and_changes_of_hosts(
+    tmp_path: Path, undisturbed: float
+) -> None:
     os.mkfifo(tmp_path / "start")
     meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     agent = shlex.join(
@@ -122,7 +123,7 @@ def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
             "30:remove",
         ]
     )
-    # The second one gets the lower process id, and with it the lower ranks.
+    # The second agent gets the lower process id, and with it the lower ranks.
     ended = finish(
         ["sh", "-c", f"(read _ < {tmp_path}/start; SECOND=1 exec {agent}) & exec {agent}"],
         {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -133,7 +134,7 @@ def test_torchrun_with_two_agents(tmp_path: Path, undisturbed: float) -> None:
     assert_every_sample_is_seen_once(tmp_path)
 
 
-def test_torchrun_with_one_agent(tmp_path: Path, undisturbed: float) -> None:
+def test_torchrun_with_one_agent_survives_a_kill(tmp_path: Path, undisturbed: float) -> None:
     ended = finish(
         [
             f"{BIN}/torchrun",

@@ -1,4 +1,4 @@
-"""Files of checkpoints: whole or not there at all, and no damage goes unnoticed."""
+"""Checkpoint files: each is complete or absent, and any damage is detected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_file_loads_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     write(path, VALUES)
     assert verified(path) == read_manifest(path) == MANIFEST
@@ -70,7 +70,7 @@ def test_torch_and_zip_programs_read_it_without_dualdist(tmp_path: Path, length:
         assert torch.equal(file.load(path)["data"], data)
 
 
-def test_a_bit_that_flips_anywhere_is_noticed(small: Path) -> None:
+def test_a_flipped_bit_anywhere_is_detected(small: Path) -> None:
     data = small.read_bytes()
     with small.open("r+b", buffering=0) as file:
         for place, byte in enumerate(data):
@@ -81,7 +81,7 @@ def test_a_bit_that_flips_anywhere_is_noticed(small: Path) -> None:
     assert verified(small) == MANIFEST
 
 
-def test_a_file_that_was_cut_or_continued_is_noticed(small: Path) -> None:
+def test_a_shorter_or_longer_file_is_detected(small: Path) -> None:
     data = small.read_bytes()
     for length in [*range(0, len(data), 37), len(data) - 1]:
         small.write_bytes(data[:length])
@@ -92,13 +92,13 @@ def test_a_file_that_was_cut_or_continued_is_noticed(small: Path) -> None:
         verified(small)
 
 
-def test_what_torch_saves_by_itself_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_of_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
     with pytest.raises(DamagedCheckpointError, match="ends without a manifest"):
         verified(tmp_path / "a.pt")
 
 
-def test_a_format_of_the_future_is_not_taken_for_damage(tmp_path: Path) -> None:
+def test_a_newer_format_is_an_error_but_not_damage(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", format=2), FileSystem())
     with pytest.raises(CheckpointError, match=r"format 1 or older, but .* has format 2") as caught:
         verified(tmp_path / "a.pt")
@@ -120,7 +120,7 @@ class Malicious:
         return os.mkdir, (str(self.folder),)
 
 
-def test_a_malicious_pickle_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
+def test_a_malicious_pickle_with_a_correct_checksum_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.pt", {"model": Malicious(tmp_path / "made")})
     with pytest.raises(DamagedCheckpointError, match=r"a\.pt was refused: Weights only load failed"):
         loaded(tmp_path / "a.pt")
@@ -135,9 +135,7 @@ def operations(tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
-def test_a_failure_of_any_operation_leaves_the_file_before_or_the_new_one(
-    tmp_path: Path, number: int
-) -> None:
+def test_a_failure_of_any_operation_leaves_the_old_or_the_new_file(tmp_path: Path, number: int) -> None:
     path, before = tmp_path / "a.pt", {"weight": torch.zeros(3)}
     for place in range(1, operations(tmp_path) + 1):
         write(path, before)
@@ -153,7 +151,7 @@ def test_a_failure_of_any_operation_leaves_the_file_before_or_the_new_one(
         assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"], f"operation {place} left something"
 
 
-def test_a_power_cut_before_any_operation_leaves_the_file_before_or_the_new_one(tmp_path: Path) -> None:
+def test_a_power_cut_before_any_operation_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     path, found = tmp_path / "a.pt", []
     for place in itertools.count(1):
         write(path, {"weight": torch.zeros(3)})
@@ -163,18 +161,18 @@ def test_a_power_cut_before_any_operation_leaves_the_file_before_or_the_new_one(
         found.append(loaded(path)["weight"].numel())
         if disk.count < place:
             break
-    assert set(found[:-1]) == {3}, "the new name is not safe before the folder is on the disk"
+    assert set(found[:-1]) == {3}, "the new name is only safe after the folder is synced"
     assert found[-1] == 700_000
 
 
-def test_data_reach_the_disk_before_the_name_does(tmp_path: Path) -> None:
+def test_data_reach_the_disk_before_the_rename(tmp_path: Path) -> None:
     names: list[str] = []
     write(tmp_path / "a.pt", {}, CountingFileSystem(lambda count, name: names.append(name)))
     order = [name for place, name in enumerate(names) if names[:place][-1:] != [name]]
     assert order == ["create", "write", "sync", "close", "rename", "sync_folder"]
 
 
-def test_an_exception_in_the_body_leaves_nothing(tmp_path: Path) -> None:
+def test_an_exception_in_the_body_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a", FileSystem()) as file:
         file.write(b"some")
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and what fits when it comes out."""
+"""The content of a checkpoint: which values it can hold, and which of them fit when it is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dualdist.errors import CheckpointError
 
 
 def stored(value: Any, tmp_path: Path) -> Any:
-    """Return `value` after a way through a file."""
+    """Return `value` after writing it to a file and loading it."""
     portable = on_host({"value": value}, "state")
     write_checkpoint(tmp_path / "a.pt", portable, Manifest(1, 1, "", "", "", ""), FileSystem())
     with MemoryFile() as file:
@@ -33,7 +33,7 @@ def stored(value: Any, tmp_path: Path) -> Any:
 
 
 def apply(state: dict[str, Any], values: dict[str, Any], *, strict: bool = True, rank: int = 0) -> None:
-    """Load what one rank finds in the file a.pt."""
+    """Load `values`, read from the file a.pt, into the `state` of one rank."""
     restoration = Restoration(state, values, strict=strict, rank=rank, origin="a.pt")
     restoration.load_objects()
     restoration.load_modules()
@@ -66,12 +66,12 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_plain_value_of_a_state_may_be_saved(value: Any) -> None:
+def test_a_plain_value_of_a_state_can_be_saved(value: Any) -> None:
     assert collect({"a": value}, []) == {"a": value}
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_plain_values_come_back_equal_and_of_the_same_type(value: Any, tmp_path: Path) -> None:
+def test_plain_values_load_equal_and_with_the_same_type(value: Any, tmp_path: Path) -> None:
     found = stored(value, tmp_path)
     assert found == value
     assert type(found) is type(value)
@@ -92,7 +92,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: Any, tmp_path:
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
 )
 @pytest.mark.parametrize("way", [on_host, HostCopy().take])
-def test_tensors_come_back_equal(tensor: torch.Tensor, way: Any, tmp_path: Path) -> None:
+def test_tensors_load_equal(tensor: torch.Tensor, way: Any, tmp_path: Path) -> None:
     found = stored(way(tensor, "tensor"), tmp_path)
     assert (found.shape, found.dtype, found.layout) == (tensor.shape, tensor.dtype, tensor.layout)
     assert torch.equal(found.to_dense(), tensor.detach().to_dense())
@@ -102,19 +102,19 @@ def test_tensors_come_back_equal(tensor: torch.Tensor, way: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     "value", [object(), np.zeros(2), lambda: 0, nn.Linear(1, 1), {object(): 1}], ids=repr
 )
-def test_a_value_that_could_not_be_loaded_is_refused_when_it_is_saved(value: Any) -> None:
+def test_saving_refuses_a_value_that_could_not_be_loaded(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`state\['a'\]\[1\]` must "):
         on_host({"a": [0, value]}, "state")
 
 
 class Names(list[str]):
-    """A list with methods of its own, which would come back without them."""
+    """A list with additional methods, which would load as a plain list."""
 
 
 @pytest.mark.parametrize(
     "value", [defaultdict(list), frozenset({1}), Names(), ChainMap({})], ids=lambda v: type(v).__name__
 )
-def test_a_plain_container_that_would_come_back_as_another_is_refused(value: Any) -> None:
+def test_a_container_that_would_load_as_another_type_is_refused(value: Any) -> None:
     message = (
         rf"`state\['a'\]\[1\]\['b'\]` must be a container that loads as .* a {type(value).__name__} instead"
     )
@@ -124,7 +124,7 @@ def test_a_plain_container_that_would_come_back_as_another_is_refused(value: Any
         collect({"a": {frozenset({1})}}, [])
 
 
-def test_numpy_numbers_are_saved_as_plain_ones(tmp_path: Path) -> None:
+def test_numpy_numbers_are_saved_as_plain_numbers(tmp_path: Path) -> None:
     assert stored([np.float64(0.5), np.int64(3)], tmp_path) == [0.5, 3]
 
 
@@ -136,12 +136,12 @@ def test_one_tensor_under_two_names_is_saved_once(way: Any) -> None:
     assert torch.equal(found["c"], torch.ones(2))
 
 
-def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path: Path) -> None:
+def test_a_view_is_saved_without_the_rest_of_its_tensor(tmp_path: Path) -> None:
     stored(torch.zeros(1 << 20)[5:7], tmp_path)
     assert (tmp_path / "a.pt").stat().st_size < 10_000
 
 
-def test_a_copy_in_host_memory_is_none_of_the_live_state_and_is_used_again() -> None:
+def test_a_host_copy_is_independent_of_the_state_and_reused() -> None:
     copy, live = HostCopy(), {"weight": torch.ones(3), "gone": torch.ones(2)}
     first = copy.take(live, "state")
     live["weight"].fill_(2)
@@ -150,17 +150,17 @@ def test_a_copy_in_host_memory_is_none_of_the_live_state_and_is_used_again() -> 
     second = copy.take(live, "state")
     assert second["weight"] is first["weight"]
     assert second["weight"].tolist() == [2, 2, 2]
-    assert list(copy._held) == ["state['weight']"], "what is no longer saved must not be held"
+    assert list(copy._held) == ["state['weight']"], "a tensor that is no longer saved must not be held"
 
 
-def test_the_versions_of_a_modules_parts_are_kept(tmp_path: Path) -> None:
+def test_the_versions_of_submodules_are_kept(tmp_path: Path) -> None:
     found = stored(net().state_dict(), tmp_path)
     assert isinstance(found, OrderedDict)
     assert found._metadata["1"]["version"] == 2  # type: ignore[attr-defined]
 
 
 class Wrapper(nn.Module):
-    """Names its content as torch's DistributedDataParallel does."""
+    """Has the attribute name of torch's DistributedDataParallel."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Wrapper(nn.Module):
 
 
 class Compiled(nn.Module):
-    """Names its content as torch.compile does, which takes seconds to import."""
+    """Has the attribute name of torch.compile, whose import takes seconds."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -194,13 +194,13 @@ def test_weights_load_with_and_without_wrappers(source: str, target: str) -> Non
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), theirs, strict=True))
 
 
-def test_names_that_wrappers_would_make_equal_are_left_alone() -> None:
+def test_names_stay_when_removing_wrappers_would_make_them_equal() -> None:
     fitting, misfits = match({"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)})
     assert not fitting
     assert misfits == ["1 missing (a)", "2 unexpected (module.a, _orig_mod.a)"]
 
 
-def test_averaged_weights_come_back() -> None:
+def test_averaged_weights_are_restored() -> None:
     saved, fresh = AveragedModel(net()), AveragedModel(net())
     saved.update_parameters(net())
     apply({"ema": fresh}, collect({"ema": saved}, []))
@@ -208,7 +208,7 @@ def test_averaged_weights_come_back() -> None:
     assert torch.equal(next(fresh.parameters()), next(saved.parameters()))
 
 
-def test_a_strict_error_lists_all_that_does_not_fit_and_changes_nothing() -> None:
+def test_a_strict_error_lists_all_mismatches_and_changes_nothing() -> None:
     model, optimizer = net(), torch.optim.SGD([torch.zeros(1)], 0.1)
     before = [value.clone() for value in model.state_dict().values()]
     larger = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -228,7 +228,7 @@ def test_a_strict_error_lists_all_that_does_not_fit_and_changes_nothing() -> Non
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))
 
 
-def test_what_fits_is_loaded_when_it_need_not_be_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_strict_the_fitting_part_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
     head = nn.Sequential(*[*net()][:2], nn.Linear(3, 5))
     model = net()
     state = {"model": model, "epoch": 3}
@@ -267,7 +267,7 @@ def test_the_state_of_another_class_of_optimizer_does_not_fit(
 
 
 @pytest.mark.parametrize(("own", "saved"), [(SGD, SGD), (ADAM, ADAMW), (ADAMW, ADAM)])
-def test_the_state_of_an_optimizer_loads_also_without_options_that_came_later(
+def test_an_optimizer_state_loads_without_options_of_newer_versions(
     own: type[torch.optim.Optimizer], saved: type[torch.optim.Optimizer]
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -280,7 +280,7 @@ def test_the_state_of_an_optimizer_loads_also_without_options_that_came_later(
 
 
 class Picky:
-    """Takes what it is given, and says afterwards that it was wrong."""
+    """Loads any value, and raises afterwards if it is not 1."""
 
     def __init__(self, value: int) -> None:
         self.value = [value]
@@ -294,7 +294,7 @@ class Picky:
             raise ValueError("the reason")
 
 
-def test_what_was_loaded_before_a_failure_is_given_back() -> None:
+def test_objects_loaded_before_a_failure_get_their_former_state() -> None:
     optimizer, scaler = stepped(ADAM), torch.amp.GradScaler("cpu", init_scale=4.0)
     state = {"optimizer": optimizer, "scaler": scaler, "picky": Picky(1)}
     before = repr(on_host(collect(state, []), "state"))
@@ -306,27 +306,27 @@ def test_what_was_loaded_before_a_failure_is_given_back() -> None:
     restoration = Restoration(state, collect(saved, []), strict=True, rank=0, origin="a.pt")
     with pytest.raises(CheckpointError, match=r"`picky` could not load its state from a.pt: .*the reason"):
         restoration.load_objects()
-    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5), "the optimizer has loaded by then"
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5), "the optimizer loads before it"
     restoration.undo()
     assert repr(on_host(collect(state, []), "state")) == before
 
 
-class Shy(Picky):
-    """Does not tell its state at this time."""
+class Unreadable(Picky):
+    """Cannot return its state."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("not now")
 
 
-def test_what_cannot_tell_its_state_now_may_load_one(caplog: pytest.LogCaptureFixture) -> None:
-    state = {"shy": Shy(0)}
-    apply(state, {"shy": {"value": [1]}})
-    assert state["shy"].value == [1]
-    restoration = Restoration(state, {"shy": {"value": [2]}}, strict=True, rank=0, origin="a.pt")
+def test_an_object_without_a_readable_state_can_load_one(caplog: pytest.LogCaptureFixture) -> None:
+    state = {"unreadable": Unreadable(0)}
+    apply(state, {"unreadable": {"value": [1]}})
+    assert state["unreadable"].value == [1]
+    restoration = Restoration(state, {"unreadable": {"value": [2]}}, strict=True, rank=0, origin="a.pt")
     with pytest.raises(CheckpointError, match="the reason"):
         restoration.load_objects()
     restoration.undo()
-    assert "`shy` could not be restored" in caplog.text
+    assert "`unreadable` could not be restored" in caplog.text
 
 
 def draws() -> list[float]:
@@ -335,7 +335,7 @@ def draws() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     random_state = RandomState()
     saved = stored(random_state.state_dict(), tmp_path)
     expected = draws()
@@ -344,7 +344,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert draws() == expected
 
 
-def test_a_rank_without_a_state_of_its_own_gets_numbers_of_its_own_each_time_the_same() -> None:
+def test_a_rank_without_a_saved_state_gets_its_own_repeatable_numbers() -> None:
     state = {"random": RandomState()}
     values = collect(state, [{"random": state["random"].state_dict()}])
     seen = []

@@ -1,4 +1,4 @@
-"""Where elastic commits go: as the user says, or where no other job looks."""
+"""The folder of elastic commits: as the user sets it, or one that no other job uses."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def of_torchrun(torchrun: LauncherProcess, monkeypatch: pytest.MonkeyPatch) -> P
     return made
 
 
-def test_a_given_folder_is_the_same_whoever_asks() -> None:
+def test_a_given_folder_is_the_same_for_all_programs() -> None:
     env = RUN | {"DUALDIST_ELASTIC_DIR": "/data/job"}
     assert folder_of_commits(env, ["train.py"], 0) == Path("/data/job/run-0")
     assert folder_of_commits(env, ["train.py", "--epochs", "9"], 1) == Path("/data/job/run-1")
 
 
-def test_jobs_programs_and_runs_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_job_program_and_run_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "find_launcher_process", lambda variable: OWN)
     folders = [
         folder_of_commits(RUN, ["train.py"], 0),
@@ -58,12 +58,12 @@ def test_folders_are_removed_when_their_torchrun_has_ended(monkeypatch: pytest.M
     assert alive.exists() and elsewhere.exists() and not ended.parent.exists()
 
 
-def test_nobody_else_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_have_no_access(monkeypatch: pytest.MonkeyPatch) -> None:
     made = of_torchrun(OWN, monkeypatch)
     assert made.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_link_that_somebody_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_symbolic_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = of_torchrun(OWN, monkeypatch)
     made.rmdir()
     made.parent.rmdir()

@@ -1,4 +1,4 @@
-"""ElasticSampler: which indices each rank gets, against plain lists."""
+"""ElasticSampler: the indices of each rank, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dualdist.elastic import ElasticSampler, sampler
 
 
-def dealt(
+def shards(
     monkeypatch: pytest.MonkeyPatch,
     length: int,
     size: int,
@@ -19,39 +19,41 @@ def dealt(
 ) -> list[list[int]]:
     """Return the indices of every rank."""
     monkeypatch.setattr(sampler, "size", lambda: size)
-    hands = []
+    drawn = []
     for rank in range(size):
         monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
         made = ElasticSampler(range(length), shuffle=shuffle, seed=7)
         made.load_state_dict({"epoch": epoch, "processed_num": processed})
-        hands.append(list(made))
-        assert len(made) == len(hands[-1])
-    return hands
+        drawn.append(list(made))
+        assert len(made) == len(drawn[-1])
+    return drawn
 
 
 def test_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dealt(monkeypatch, 6, 2) == [[0, 2, 4], [1, 3, 5]]
+    assert shards(monkeypatch, 6, 2) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_the_start_is_repeated_until_all_have_equally_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dealt(monkeypatch, 5, 3) == [[0, 3], [1, 4], [2, 0]]
+def test_the_first_samples_are_repeated_until_all_ranks_have_the_same_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert shards(monkeypatch, 5, 3) == [[0, 3], [1, 4], [2, 0]]
 
 
 def test_fewer_samples_than_ranks_are_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dealt(monkeypatch, 1, 4) == [[0], [0], [0], [0]]
+    assert shards(monkeypatch, 1, 4) == [[0], [0], [0], [0]]
 
 
-def test_processed_samples_do_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dealt(monkeypatch, 10, 2, processed=4) == [[4, 6, 8], [5, 7, 9]]
-    assert dealt(monkeypatch, 10, 3, processed=4) == [[4, 7], [5, 8], [6, 9]]
-    assert dealt(monkeypatch, 10, 2, processed=10) == [[], []]
+def test_processed_samples_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shards(monkeypatch, 10, 2, processed=4) == [[4, 6, 8], [5, 7, 9]]
+    assert shards(monkeypatch, 10, 3, processed=4) == [[4, 7], [5, 8], [6, 9]]
+    assert shards(monkeypatch, 10, 2, processed=10) == [[], []]
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_shuffling_is_that_of_horovod(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffling_is_as_in_horovod(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     order = list(range(10))
     random.Random(7 + epoch).shuffle(order)
-    assert dealt(monkeypatch, 10, 2, 4, epoch, shuffle=True) == [order[4::2], order[5::2]]
+    assert shards(monkeypatch, 10, 2, 4, epoch, shuffle=True) == [order[4::2], order[5::2]]
 
 
 def test_record_batch_counts_the_batches_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

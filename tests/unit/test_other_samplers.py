@@ -1,4 +1,4 @@
-"""Weighted samplers, batch samplers, your own, and iterables: dealt out over the ranks and their workers."""
+"""Weighted samplers, batch samplers, custom samplers and iterables, sharded over the ranks and their workers."""
 
 from __future__ import annotations
 
@@ -53,30 +53,30 @@ def test_global_generators_are_neither_used_nor_seeded() -> None:
     assert list(DistributedSamplerWrapper(Restless(), 1, 0, seed=5)) == drawn
 
 
-def test_weighted_samples_are_drawn_alike_by_all_ranks_and_differ_by_epoch() -> None:
+def test_all_ranks_draw_equal_weighted_samples_that_differ_by_epoch() -> None:
     weights = [float(place) for place in range(20)]
     drawn = []
     for epoch in (0, 1):
-        hands = []
+        shards = []
         for rank in range(3):
-            torch.manual_seed(rank)  # what a user does for other dropout on each rank
+            torch.manual_seed(rank)  # as users do, for different dropout on each rank
             own = torch.Generator().manual_seed(rank)
             inner = WeightedRandomSampler(weights, 30, generator=None if rank else own)
             sampler = DistributedSamplerWrapper(inner, 3, rank, seed=2)
             sampler.set_epoch(epoch)
-            hands.append(list(sampler))
+            shards.append(list(sampler))
             assert inner.generator is (None if rank else own)
             assert own.initial_seed() == rank
         generator = torch.Generator().manual_seed(2 + epoch)
         expected = torch.multinomial(torch.tensor(weights).double(), 30, True, generator=generator)
-        assert in_step_order(hands) == expected.tolist()
-        drawn.append(in_step_order(hands))
+        assert in_step_order(shards) == expected.tolist()
+        drawn.append(in_step_order(shards))
     assert drawn[0] != drawn[1]
 
 
 @quick
 @given(before=worlds, after=worlds, steps=st.integers(0, 5))
-def test_batch_samplers_are_dealt_in_whole_batches_and_resumed(before: int, after: int, steps: int) -> None:
+def test_batch_samplers_are_sharded_in_whole_batches_and_resumed(before: int, after: int, steps: int) -> None:
     def wrapped(world: int, rank: int) -> DistributedSamplerWrapper[list[int]]:
         inner = BatchSampler(RandomSampler(range(23)), 4, drop_last=False)
         return DistributedSamplerWrapper(inner, world, rank, pad=False)
@@ -99,7 +99,7 @@ def test_a_wrapped_batch_sampler_feeds_a_loader() -> None:
     assert sorted(torch.cat([batch for loader in loaders for batch in loader]).tolist()) == list(range(8))
 
 
-def test_a_sampler_with_epochs_of_its_own_is_told() -> None:
+def test_the_wrapped_samplers_set_epoch_is_called() -> None:
     class ByEpoch(Sampler[int]):
         epoch = 0
 
@@ -115,7 +115,7 @@ def test_a_sampler_with_epochs_of_its_own_is_told() -> None:
     assert (len(sampler), list(sampler)) == (5, [2, 3, 4, 5, 6])
 
 
-def test_a_sampler_is_not_split_twice() -> None:
+def test_a_sharded_sampler_is_refused() -> None:
     data: Any = range(8)
     inner: Any = TorchSampler(data, 2, 0)
     for sampler in (inner, BatchSampler(inner, 2, drop_last=False)):
@@ -133,17 +133,17 @@ class Stream(IterableDataset[int]):
 
 @quick
 @given(length=lengths, world=worlds)
-def test_an_iterable_is_dealt_in_turns(length: int, world: int) -> None:
-    hands = [list(split_by_rank(Stream(length), world, rank)) for rank in range(world)]
-    assert hands == [list(range(length))[rank::world] for rank in range(world)]
+def test_an_iterable_is_sharded_in_turns(length: int, world: int) -> None:
+    shards = [list(split_by_rank(Stream(length), world, rank)) for rank in range(world)]
+    assert shards == [list(range(length))[rank::world] for rank in range(world)]
     whole = length // world * world
     even = [list(split_by_rank(Stream(length), world, rank, drop_last=True)) for rank in range(world)]
     assert even == [list(range(whole))[rank::world] for rank in range(world)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_ranks_and_workers_together_see_every_item_once(drop_last: bool) -> None:
-    hands = [
+def test_ranks_and_workers_together_get_every_item_once(drop_last: bool) -> None:
+    shards = [
         [
             int(item)
             for item in DataLoader(
@@ -152,7 +152,7 @@ def test_ranks_and_workers_together_see_every_item_once(drop_last: bool) -> None
         ]
         for rank in range(2)
     ]
-    assert sorted(hands[0] + hands[1]) == list(range(20 if drop_last else 23))
-    assert all(item % 2 == rank for rank, hand in enumerate(hands) for item in hand)
+    assert sorted(shards[0] + shards[1]) == list(range(20 if drop_last else 23))
+    assert all(item % 2 == rank for rank, shard in enumerate(shards) for item in shard)
     if drop_last:
-        assert len(hands[0]) == len(hands[1])
+        assert len(shards[0]) == len(shards[1])

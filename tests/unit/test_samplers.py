@@ -1,4 +1,4 @@
-"""DistributedSampler: which samples each rank gets, in worlds of any size, and what is left after a restart."""
+"""DistributedSampler: the samples of each rank in worlds of any size, and the remaining ones after a restart."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ def test_indices_are_those_of_torch(
         assert len(ours) == len(torchs)
 
 
-def test_it_is_a_sampler_of_torch_for_those_who_ask() -> None:
+def test_it_is_an_instance_of_torchs_sampler() -> None:
     assert isinstance(DistributedSampler(range(4), 2, 0), TorchSampler)
 
 
 @quick
 @given(length=lengths, world=worlds, epoch=epochs)
-def test_without_padding_every_sample_comes_once_in_the_order_of_one_process(
+def test_without_padding_every_sample_occurs_once_in_the_order_of_one_process(
     length: int, world: int, epoch: int
 ) -> None:
     samplers = [DistributedSampler(range(length), world, rank, seed=3, pad=False) for rank in range(world)]
     (alone,) = [DistributedSampler(range(length), 1, 0, seed=3)]
     for sampler in [*samplers, alone]:
         sampler.set_epoch(epoch)
-    hands = [list(sampler) for sampler in samplers]
-    assert in_step_order(hands) == list(alone)
+    shards = [list(sampler) for sampler in samplers]
+    assert in_step_order(shards) == list(alone)
     assert sorted(alone) == list(range(length))
-    assert [len(sampler) for sampler in samplers] == [len(hand) for hand in hands]
-    assert max(map(len, hands)) - min(map(len, hands)) <= 1
-    assert len(hands[0]) == max(map(len, hands))  # so that rank 0 knows when the epoch is over
+    assert [len(sampler) for sampler in samplers] == [len(shard) for shard in shards]
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    # Rank 0 must know when the epoch is over.
+    assert len(shards[0]) == max(map(len, shards))
 
 
 def test_shuffles_depend_on_seed_and_epoch() -> None:
@@ -84,7 +85,7 @@ def test_the_world_must_be_known_or_given() -> None:
             make(range(4))
 
 
-def test_leaving_out_and_keeping_the_rest_exclude_each_other() -> None:
+def test_drop_last_and_no_padding_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="`pad` must be True with drop_last=True"):
         DistributedSampler(range(4), 2, 0, drop_last=True, pad=False)
 
@@ -99,7 +100,7 @@ def test_leaving_out_and_keeping_the_rest_exclude_each_other() -> None:
     batch=st.integers(1, 4),
     pad=flags,
 )
-def test_a_resumed_epoch_goes_on_with_what_no_rank_has_seen(
+def test_a_resumed_epoch_continues_with_the_samples_that_no_rank_has_seen(
     length: int, before: int, after: int, epoch: int, steps: int, batch: int, pad: bool
 ) -> None:
     first, second = (
@@ -114,12 +115,12 @@ def test_a_resumed_epoch_goes_on_with_what_no_rank_has_seen(
 
     for sampler in second:
         sampler.load_state_dict(first[0].state_dict())
-        sampler.set_epoch(sampler.epoch)  # as the plain loop does
+        sampler.set_epoch(sampler.epoch)  # as the usual loop does
     left = [list(sampler) for sampler in second]
     assert in_step_order(left)[: length - len(seen)] == order[len(seen) :]
-    assert [len(sampler) for sampler in second] == [len(hand) for hand in left]
+    assert [len(sampler) for sampler in second] == [len(shard) for shard in left]
     if pad:
-        assert len({len(hand) for hand in left}) == 1
+        assert len({len(shard) for shard in left}) == 1
     else:
         assert sum(map(len, left)) == length - len(seen)
 
@@ -131,7 +132,7 @@ def test_a_resumed_epoch_goes_on_with_what_no_rank_has_seen(
 
 @quick
 @given(length=lengths, world=worlds, steps=st.integers(0, 12), drop_last=flags)
-def test_resuming_in_the_same_world_gives_what_would_have_come(
+def test_resuming_in_the_same_world_gives_the_remaining_samples(
     length: int, world: int, steps: int, drop_last: bool
 ) -> None:
     for rank in range(world):
@@ -144,7 +145,7 @@ def test_resuming_in_the_same_world_gives_what_would_have_come(
         assert list(resumed) == whole[steps:]
 
 
-def test_what_is_dropped_does_not_come_back_in_another_world() -> None:
+def test_dropped_samples_do_not_return_in_another_world() -> None:
     sampler = DistributedSampler(range(10), 4, 0, drop_last=True)
     draw_steps([sampler], 2, 1)
     resumed = DistributedSampler(range(10), 2, 0, drop_last=True)
@@ -152,7 +153,7 @@ def test_what_is_dropped_does_not_come_back_in_another_world() -> None:
     assert list(resumed) == []
 
 
-def test_the_state_brings_its_seed() -> None:
+def test_the_state_has_its_seed() -> None:
     sampler = DistributedSampler(range(20), 1, 0, seed=4)
     whole = list(sampler)
     draw_steps([sampler], 3, 2)
@@ -161,7 +162,7 @@ def test_the_state_brings_its_seed() -> None:
     assert list(resumed) == whole[6:]
 
 
-def test_a_loaded_position_is_of_its_epoch_alone() -> None:
+def test_a_loaded_offset_applies_to_its_epoch_only() -> None:
     sampler = DistributedSampler(range(20), 1, 0)
     sampler.load_state_dict({"epoch": 2, "seed": 0, "num_consumed": 5, "length": 20, "shuffle": True})
     assert (sampler.epoch, len(sampler)) == (2, 15)
@@ -173,7 +174,7 @@ def test_a_loaded_position_is_of_its_epoch_alone() -> None:
     assert len(sampler) == 20
 
 
-def test_an_epoch_that_was_trained_on_begins_anew_when_it_is_set_again() -> None:
+def test_an_epoch_that_was_trained_on_starts_again_when_it_is_set_again() -> None:
     sampler = DistributedSampler(range(6), 2, 0)
     whole = list(sampler)
     for _ in range(2):
@@ -185,7 +186,7 @@ def test_an_epoch_that_was_trained_on_begins_anew_when_it_is_set_again() -> None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_that_draws_ahead_loses_nothing(num_workers: int) -> None:
+def test_samples_that_a_loader_draws_ahead_are_not_lost(num_workers: int) -> None:
     data: Any = list(range(100, 140))
     order = [100 + index for index in DistributedSampler(data, 1, 0)]
     sampler = DistributedSampler(data, 2, 0)
@@ -223,7 +224,7 @@ def test_samples_that_were_not_drawn_cannot_be_counted() -> None:
     sampler.advance(2)
 
 
-def test_a_state_without_any_count_is_an_error() -> None:
+def test_a_state_after_drawing_all_without_counting_is_an_error() -> None:
     sampler = DistributedSampler(range(8), 2, 0)
     assert sampler.state_dict()["num_consumed"] == 0
     list(sampler)
