@@ -1,4 +1,4 @@
-"""Functions for `dualdist.spawn`. They import nothing large, so that a test takes no longer than its processes."""
+"""Functions for `dualdist.spawn`. They import nothing large, so that their processes start quickly."""
 
 from __future__ import annotations
 

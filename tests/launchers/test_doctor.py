@@ -1,4 +1,4 @@
-"""`dualdist doctor`: what it tells is what a world then finds, and its exit code says whether one could start."""
+"""`dualdist doctor`: it reports what a world would find, and its exit code shows whether a world can start."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..helpers.script_launch import finish, launch
 DOCTOR = ("-m", "dualdist", "doctor")
 
 
-def test_every_cell_that_is_said_to_be_there_starts() -> None:
+def test_every_available_backend_and_transport_starts() -> None:
     ended = finish([sys.executable, *DOCTOR, "--json", "--smoke"])
-    told = json.loads(ended.output)
-    available = {cell for cell, problem in told["cells"].items() if problem is None}
+    facts = json.loads(ended.output)
+    available = {name for name, problem in facts["cells"].items() if problem is None}
     assert {"torch+gloo", "torch+mpi", "horovod+gloo", "horovod+mpi"} <= available
-    assert told["smoke"].keys() == available
-    assert {cell: result["problem"] for cell, result in told["smoke"].items()} == dict.fromkeys(available)
+    assert facts["smoke"].keys() == available
+    assert {name: result["problem"] for name, result in facts["smoke"].items()} == dict.fromkeys(available)
     assert ended.code == 0
-    assert (told["launch"]["launcher"], told["chosen"]["backend"]) == ("python", "local")
-    assert told["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert told["network"]["interfaces"]["lo"] == told["network"]["on_one_host"] == "127.0.0.1"
-    assert told["mpi"]["thread_level"] == "multiple"
+    assert (facts["launch"]["launcher"], facts["chosen"]["backend"]) == ("python", "local")
+    assert facts["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert facts["network"]["interfaces"]["lo"] == facts["network"]["on_one_host"] == "127.0.0.1"
+    assert facts["mpi"]["thread_level"] == "multiple"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_every_cell_that_is_said_to_be_there_starts() -> None:
         ([], {"DUALDIST_INTERFACE": "nowhere0"}, "`DUALDIST_INTERFACE` must name a network interface"),
     ],
 )
-def test_what_cannot_start_is_told_with_exit_code_1(
+def test_a_choice_that_cannot_start_is_reported_with_exit_code_1(
     options: list[str],
     environment: dict[str, str],
     words: str,
@@ -54,11 +54,11 @@ def test_what_cannot_start_is_told_with_exit_code_1(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor", "--json", *options]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert words in f"{told['chosen']['problem']} {told['network']['problem']}"
+    facts = json.loads(capsys.readouterr().out)
+    assert words in f"{facts['chosen']['problem']} {facts['network']['problem']}"
 
 
-def test_under_a_launcher_it_tells_the_launchers_numbers_and_where_they_came_from() -> None:
+def test_under_a_launcher_it_shows_the_launchers_numbers_and_their_sources() -> None:
     ended = launch("torchrun", *DOCTOR)
     assert ended.code == 0
     assert ended.output.count("launcher         torchrun") == 2

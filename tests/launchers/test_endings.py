@@ -1,4 +1,4 @@
-"""How a job ends badly: with the first error told once and no process left. test_compat.py has the good ends."""
+"""How a job fails: the first error is reported once, and no process is left. test_compat.py tests success."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_an_exception_on_one_rank_ends_all_and_is_told_once(name: str, script: str) -> None:
+def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, script: str) -> None:
     ended = launch(name, script, "raise")
     assert ended.code != 0
     assert ended.output.count("RuntimeError: the reason") == 1
@@ -54,9 +54,9 @@ def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path
     )
     ended = launch("torchrun", str(script))
     assert ended.code == 0, ended.output
-    told = [line for line in ended.output.splitlines() if line.startswith("<")]
-    assert len(told) == 2
-    for line in told:
+    errors = [line for line in ended.output.splitlines() if line.startswith("<")]
+    assert len(errors) == 2
+    for line in errors:
         assert "World size must be the 2 (from WORLD_SIZE)" in line
         assert "but is 1 instead in horovod" in line
         assert "Do not start the backend before dualdist.init()" in line

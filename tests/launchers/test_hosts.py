@@ -1,4 +1,4 @@
-"""Three processes on two hosts with several interfaces each, under every launcher that can, on both backends."""
+"""Three processes on two hosts with several interfaces each, under every launcher for this, on both backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_t
 from ..helpers.task_worker import Task
 from ..helpers.world import BIN
 
-pytestmark = pytest.mark.timeout(300)  # the launches run one after the other, before the first test
+pytestmark = pytest.mark.timeout(300)  # the launches run one after the other
 
 HOSTS = "alpha:2,beta:1"
 _OPEN_MPI = {
@@ -21,7 +21,7 @@ _OPEN_MPI = {
     "OMPI_MCA_oob_tcp_if_include": "net0",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
-"""Of several interfaces, Open MPI must be told which one leads to the others; mpirun hands these on."""
+"""Open MPI needs to know which interface leads to the other host. mpirun passes these variables on."""
 _MPIRUN = (
     "mpirun",
     "--allow-run-as-root",
@@ -40,12 +40,8 @@ _MPIRUN = (
 
 def _torchrun(node: int, processes: int) -> tuple[str, ...]:
     nodes = ("--nnodes", "2", "--node-rank", f"{node}", "--nproc-per-node", f"{processes}")
-    first = (
-        "--master-addr",
-        f"{SUBNETS['net0']}.1",
-        "--master-port",
-        "29500",
-    )  # all ports of these hosts are free
+    # All ports of these hosts are free.
+    first = ("--master-addr", f"{SUBNETS['net0']}.1", "--master-port", "29500")
     return (f"{BIN}/torchrun", *nodes, *first, *WORKER)
 
 
@@ -68,7 +64,7 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "dualdist run": ((PROGRAM[0], "-m", "dualdist", "run", "-H", HOSTS, "-np", "3", *PROGRAM),),
 }
-"""What to run on each host, beginning with the first."""
+"""The commands to run on the hosts, in their order."""
 
 _NET1 = {"DUALDIST_INTERFACE": "net1"}
 _SHORT = {"DUALDIST_STALL_TIMEOUT_SECONDS": "5", "DUALDIST_STALL_WARN_SECONDS": "2"}

@@ -1,4 +1,4 @@
-"""`dualdist run` for real: what the processes see, what they say, and how a job ends, here and over ssh."""
+"""`dualdist run` with real processes: their environment, their output, and how a job ends, here and over ssh."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ STALE = {
     "DUALDIST_LAUNCHER": "spawn",
     "DUALDIST_RANK": "5",
 }
-"""What launchers around this one may have left."""
+"""Variables that outer launchers may have set."""
 
 FAMILY = """\
 import os, signal, subprocess, sys
 grandchild = subprocess.Popen([sys.executable, '-c',
     "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
 grandchild.stdout.readline()
-with open(f"{os.environ['FAMILIES']}/{os.getpid()}", "w") as told:
-    told.write(str(grandchild.pid))
+with open(f"{os.environ['FAMILIES']}/{os.getpid()}", "w") as file:
+    file.write(str(grandchild.pid))
 print("up", flush=True)
 """
-"""A process and a grandchild of the launcher that left the session; it tells of both in the folder FAMILIES."""
+"""A process that starts another one in a new session, and writes both process ids into the folder FAMILIES."""
 
 STUBBORN = FAMILY.replace("os.setsid();", "os.setsid(); signal.signal(15, signal.SIG_IGN);")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How `dualdist run` ended; `said` is what each rank wrote, without the prefix, by (rank, stream)."""
+    """How `dualdist run` ended. `written` returns the output of one rank, without the prefix."""
 
     code: int
     output: bytes
     errors: str
 
-    def said(self, rank: int, stream: str = "stdout") -> bytes:
+    def written(self, rank: int, stream: str = "stdout") -> bytes:
         text = self.output if stream == "stdout" else self.errors.encode(errors="surrogateescape")
         lines = re.findall(rb"\[1,(\d+)\]<(\w+)>:([^\r\n]*(?:\r\n|\r|\n))", text)
         return b"".join(line for who, which, line in lines if (int(who), which.decode()) == (rank, stream))
@@ -77,7 +77,7 @@ Families = Callable[[], Watched]
 
 @pytest.fixture
 def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """`dualdist run` in this process: importing torch anew would take most of the time."""
+    """`dualdist run` in this process: importing torch again would take most of the time."""
 
     def started(*arguments: str) -> Ended:
         code = main(["run", *arguments])
@@ -94,13 +94,13 @@ def ssh_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def hosts(ssh_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hostA and hostB can be reached."""
+    """Make hostA and hostB reachable."""
     monkeypatch.setenv("DUALDIST_SSH", ssh_folder)
 
 
 @pytest.fixture
 def families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Families:
-    """Return what watches every process and grandchild of the FAMILY processes that have come up."""
+    """Return a watch on the FAMILY processes that have started, and on the processes that they have started."""
     folder = tmp_path / "families"
     folder.mkdir()
     monkeypatch.setenv("FAMILIES", str(folder))
@@ -108,8 +108,9 @@ def families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Families:
     def watched() -> Watched:
         files = list(folder.iterdir())
         assert files
-        told = [pid for file in files for pid in (file.name, file.read_text())]
-        return Watched(int(pid) for pid in told if pid)  # one may have ended while it wrote
+        found = [pid for file in files for pid in (file.name, file.read_text())]
+        # A process may have ended before it wrote the other id.
+        return Watched(int(pid) for pid in found if pid)
 
     return watched
 
@@ -118,7 +119,7 @@ def python(source: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(source), *arguments]
 
 
-def test_every_process_is_told_who_it_is_and_nothing_of_outer_launchers(
+def test_processes_get_their_own_numbers_and_no_variables_of_outer_launchers(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in STALE.items():
@@ -127,7 +128,7 @@ def test_every_process_is_told_who_it_is_and_nothing_of_outer_launchers(
     ended = run("-np", "3", *python("import json, os; print(json.dumps(dict(os.environ)))"))
     assert ended.code == 0, ended.errors
     for rank in range(3):
-        env = json.loads(ended.said(rank))
+        env = json.loads(ended.written(rank))
         launch = detect(env)
         assert (launch.launcher, launch.rank, launch.size) == ("dualdist run", rank, 3)
         assert (launch.local_rank, launch.local_size, launch.init_method) == (rank, 3, None)
@@ -136,16 +137,16 @@ def test_every_process_is_told_who_it_is_and_nothing_of_outer_launchers(
         assert "DUALDIST_COMPAT" not in env
 
 
-def test_threads_are_shared_unless_the_user_has_said_how_many(
+def test_cores_are_shared_as_threads_unless_the_user_sets_their_number(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show = python("import os; print(os.environ['OMP_NUM_THREADS'])")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert run("-np", "1", "--verbose", *show).said(0) == b"5\n"
+    assert run("-np", "1", "--verbose", *show).written(0) == b"5\n"
     monkeypatch.delenv("OMP_NUM_THREADS")
     shared = max(1, len(os.sched_getaffinity(0)) // 2)
     ended = run("-np", "2", "--verbose", *show)
-    assert (ended.said(0), ended.said(1)) == (b"%d\n" % shared,) * 2
+    assert (ended.written(0), ended.written(1)) == (b"%d\n" % shared,) * 2
     assert f"OMP_NUM_THREADS={shared}" in ended.errors
     assert run("-np", "2", *show).errors == ""
 
@@ -167,7 +168,7 @@ def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytes
         "--",
         *python(f"import os; print([os.environ.get(name) for name in {names}])"),
     )
-    assert ended.said(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
+    assert ended.written(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
 
 
 def test_output_is_passed_on_in_whole_lines_as_it_was_written(run: Run, tmp_path: Path) -> None:
@@ -190,12 +191,12 @@ def test_output_is_passed_on_in_whole_lines_as_it_was_written(run: Run, tmp_path
             written = lines + b" 1%\r 2%\rdos\r\n\nthe end"
             assert (tmp_path / "out" / f"rank.{rank}" / stream).read_bytes() == written
             assert (
-                ended.said(rank, stream).replace(b"dos\r", b"dos\r\n").replace(b"\n\n\n", b"\n\n")
+                ended.written(rank, stream).replace(b"dos\r", b"dos\r\n").replace(b"\n\n\n", b"\n\n")
                 == written + b"\n"
             )
 
 
-def test_ranks_of_output_folders_are_padded_and_old_output_goes(run: Run, tmp_path: Path) -> None:
+def test_ranks_in_output_folders_are_padded_and_old_output_is_replaced(run: Run, tmp_path: Path) -> None:
     for _ in range(2):
         run("-np", "11", "--output-filename", str(tmp_path), "sh", "-c", "echo $DUALDIST_RANK")
     assert {path.name for path in tmp_path.iterdir()} == {f"rank.{rank:02}" for rank in range(11)}
@@ -203,7 +204,7 @@ def test_ranks_of_output_folders_are_padded_and_old_output_goes(run: Run, tmp_pa
     assert (tmp_path / "rank.10" / "stderr").read_text() == ""
 
 
-def test_a_command_that_does_not_exist_is_told_with_its_name(run: Run) -> None:
+def test_the_error_names_a_command_that_does_not_exist(run: Run) -> None:
     ended = run("-np", "2", "no-such-command")
     assert ended.code == 127
     assert ended.errors == (
@@ -212,13 +213,13 @@ def test_a_command_that_does_not_exist_is_told_with_its_name(run: Run) -> None:
     )
 
 
-def test_a_death_by_signal_is_the_shells_exit_code(run: Run) -> None:
+def test_the_exit_code_after_a_signal_is_that_of_a_shell(run: Run) -> None:
     ended = run("-np", "2", "sh", "-c", "if [ $DUALDIST_RANK = 1 ]; then kill -SEGV $$; fi; exec sleep 1000")
     assert ended.code == 128 + signal.SIGSEGV
     assert ended.errors == "dualdist run: rank 1 on localhost was ended by SIGSEGV; ending the others.\n"
 
 
-def test_what_a_good_job_leaves_behind_is_ended(run: Run, families: Families) -> None:
+def test_processes_that_a_successful_job_leaves_behind_are_ended(run: Run, families: Families) -> None:
     assert run("-np", "1", *python(FAMILY)).code == 0
     assert families().left(0) == []
 
@@ -233,7 +234,7 @@ def test_the_first_failure_ends_every_process_on_every_host(run: Run, families: 
 
 
 @pytest.mark.usefixtures("hosts")
-def test_names_and_values_arrive_as_they_are_and_the_secret_is_on_no_command_line(
+def test_names_and_values_arrive_unchanged_and_the_secret_is_on_no_command_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = "a b'c\"$HOME`id`\\ \n*;&|<>!#~é\udcff"
@@ -252,8 +253,8 @@ def test_names_and_values_arrive_as_they_are_and_the_secret_is_on_no_command_lin
     for flags, devices in (((), None), (("--env", "CUDA_VISIBLE_DEVICES"), "3")):
         ended = run("-H", "hostA:1", *flags, *python(source, odd))
         assert ended.code == 0, ended.errors
-        told, secrets = ended.said(0).decode().splitlines()
-        assert told == ascii([str(folder), odd, odd, sys.executable, devices])
+        shown, secrets = ended.written(0).decode().splitlines()
+        assert shown == ascii([str(folder), odd, odd, sys.executable, devices])
         assert secrets == "0"
 
 
@@ -261,7 +262,7 @@ def test_names_and_values_arrive_as_they_are_and_the_secret_is_on_no_command_lin
 @pytest.mark.parametrize(
     ("host", "words"), [("closed", "the gate is shut"), ("silent", "silent"), ("nobody", "ssh")]
 )
-def test_a_host_that_cannot_be_reached_is_named(host: str, words: str, run: Run) -> None:
+def test_the_error_names_a_host_that_cannot_be_reached(host: str, words: str, run: Run) -> None:
     ended = run(
         "-H", f"hostA:1,{host}:1", "--start-timeout", "8" if host != "silent" else "2", "sleep", "1000"
     )
@@ -271,7 +272,9 @@ def test_a_host_that_cannot_be_reached_is_named(host: str, words: str, run: Run)
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run, families: Families) -> None:
+def test_a_lost_connection_ends_the_job_and_the_processes_of_the_lost_host(
+    run: Run, families: Families
+) -> None:
     source = FAMILY + (
         "def parent(pid): return int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
         "if os.environ['DUALDIST_RANK'] == '1': os.kill(parent(os.getppid()), 9)\n"
@@ -284,7 +287,7 @@ def test_a_lost_connection_ends_the_job_and_what_ran_behind_it(run: Run, familie
 
 
 @pytest.mark.usefixtures("hosts")
-def test_a_host_that_hears_nothing_of_the_launcher_ends_its_processes(
+def test_a_host_ends_its_processes_when_the_launcher_is_silent(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_connection, "_SILENCE_SECONDS", 0.1)
@@ -300,9 +303,8 @@ def test_a_signal_to_the_launcher_ends_every_process_on_every_host(
     source = FAMILY + (
         "if os.environ['DUALDIST_RANK'] == '1': os.kill(int(sys.argv[1]), int(sys.argv[2]))\nsignal.pause()\n"
     )
-    before = signal.signal(
-        number, lambda *_: None
-    )  # whoever started us may ignore it, and then the launcher does
+    # If the parent of this process ignores the signal, the launcher would ignore it too.
+    before = signal.signal(number, lambda *_: None)
     try:
         ended = run("-H", "localhost:1,hostA:1", *python(source, str(os.getpid()), str(int(number))))
     finally:
@@ -330,7 +332,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_running(families: Families) ->
     )
     try:
         assert launcher.stdout is not None
-        for _ in range(2):  # both are up
+        for _ in range(2):  # until both have started
             launcher.stdout.readline()
         family = families()
         launcher.kill()
@@ -364,4 +366,4 @@ def test_several_hosts_join_one_world_on_every_backend(
     assert ended.code == 0, ended.errors
     total = sum(range(1, len(six) + 1))
     for rank, numbers in enumerate(six):
-        assert ended.said(rank).decode() == f"{numbers} {backend} dualdist run {total:.1f}\n"
+        assert ended.written(rank).decode() == f"{numbers} {backend} dualdist run {total:.1f}\n"

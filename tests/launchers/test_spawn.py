@@ -1,4 +1,4 @@
-"""`dualdist.spawn` for real: results in order, the first failure raised here, and no process left behind."""
+"""`dualdist.spawn` with real processes: results in order, the first failure is raised, no process is left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def work():
     signal.pause()
 
 if __name__ == "__main__":
-    import dualdist  # here, so that the processes do without torch
+    import dualdist  # here, so that the processes do not import torch
     dualdist.spawn(work, nprocs=2)
 """
 
@@ -46,18 +46,18 @@ def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
         assert torch.equal(total, torch.tensor([3.0, 3.0]))
 
 
-def test_results_come_in_rank_order_whatever_their_size() -> None:
+def test_results_are_in_rank_order_whatever_their_size() -> None:
     text = b"\xff" * 3_000_000
     assert hvd.spawn(spawn_functions.describe, (10, text), 3) == [
         (rank, 3, rank * 10, text) for rank in range(3)
     ]
 
 
-def test_without_a_number_there_is_one_process_per_gpu_or_one() -> None:
+def test_the_default_is_one_process_per_gpu_or_a_single_one() -> None:
     assert len(hvd.spawn(spawn_functions.describe, (1, b""))) == max(1, torch.cuda.device_count())
 
 
-def test_variables_are_set_before_the_processes_start_and_stay_out_of_this_one(
+def test_variables_are_set_in_the_processes_and_not_in_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "7")
@@ -88,7 +88,7 @@ def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
         (spawn_functions.end_with, (0, True), 0, "ended with exit code 0 before"),
     ],
 )
-def test_a_death_without_an_exception_tells_rank_and_code(
+def test_the_error_for_a_death_without_an_exception_names_rank_and_exit_code(
     function: object, args: tuple[object, ...], code: int, words: str
 ) -> None:
     with pytest.raises(ProcessEndedError, match=words) as caught:
@@ -100,25 +100,25 @@ def test_leaving_by_sys_exit_without_a_code_returns_none() -> None:
     assert hvd.spawn(spawn_functions.end_with, (0, False), 2) == ["returned", None]
 
 
-def test_an_exception_that_cannot_be_sent_is_told_in_words() -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
     with pytest.raises(ProcessEndedError, match=r"Rank 0 raised .*Unsendable: 1 and 2") as caught:
         hvd.spawn(spawn_functions.raise_unsendable, nprocs=1)
     assert "Traceback" in str(caught.value.__cause__)
 
 
-def test_a_result_that_cannot_be_sent_is_an_error() -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(
         TypeError, match="must return an object that can be pickled, but returned a lock instead"
     ):
         hvd.spawn(spawn_functions.return_unsendable, nprocs=1)
 
 
-def test_what_takes_too_long_is_ended() -> None:
+def test_processes_are_ended_after_the_timeout() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] still ran"):
         hvd.spawn(spawn_functions.block, nprocs=2, timeout=0.5)
 
 
-def test_what_cannot_be_sent_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_pickled_are_an_error_before_anything_starts(tmp_path: Path) -> None:
     marker = tmp_path / "started"
     with pytest.raises(ConfigurationError, match="lambda"):
         hvd.spawn(lambda: marker.touch(), nprocs=1)
@@ -127,7 +127,9 @@ def test_what_cannot_be_sent_is_an_error_before_anything_starts(tmp_path: Path) 
     assert not marker.exists()
 
 
-def test_a_function_that_was_typed_in_is_told_to_go_into_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_typed_into_a_prompt_is_an_error_that_asks_for_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
     with pytest.raises(ConfigurationError, match="typed in"):
@@ -135,7 +137,7 @@ def test_a_function_that_was_typed_in_is_told_to_go_into_a_module(monkeypatch: p
     assert hvd.spawn(spawn_functions.describe, (1, b""), 1) == [(0, 1, 0, b"")]
 
 
-def test_no_thread_and_no_open_file_is_left_here() -> None:
+def test_no_thread_and_no_open_file_is_left() -> None:
     hvd.spawn(spawn_functions.describe, (1, b""), 1)
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     hvd.spawn(spawn_functions.describe, (1, b""), 2)
@@ -188,7 +190,7 @@ def test_a_parent_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def pretend_to_be(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Make the script `path` the main module, which the processes run first."""
+    """Make the script `path`, with content `text`, the main module, which the processes run first."""
     script = ModuleType("__main__")
     script.__file__ = str(path)
     path.write_text(text)
@@ -196,7 +198,7 @@ def pretend_to_be(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Mod
     return script
 
 
-def test_a_script_without_a_guard_is_told_so_instead_of_starting_ever_more_processes(
+def test_a_script_without_a_main_guard_is_an_error_instead_of_endless_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_to_be(tmp_path / "script.py", "import dualdist\ndualdist.spawn(print, nprocs=1)\n", monkeypatch)
@@ -204,7 +206,7 @@ def test_a_script_without_a_guard_is_told_so_instead_of_starting_ever_more_proce
         hvd.spawn(print, nprocs=1)
 
 
-def test_a_function_under_the_guard_is_told_to_come_out_of_it(
+def test_the_error_for_a_function_under_the_main_guard_says_to_move_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = pretend_to_be(tmp_path / "script.py", "", monkeypatch)

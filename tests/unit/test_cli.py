@@ -1,4 +1,4 @@
-"""The command line of `dualdist run`: horovodrun's, of which nothing is ignored."""
+"""The command line of `dualdist run`. It takes all options of horovodrun and silently ignores none."""
 
 from __future__ import annotations
 
@@ -63,13 +63,11 @@ def test_the_recorded_options_are_those_of_the_installed_horovodrun() -> None:
 
 
 @pytest.mark.parametrize("flag", [flag for row in REFUSED for flag in row.flags])
-def test_an_option_that_cannot_be_kept_is_refused_by_name(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_names_an_unsupported_option(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     count = next(row.arguments for row in REFUSED if flag in row.flags)
     assert main(["run", "-np", "1", flag, *["1"] * count, "false"]) == 2
-    told = capsys.readouterr().err
-    assert f"`{flag}` is not supported" in told and told.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert f"`{flag}` is not supported" in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_settings_become_the_variables_of_the_backend(
     assert variables_of(parsed(*arguments), "horovod") == (variables, [])
 
 
-def test_a_setting_of_horovod_alone_is_told_to_have_no_effect_on_torch() -> None:
+def test_settings_of_horovod_are_reported_as_without_effect_on_torch() -> None:
     args = parsed("--cycle-time-ms", "3", "--autotune", "--tcp")
     assert variables_of(args, "torch") == ({"NCCL_IB_DISABLE": "1"}, ["--cycle-time-ms", "--autotune"])
 
@@ -110,7 +108,9 @@ def test_a_setting_of_horovod_alone_is_told_to_have_no_effect_on_torch() -> None
 @pytest.mark.parametrize(
     "row", [row for row in TUNING if row.value not in (None, str)], ids=lambda row: row.dest
 )
-def test_a_value_out_of_range_is_refused_by_name(row: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_option_with_a_value_out_of_range(
+    row: Tuning, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", "-np", "1", "--backend", "horovod", f"{row.flags[0]}=-1", "false"]) == 2
     assert row.flags[0] in capsys.readouterr().err
 
@@ -136,17 +136,17 @@ def test_a_value_out_of_range_is_refused_by_name(row: Tuning, capsys: pytest.Cap
         (["-H", "192.0.2.1:1", "--network-interface", "none0", "true"], "'none0'"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_that_names_it(
+def test_the_error_for_a_wrong_command_line_is_one_line_that_names_the_problem(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert words in errors and errors.count("\n") == 1
 
 
 def test_an_unknown_option_and_an_abbreviation_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--frobnicate", "--verb"):
         with pytest.raises(SystemExit):
             main(["run", "-np", "1", option, "true"])
-        told = capsys.readouterr().err
-        assert option in told and told.startswith("usage: dualdist run -np")
+        errors = capsys.readouterr().err
+        assert option in errors and errors.startswith("usage: dualdist run -np")

@@ -1,4 +1,4 @@
-"""Launch detection: one row per launcher, and what is wrong in an environment that contradicts itself."""
+"""Launch detection: each launcher by its variables, and errors for environments that contradict themselves."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ ROWS = {
     "env": ENV,
 }
 OTHER = {"1": "0", "3": "1", "6": "2", "2": "1", "2(x3)": "1(x2)"}
-"""Numbers of another world, with which the variables of an outer launcher differ from the inner one's."""
+"""Number of the inner launcher's world -> number of the outer launcher's world."""
 
 
-def test_every_row_of_the_table_is_tried_here() -> None:
+def test_every_row_of_the_table_is_tested() -> None:
     assert [launcher.name for launcher in LAUNCHERS] == list(ROWS)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_launcher_is_known_by_its_variables(name: str) -> None:
+def test_each_launcher_is_recognised_by_its_variables(name: str) -> None:
     launch = detect(ROWS[name])
     assert (launch.launcher, launch.rank, launch.size) == (name, 3, 6)
     assert (launch.local_rank, launch.local_size) == (1, 2)
@@ -130,7 +130,7 @@ def test_the_launcher_nearest_to_the_process_wins(inner: str, outer: str) -> Non
         ("mpirun", "mpiexec"),
     ],
 )
-def test_launchers_that_disagree_at_the_same_level_are_both_named(one: str, other: str) -> None:
+def test_the_error_names_both_launchers_that_disagree(one: str, other: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         detect(of_another_world(other) | ROWS[one])
     message = str(caught.value)
@@ -143,25 +143,25 @@ def test_launchers_that_disagree_at_the_same_level_are_both_named(one: str, othe
 @pytest.mark.parametrize(
     ("one", "other"), [("mpirun", "env"), ("srun", "env"), ("jsrun", "mpirun"), ("srun", "mpiexec")]
 )
-def test_launchers_that_agree_are_one(one: str, other: str) -> None:
+def test_of_launchers_that_agree_the_first_row_is_reported(one: str, other: str) -> None:
     launch = detect(ROWS[one] | ROWS[other])
     assert (launch.launcher, launch.rank, launch.size) == (one, 3, 6)
 
 
-def test_an_outer_size_that_a_batch_script_exports_is_no_second_opinion() -> None:
+def test_a_world_size_that_a_batch_script_exports_is_ignored_under_srun() -> None:
     assert detect(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}).launcher == "srun"
 
 
 @pytest.mark.parametrize(
     "stale", [{"RANK": "3"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}]
 )
-def test_what_starts_no_process_is_ignored_by_name(stale: dict[str, str]) -> None:
+def test_variables_that_start_no_process_are_listed_as_ignored(stale: dict[str, str]) -> None:
     launch = detect(stale)
     assert (launch.launcher, launch.rank, launch.size) == ("python", 0, 1)
     assert launch.ignored == (("RANK=3",) if "RANK" in stale else ("SLURM_NTASKS=4",))
 
 
-def test_nodes_that_only_torchrun_is_told_of_are_an_error() -> None:
+def test_nodes_meant_for_torchrun_are_an_error_without_it() -> None:
     with pytest.raises(ConfigurationError, match="`torchrun` must be the command where PET_NNODES=2 is set"):
         detect({"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"})
 
@@ -176,7 +176,7 @@ RECORDED = sorted((Path(__file__).parent / "environments").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_recorded_environments_are_known_for_what_they_are(path: Path) -> None:
+def test_recorded_environments_are_detected(path: Path) -> None:
     record = json.loads(path.read_text())
     launch = detect(record["environment"])
     found = {field: getattr(launch, field) for field in record["expected"]}
@@ -184,7 +184,7 @@ def test_recorded_environments_are_known_for_what_they_are(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_mpi_joins_what_its_own_launchers_start(name: str) -> None:
+def test_mpi_starts_under_its_own_launchers_and_srun_with_pmix(name: str) -> None:
     assert detect(ROWS[name]).starts_mpi == (name in ("jsrun", "mpirun", "mpirun_rsh", "mpiexec"))
     assert detect(SRUN | {"PMIX_RANK": "3"}).starts_mpi
     assert not detect(of_another_world("mpirun") | TORCHRUN).starts_mpi
@@ -195,12 +195,12 @@ def test_horovod_starts_under_its_own_launchers_alone(name: str) -> None:
     assert detect(ROWS[name]).starts_horovod == (name in ("horovodrun", "mpirun"))
 
 
-def test_the_address_of_the_first_rank_makes_any_launcher_meet_there() -> None:
+def test_the_address_of_rank_0_is_the_meeting_point_under_any_launcher() -> None:
     assert detect(MPIRUN | {"MASTER_ADDR": "node1", "MASTER_PORT": "1"}).init_method == "env://"
     assert detect(MPIRUN | {"MASTER_ADDR": "node1"}).init_method is None
 
 
-def test_names_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
+def test_variables_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
     copies = {name: value for name, value in HOROVODRUN.items() if "GLOO" not in name} | {
         "DUALDIST_COMPAT": "1"
     }
@@ -208,17 +208,17 @@ def test_names_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
     assert detect(copies | HOROVODRUN).launcher == "horovodrun"
 
 
-def test_uneven_nodes_under_srun_leave_the_local_size_open() -> None:
+def test_uneven_nodes_under_srun_leave_the_local_size_unknown_without_a_node_number() -> None:
     launch = detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,2"})
     assert (launch.local_rank, launch.local_size) == (1, None)
 
 
 @pytest.mark.parametrize(("node", "size"), [("0", 4), ("1", 4), ("2", 3), ("3", None)])
-def test_uneven_nodes_are_counted_by_the_number_of_the_node(node: str, size: int | None) -> None:
+def test_the_local_size_of_uneven_nodes_is_found_by_the_node_number(node: str, size: int | None) -> None:
     assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}).local_size == size
 
 
-def test_absent_local_numbers_are_left_open() -> None:
+def test_absent_local_numbers_stay_unknown() -> None:
     launch = detect({"PMI_RANK": "1", "PMI_SIZE": "2"})
     assert (launch.local_rank, launch.local_size) == (None, None)
 
@@ -248,14 +248,14 @@ def test_contradictions_are_one_line_that_names_the_variable(
         assert word in message
 
 
-def test_a_value_tells_where_it_came_from() -> None:
+def test_describe_names_the_source_of_a_value() -> None:
     launch = detect(MPIRUN)
     assert launch.describe("size") == "6 (from OMPI_COMM_WORLD_SIZE)"
     assert launch.describe("rank") == "3 (from OMPI_COMM_WORLD_RANK)"
     assert detect({}).describe("size") == "1 (from plain python)"
 
 
-def test_detection_changes_nothing() -> None:
+def test_detection_does_not_change_the_environment() -> None:
     env = dict(TORCHRUN)
     assert detect(env) == detect(env) and env == TORCHRUN
 
@@ -269,6 +269,6 @@ def test_detection_changes_nothing() -> None:
         ({"TORCHELASTIC_MAX_RESTARTS": "0", "DUALDIST_ELASTIC_DIR": "/data"}, True),
     ],
 )
-def test_torchrun_starts_all_anew_when_it_may(change: dict[str, str], restarts: bool) -> None:
+def test_torchrun_restarts_processes_only_when_it_may(change: dict[str, str], restarts: bool) -> None:
     assert detect(TORCHRUN | change).restarts == restarts
     assert not detect(HOROVODRUN | change).restarts

@@ -1,4 +1,4 @@
-"""Host lists and host files, and which rank runs where."""
+"""Host lists, host files, and the host of each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_host_list_is_names_and_slots(text: str, hosts: list[tuple[str, int]])
     "text",
     ["", "node1:", "node1:two", "node1:-1", ":4", "a b:1", "-oProxyCommand=x:1", "a;b:1", "$(x):1", "a\nb"],
 )
-def test_what_is_no_host_name_is_refused_by_name(text: str) -> None:
+def test_an_error_quotes_what_is_not_a_host_name(text: str) -> None:
     with pytest.raises(ConfigurationError, match="-H") as caught:
         parse_hosts(f"good:1,{text}")
     assert repr(text) in str(caught.value)
@@ -46,7 +46,7 @@ def test_host_files_of_horovodrun_open_mpi_and_mpich_are_read() -> None:
 
 
 @pytest.mark.parametrize("line", ["node2 slots=x", "node2 4", "node2 slots=4 color=3", "no/de slots=1"])
-def test_a_wrong_line_of_a_host_file_is_told_with_its_number(line: str) -> None:
+def test_an_error_names_the_line_of_a_host_file(line: str) -> None:
     with pytest.raises(ConfigurationError, match="hosts:2"):
         parse_hostfile(f"node1 slots=1\n{line}\n", "hosts")
 
@@ -73,21 +73,21 @@ def test_without_a_number_of_processes_all_slots_are_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "told"),
+    ("size", "words"),
     [(0, "at least 1, but is 0"), (-1, "at least 1, but is -1"), (4, "the 3 slots of a:2, b:1, but is 4")],
 )
-def test_too_many_and_too_few_processes_are_errors(size: int, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+def test_too_many_and_too_few_processes_are_errors(size: int, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
         assign([Host("a", 2), Host("b", 1)], size)
 
 
-def test_this_machine_is_known_by_its_names_and_addresses() -> None:
+def test_names_and_addresses_of_this_machine_are_local() -> None:
     for name in ("localhost", "127.0.0.1", "127.0.0.7", "[::1]", socket.gethostname()):
         assert is_local(name)
     assert not is_local("192.0.2.1")  # an address of no machine: RFC 5737
 
 
-def test_the_ssh_command_is_one_word_for_the_other_shell() -> None:
+def test_the_ssh_command_is_quoted_for_the_remote_shell() -> None:
     made = ssh_command(
         "[fe80::1]",
         ["/a b/python", "-c", "print('$x')"],

@@ -1,4 +1,4 @@
-"""The key-value server: who holds the secret meets there, and nobody else gets or does anything."""
+"""The key-value server: only clients that know the secret can use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualdist.rendezvous.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueCli
 
 SECRET = b"s" * 32
 TIMEOUT = 0.3
-"""Seconds that the server gives a client here: tests wait for its end."""
+"""Seconds that the server here waits for a client. Short, because tests wait until it is over."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def stranger(server: KeyValueServer) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """Return everything that comes until the other end closes."""
+    """Return everything that arrives until the other end closes."""
     received = b""
     try:
         while part := connection.recv(1 << 16):
@@ -42,7 +42,7 @@ def rest(connection: socket.socket) -> bytes:
     return received
 
 
-def test_what_one_sets_another_gets(server: KeyValueServer) -> None:
+def test_a_value_that_one_client_sets_is_read_by_another(server: KeyValueServer) -> None:
     with connected(server) as one, connected(server) as other:
         one.set("a", b"\0\xff")
         assert other.get("a", 0) == b"\0\xff"
@@ -96,7 +96,8 @@ def test_a_server_without_the_secret_is_refused_by_the_client() -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
 
-        def relay() -> None:  # passes on the greeting, and lets everyone in
+        def relay() -> None:
+            # Passes on the greeting and accepts every client.
             connection, _ = listener.accept()
             with connection, stranger(honest) as real:
                 connection.sendall(real.recv(1 << 16))
@@ -110,7 +111,9 @@ def test_a_server_without_the_secret_is_refused_by_the_client() -> None:
         thread.join(20)
 
 
-def test_a_client_that_answers_with_the_servers_own_words_is_not_let_in(server: KeyValueServer) -> None:
+def test_a_client_cannot_use_one_connection_to_answer_the_challenge_of_another(
+    server: KeyValueServer,
+) -> None:
     with stranger(server) as one, stranger(server) as other:
         challenge = one.recv(1 << 16)[-32:]
         other.recv(1 << 16)
@@ -122,12 +125,14 @@ def test_a_client_that_answers_with_the_servers_own_words_is_not_let_in(server: 
 @pytest.mark.parametrize(
     "words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 63], ids=["silence", "http", "short"]
 )
-def test_silence_and_garbage_end_and_hold_up_nobody(words: bytes, server: KeyValueServer) -> None:
+def test_silent_and_wrong_clients_are_disconnected_and_do_not_delay_others(
+    words: bytes, server: KeyValueServer
+) -> None:
     with stranger(server) as other, connected(server) as store:
         other.sendall(words)
         store.set("a", b"1")
         assert store.get("a", 0) == b"1"
-        greeting = rest(other)  # which ends, after the server's patience
+        greeting = rest(other)  # until the server closes the connection
         assert len(greeting) == len(b"dualdist-kv-1\n") + 32
 
 
@@ -141,7 +146,7 @@ def test_silence_and_garbage_end_and_hold_up_nobody(words: bytes, server: KeyVal
     ],
     ids=["long key", "long value", "unknown", "half"],
 )
-def test_a_request_out_of_bounds_ends_its_connection_alone(request_: bytes, server: KeyValueServer) -> None:
+def test_a_wrong_request_ends_only_its_own_connection(request_: bytes, server: KeyValueServer) -> None:
     with connected(server) as bad, connected(server) as good:
         bad._socket.settimeout(20)
         bad._socket.sendall(request_)
@@ -151,7 +156,7 @@ def test_a_request_out_of_bounds_ends_its_connection_alone(request_: bytes, serv
             good.get("k", 0)
 
 
-def test_what_is_too_long_is_refused_before_it_is_sent(server: KeyValueServer) -> None:
+def test_too_long_keys_and_values_are_refused_before_they_are_sent(server: KeyValueServer) -> None:
     with connected(server) as store:
         with pytest.raises(ValueError, match=str(LONGEST_VALUE)):
             store.set("a", bytes(LONGEST_VALUE + 1))
@@ -160,12 +165,12 @@ def test_what_is_too_long_is_refused_before_it_is_sent(server: KeyValueServer) -
         store.set("a", b"1")
 
 
-def test_the_server_listens_on_its_address_alone(server: KeyValueServer) -> None:
+def test_the_server_listens_only_on_its_address(server: KeyValueServer) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", server.port), timeout=20)
 
 
-def test_a_closed_server_is_told_with_its_address(server: KeyValueServer) -> None:
+def test_the_error_after_the_server_closed_names_its_address(server: KeyValueServer) -> None:
     with connected(server) as store:
         server.close()
         with pytest.raises(OSError):

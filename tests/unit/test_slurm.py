@@ -27,7 +27,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_ranks_meet_at_the_first_host_and_tell_another_jobs_server_by_its_secret() -> None:
+def test_ranks_meet_on_the_first_host_and_skip_the_server_of_another_job() -> None:
     stranger, ours = (STEP | {"DUALDIST_SECRET": secret} for secret in ("00", "11"))
     heard = []
 
@@ -44,7 +44,7 @@ def test_ranks_meet_at_the_first_host_and_tell_another_jobs_server_by_its_secret
     assert heard == [b"yes"]
 
 
-def test_a_rank_0_that_does_not_come_is_an_error_that_names_the_remedy() -> None:
+def test_the_error_when_rank_0_does_not_answer_names_the_remedy() -> None:
     with (
         pytest.raises(ConfigurationError, match="MASTER_ADDR"),
         connect(1, STEP | {"SLURM_NODEID": "1"}, 0.1),

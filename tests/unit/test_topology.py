@@ -1,4 +1,4 @@
-"""From where each rank runs to the six numbers."""
+"""The six numbers of each rank, computed from where each rank runs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ CASES: dict[str, tuple[list[Place], list[tuple[int, int, int, int]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_are_those_counted_by_hand(case: str) -> None:
+def test_the_six_numbers_equal_those_counted_by_hand(case: str) -> None:
     places, expected = CASES[case]
     worlds = topology(places)
     assert [(w.rank, w.size) for w in worlds] == [(rank, len(places)) for rank in range(len(places))]
     assert [(w.local_rank, w.local_size, w.cross_rank, w.cross_size) for w in worlds] == expected
 
 
-def test_several_agents_on_a_host_are_nodes_of_their_own() -> None:
+def test_each_agent_on_a_host_counts_as_a_node() -> None:
     assert nodes([("a", 0), ("a", 1), ("a", 0), ("a", 0), ("b", 0)]) == ["a", "a", "a.1", "a.2", "b"]
     assert nodes([("a", None), ("a", None)]) == ["a", "a"]
