@@ -1,7 +1,12 @@
-"""Collectives under Horovod's names: values, dtypes and layouts, agreement, handles and gradients, for any backend."""
+"""The collectives, under Horovod's names, on any backend: one file per collective.
+
+Public functions are in the files here, what they do in plans/, their gradients in autograd.py. reduction.py and
+movement.py do the work on a Group, in the format of wire.py.
+"""
 
 from __future__ import annotations
 
+from .allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from .allreduce import (
     allreduce,
     allreduce_,
@@ -11,19 +16,21 @@ from .allreduce import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    sparse_allreduce_async,
 )
-from .alltoall import alltoall, alltoall_async, scatter
+from .alltoall import alltoall, alltoall_async
 from .broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from .gather import allgather, allgather_async, gather, grouped_allgather, grouped_allgather_async
-from .join import barrier, join, poll, synchronize
+from .gather import gather
+from .handles import poll, synchronize
+from .join import barrier, join
+from .reduce import reduce
 from .reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
-    reduce,
     reducescatter,
     reducescatter_async,
 )
+from .scatter import scatter
+from .sparse import sparse_allreduce_async
 
 __all__ = (
     "allgather",

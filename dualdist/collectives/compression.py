@@ -1,4 +1,4 @@
-"""Gradient compression: cast before sending, cast back after. Same shape as horovod/torch/compression.py."""
+"""Gradient compression: a cast before sending and a cast back after. The interface of horovod/torch/compression.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ("Compression", "Compressor")
 
 
 class Compressor:
-    """What is sent in a tensor's place."""
+    """Sends tensors as they are; the base class of compressors."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Return what to send for `tensor`, and what `decompress` needs."""
+        """Return the tensor to send, and the `ctx` of `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Return `tensor` as `compress` found it."""
+        """Return `tensor` with the dtype that it had before `compress`."""
         return tensor
 
 
@@ -46,7 +46,7 @@ class _BFloat16(_Cast):
 
 
 class Compression:
-    """The compressors to choose from: `none`, `fp16` and `bf16` (floating-point tensors alone are cast)."""
+    """The compressors: `none`, `fp16` and `bf16`. They cast only floating-point tensors."""
 
     none = Compressor
     fp16 = _Float16

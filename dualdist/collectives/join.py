@@ -1,8 +1,6 @@
-"""join and barrier, poll and synchronize: collectives without data of their own."""
+"""join and barrier, and what a rank does that has joined."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -13,31 +11,22 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .plan import Plan, make_call
-from .reduce import contribute_nothing
+from .plans.plan import Plan, make_call
+from .reduction import Reduction, reduce_tensors
+from .wire import neutral
 
-__all__ = ("barrier", "join", "poll", "stand_in", "synchronize")
-
-
-def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
-    """Do what a rank that has joined does while the others run `call`."""
-    given = dict(call.arguments)
-    if call.kind.when_joined is WhenJoined.REDUCTION:
-        device = torch.device(given["device"])
-        contribute_nothing(group, call, device if device.type == "cpu" else torch.device("cuda"))
-    elif call.kind.when_joined is WhenJoined.GRADIENTS:
-        current().grad_syncs[given["process_set"]][given["grad_sync"]].contribute_nothing()
+__all__ = ("barrier", "join", "stand_in")
 
 
 def join(device: int = -1) -> int:
-    """Wait until every rank has joined, taking part in the others' allreduces meanwhile; return the last rank to join.
+    """Wait until every rank has joined, and take part in the other ranks' allreduces. Return the last rank to join.
 
-    For uneven numbers of batches: a rank that has run out joins. It contributes zeros to Sum, Average and Adasum,
-    and nothing to Min, Max and Product; Average still divides by the size of the world. Other collectives than
-    allreduce, grouped_allreduce, barrier and gradient synchronisation raise HorovodInternalError on the ranks that
-    call them meanwhile. Collective over the world.
+    For uneven numbers of batches: a rank joins when it has no more data. It contributes zeros to Sum, Average and
+    Adasum, and nothing to Min, Max and Product; Average still divides by the size of the world. The other ranks can
+    call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
+    HorovodInternalError there. Collective over the world.
 
-    device: the GPU for the zeros, as in Horovod; the current one is used.
+    device: the GPU for the zeros in Horovod; here it has no effect, the current GPU is used.
     """
     return channel_of(global_process_set).join()
 
@@ -51,17 +40,21 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Plan(channel, make_call(kinds.BARRIER, None), lambda group, verdict: None).run()
 
 
-def poll(handle: int) -> bool:
-    """Return whether `synchronize(handle)` would return at once. Local.
+def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
+    """Take part in `call` of the other ranks, as a rank that has joined."""
+    arguments = dict(call.arguments)
+    if call.kind.when_joined is WhenJoined.REDUCTION:
+        _contribute_neutral(group, call)
+    elif call.kind.when_joined is WhenJoined.GRADIENTS:
+        current().grad_syncs[arguments["process_set"]][arguments["grad_sync"]].contribute_nothing()
 
-    Raises ValueError for a handle that is unknown or was synchronized.
-    """
-    return current().handles.poll(handle)
 
-
-def synchronize(handle: int) -> Any:
-    """Wait for an asynchronous collective and return its result; None for a handle that is unknown or was used. Local.
-
-    Raises HorovodInternalError when the collective failed.
-    """
-    return current().handles.synchronize(handle)
+def _contribute_neutral(group: Group, call: Call) -> None:
+    """Take part in the reduction `call` with values that do not change its result."""
+    arguments, op = dict(call.arguments), Reduction.of(call).op
+    device = torch.device("cpu" if arguments["device"] == "cpu" else "cuda")
+    tensors = []
+    for shape, name in zip(arguments["shapes"], arguments["dtypes"], strict=True):
+        dtype = getattr(torch, name)
+        tensors.append(torch.full(shape, neutral(dtype, op), dtype=dtype, device=device))
+    reduce_tensors(group, tensors, Reduction(op))

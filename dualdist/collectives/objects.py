@@ -1,4 +1,4 @@
-"""Collectives of Python objects, by pickle; cloudpickle where it is installed, as Horovod does."""
+"""Collectives of Python objects, sent with pickle, or with cloudpickle if it is installed, as in Horovod."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from ..agreement import kinds
 from ..backends.base import Group
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .move import exchange_rows, gather_rows
-from .plan import Plan, check_root, make_call, planned
+from .movement import allgather_rows, alltoall_rows
+from .plans.arguments import check_root
+from .plans.plan import Plan, make_call, planned
 
 __all__ = ("allgather_object", "broadcast_object", "gather_object", "scatter_object")
 
@@ -56,7 +57,7 @@ def broadcast_object(
     """Return rank `root_rank`'s `obj` on every rank: the object itself on the root, a copy elsewhere.
 
     Collective: every member of `process_set` must call it, in the same order; `obj` is ignored on the other ranks.
-    Raises what pickle raises on the root, and HorovodInternalError then on the others.
+    If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks.
     """
     return plan_broadcast_object(obj, root_rank, name, process_set=process_set).run()
 
@@ -66,7 +67,7 @@ def plan_allgather_object(obj: Any, name: str | None, *, process_set: ProcessSet
     data = _dump(obj)
 
     def execute(group: Group, verdict: Any) -> list[Any]:
-        (gathered,) = gather_rows(group, [data], verdict.counts)
+        (gathered,) = allgather_rows(group, [data], verdict.counts)
         return [_load(part) for part in gathered.split(verdict.counts)]
 
     return Plan(channel_of(process_set), make_call(kinds.ALLGATHER_OBJECT, name, count=data.numel()), execute)
@@ -77,8 +78,8 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order.
 
-    Collective: every member of `process_set` must call it, in the same order. Raises what pickle raises, and
-    HorovodInternalError then on the others.
+    Collective: every member of `process_set` must call it, in the same order. If pickling fails on a rank, its error
+    is raised there and HorovodInternalError on the other ranks.
     """
     return plan_allgather_object(obj, name, process_set=process_set).run()
 
@@ -89,10 +90,10 @@ def plan_gather_object(
 ) -> Plan[list[Any] | None]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     data = _dump(obj)
-    splits = [data.numel() if place == root else 0 for place in range(channel.group.size)]
+    splits = [data.numel() if index == root else 0 for index in range(channel.group.size)]
 
     def execute(group: Group, verdict: Any) -> list[Any] | None:
-        rows, counts = exchange_rows(group, data, splits)
+        rows, counts = alltoall_rows(group, data, splits)
         return [_load(part) for part in rows.split(counts)] if group.rank == root else None
 
     return Plan(channel, make_call(kinds.GATHER_OBJECT, name, root_rank=root_rank), execute)
@@ -123,7 +124,7 @@ def plan_scatter_object(
     data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     splits = [part.numel() for part in parts] or [0] * size
     call = make_call(kinds.SCATTER_OBJECT, name, root_rank=root_rank)
-    return Plan(channel, call, lambda group, verdict: _load(exchange_rows(group, data, splits)[0]))
+    return Plan(channel, call, lambda group, verdict: _load(alltoall_rows(group, data, splits)[0]))
 
 
 def scatter_object(
@@ -132,9 +133,9 @@ def scatter_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return this rank's copy of the object that rank `root_rank` holds for it in `objs`, one for each rank.
+    """Return a copy of the object for this rank in rank `root_rank`'s list `objs`, which has one object per rank.
 
     Collective: every member of `process_set` must call it, in the same order; `objs` is ignored on the other ranks.
-    Raises ValueError on the root when their number is wrong, and HorovodInternalError then on the others.
+    If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks.
     """
     return plan_scatter_object(objs, root_rank, name, process_set=process_set).run()

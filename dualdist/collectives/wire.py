@@ -1,7 +1,7 @@
-"""Between users' tensors and what a backend takes: flat, contiguous, on the wire device, of a dtype it knows.
+"""The wire format: conversion between users' tensors and flat, contiguous tensors that every backend accepts.
 
-Data that is only moved travels as bytes, so every dtype moves on every backend. Data that is reduced travels in a
-dtype which the backend reduces: small integers and bool as int32, bfloat16 as float32, complex numbers as pairs.
+Data that is only moved is sent as bytes, so every dtype works on every backend. Data that is reduced is sent in a dtype
+that the backend can reduce: small integers and bool as int32, bfloat16 as float32, complex numbers as pairs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NATIVE = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, t
 
 
 def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the numbers of `tensor` as ((n,), uint8) on the wire device; a view where that is possible."""
+    """Return the numbers of `tensor` as ((n,), uint8) on the wire device; a view if possible."""
     sent = tensor.detach().to(group.wire_device(tensor.device)).resolve_conj().resolve_neg().contiguous()
-    # A single number is contiguous whatever its stride, but is viewed as bytes only with a stride of 1.
+    # A tensor with one element is contiguous with any stride, but torch views it as bytes only with stride 1.
     return sent.as_strided((sent.numel(),), (1,)).view(torch.uint8)
 
 
@@ -44,7 +44,7 @@ def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> 
 
 
 def check_reducible(dtype: torch.dtype, op: int) -> None:
-    """Raise ValueError unless numbers of `dtype` can be reduced by `op`."""
+    """Raise ValueError unless `op` can reduce numbers of `dtype`."""
     if op not in range(len(REDUCE_OP_NAMES)):
         raise ValueError(f"`op` must be one of {', '.join(REDUCE_OP_NAMES)}, but is {op!r} instead.")
     name, kind = REDUCE_OP_NAMES[op], str(dtype).removeprefix("torch.")
@@ -61,14 +61,14 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
 
 
 def reduction_dtype(dtype: torch.dtype, group: Group) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` are reduced by `group`."""
+    """Return the dtype in which `group` reduces numbers of `dtype`."""
     if dtype in group.reduce_dtypes and dtype is not torch.bool:
         return dtype
     return _WIDER[dtype]
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the numbers of `tensors` behind one another, (n,) of `dtype` on `device`; never a view of them."""
+    """Return the numbers of `tensors` concatenated, (n,) of `dtype` on `device`; always a copy."""
     flat = [
         (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().reshape(-1).to(device, dtype)
         for t in tensors
@@ -77,7 +77,7 @@ def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.devi
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the numbers of `flat` into `tensors`, the reverse of `pack`; integers wrap as they do in torch."""
+    """Write the numbers of `flat` into `tensors`, the reverse of `pack`; integers wrap around as in torch."""
     start = 0
     for tensor in tensors:
         target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -87,7 +87,7 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def neutral(dtype: torch.dtype, op: int) -> float | int:
-    """Return the number that does not change the others' result: what a rank that has joined contributes."""
+    """Return the neutral element of `op`, which a rank that has joined contributes."""
     if op in (Sum, Average, Adasum):
         return 0
     if op == Product:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..collectives.reduce import scale_
+from ..collectives.reduction import scale_
 from .buckets import Bucket, as_real
 from .tracked_parameter import TrackedParameter
 

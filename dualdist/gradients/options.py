@@ -12,7 +12,7 @@ from ..agreement import kinds
 from ..agreement.kinds import Kind
 from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
-from ..collectives.reduce import Reduction
+from ..collectives.reduction import Reduction
 from ..collectives.wire import reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet

@@ -16,7 +16,8 @@ import torch
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..backends.base import Group, Work
-from ..collectives.reduce import scale_, sum_sparse
+from ..collectives.reduction import scale_
+from ..collectives.sparse import sum_sparse
 from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Sum

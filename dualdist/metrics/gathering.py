@@ -9,7 +9,7 @@ import torch
 
 from ..collectives import allgather, grouped_allgather
 from ..collectives.outcomes import on_all_ranks
-from ..collectives.plan import check_tensor
+from ..collectives.plans.arguments import check_tensor
 from ..world.device import device
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from ..collectives.compression import Compression, Compressor
-from ..collectives.reduce import Reduction
+from ..collectives.reduction import Reduction
 from ..gradients.adasum_step import AdasumStep
 from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ..agreement import kinds
 from ..collectives.compression import Compression
 from ..collectives.join import join
-from ..collectives.reduce import Reduction
+from ..collectives.reduction import Reduction
 from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions

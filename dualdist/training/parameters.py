@@ -11,7 +11,8 @@ import torch
 from ..agreement import kinds
 from ..backends.base import Group
 from ..collectives.objects import broadcast_object
-from ..collectives.plan import Plan, check_root, check_tensor, make_call, planned
+from ..collectives.plans.arguments import check_root, check_tensor
+from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.wire import as_bytes, from_bytes
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 

@@ -238,6 +238,38 @@ def test_scatter_gathers_the_gradients_on_the_root() -> None:
         assert gradient(x, hvd.scatter(x, root)) == expected
 
 
+def second_gradient(tensor: torch.Tensor, loss: torch.Tensor) -> list[float]:
+    """Return the gradient of `tensor` under the sum of its gradient under `loss`."""
+    (grad,) = torch.autograd.grad(loss, [tensor], create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), [tensor])
+    return second.tolist()
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@everywhere
+def test_gradients_of_allreduce_can_be_differentiated(op: int) -> None:
+    x = leaf(1.0, 2.0)
+    # Each of the two gradients is summed over the ranks, or averaged.
+    times = hvd.size() ** 2 if op == hvd.Sum else 1
+    assert second_gradient(x, (hvd.allreduce(x, op=op) ** 2).sum()) == pytest.approx([2.0 * times] * 2)
+
+
+@everywhere
+def test_gradients_of_alltoall_can_be_differentiated() -> None:
+    x = leaf(*range(hvd.size()))
+    received = hvd.alltoall(x)
+    assert isinstance(received, torch.Tensor)
+    assert second_gradient(x, (received**3).sum()) == [6.0 * value for value in range(hvd.size())]
+
+
+@everywhere
+def test_gradients_of_allgather_can_be_differentiated() -> None:
+    x = leaf(hvd.rank() + 1.0)
+    # Only this rank's part of the sum depends on x, and the gradient of allgather is an average.
+    expected = 6.0 * (hvd.rank() + 1) / hvd.size()
+    assert second_gradient(x, (hvd.allgather(x) ** 3).sum()) == pytest.approx([expected])
+
+
 @everywhere
 def test_no_grad_gives_plain_tensors() -> None:
     x = leaf(1.0)

@@ -10,7 +10,7 @@ import torch
 
 from dualdist.agreement.verdict import payload_capacity
 from dualdist.backends.base import Group, Work
-from dualdist.collectives.reduce import Reduction, payload_of, reduce_payloads, reduce_tensors
+from dualdist.collectives.reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 from dualdist.collectives.wire import neutral
 from dualdist.types import Average, Max, Min, Product, Sum
 

@@ -1,0 +1,62 @@
+"""allgather and grouped_allgather in all their forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..world.process_sets import ProcessSet, global_process_set
+from .autograd import Allgather, record
+from .plans.allgather import plan_allgather
+
+__all__ = ("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async")
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return the tensors of all ranks, concatenated along dimension 0 in rank order; differentiable.
+
+    Collective: every member of `process_set` must call it, in the same order.
+
+    Args:
+        tensor: (n, ...), where n may differ between ranks and be 0; a number (0-dim) counts as (1,); any dtype.
+        name: must be equal on all ranks; shown in errors and on the timeline.
+
+    Returns:
+        (sum of n, ...), same dtype and device.
+
+    Raises:
+        ValueError: an argument is wrong on this rank.
+        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank did not call in time, or the backend
+            failed.
+    """
+    (gathered,) = record(
+        Allgather, plan_allgather([tensor], name, process_set=process_set), [tensor], process_set
+    )
+    return gathered
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start an `allgather` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
+    plan = plan_allgather([tensor], name, process_set=process_set)
+    return plan.then(lambda outputs: outputs[0]).submit()
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable."""
+    tensors = list(tensors)
+    plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
+    return record(Allgather, plan, tensors, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors."""
+    return plan_allgather(list(tensors), name, grouped=True, process_set=process_set).submit()

@@ -1,0 +1,26 @@
+"""poll and synchronize: the results of asynchronous collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..world.context import current
+
+__all__ = ("poll", "synchronize")
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize(handle)` would return at once. Local.
+
+    Raises ValueError for a handle that is unknown or already synchronized.
+    """
+    return current().handles.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous collective and return its result. Local.
+
+    Returns None for a handle that is unknown or already synchronized. Raises HorovodInternalError if the collective
+    failed.
+    """
+    return current().handles.synchronize(handle)

@@ -1,0 +1,88 @@
+"""Data movement for allgather, broadcast, alltoall, gather and scatter: rows of tensors as bytes, on any Group."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from ..backends.base import Group
+from .wire import as_bytes, from_bytes
+
+__all__ = ("allgather_integers", "allgather_rows", "alltoall_rows", "broadcast_into", "rows_per_rank")
+
+
+def allgather_rows(
+    group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Return for each of `tensors` ((n, ...) on a member) the rows of all members: (sum of n, ...), in rank order.
+
+    rows: n of each member, for a single tensor; None: not known.
+    """
+    row_bytes = [_row_bytes(tensor) for tensor in tensors]
+    if rows is None:
+        row_counts = allgather_integers(group, [tensor.shape[0] for tensor in tensors])
+    else:
+        row_counts = [[count] for count in rows]
+    # For each member, the bytes of each of its tensors.
+    sizes = [[count * width for count, width in zip(counts, row_bytes, strict=True)] for counts in row_counts]
+    totals = [sum(member) for member in sizes]
+    data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
+    gathered = group.allgatherv(data, totals) if sum(totals) else data
+    parts = [part.split(member) for part, member in zip(gathered.split(totals), sizes, strict=True)]
+    return [
+        from_bytes(
+            torch.cat([part[index] for part in parts]),
+            (sum(counts[index] for counts in row_counts), *tensor.shape[1:]),
+            tensor,
+        )
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def broadcast_into(group: Group, tensor: torch.Tensor, root: int) -> None:
+    """Overwrite `tensor` with that of the member with index `root`."""
+    if tensor.numel() == 0:
+        return
+    data = as_bytes(tensor, group)
+    group.broadcast_(data, root).wait()
+    if data.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(from_bytes(data, tensor.shape, tensor))
+
+
+def alltoall_rows(
+    group: Group, tensor: torch.Tensor, splits: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Send splits[i] rows of `tensor` ((n, ...)) to member i. Return the received rows and their number from each."""
+    all_splits = allgather_integers(group, splits)
+    received = [member[group.rank] for member in all_splits]
+    row_bytes = _row_bytes(tensor)
+    data = as_bytes(tensor, group)[: sum(splits) * row_bytes]
+    output = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=data.device)
+    if any(map(any, all_splits)) and row_bytes:
+        group.alltoall(
+            output, data, [count * row_bytes for count in received], [count * row_bytes for count in splits]
+        ).wait()
+    return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), received
+
+
+def allgather_integers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the `numbers` of each member; every member has the same number of them."""
+    layout = struct.Struct(f"<{len(numbers)}q")
+    return [list(layout.unpack(message)) for message in group.allgather_bytes(layout.pack(*numbers))]
+
+
+def rows_per_rank(rows: int, size: int) -> list[int]:
+    """Return the share of `rows` of each of `size` ranks in a reducescatter.
+
+    If they do not divide, each of the first ranks gets one more row, as in Horovod 0.28.1
+    (horovod/common/ops/collective_operations.cc:314, ReducescatterOp::ComputeOutputShapeForRank).
+    """
+    return [rows // size + (index < rows % size) for index in range(size)]
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()

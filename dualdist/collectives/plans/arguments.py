@@ -1,0 +1,123 @@
+"""The arguments of collectives: checks on this rank, and descriptions that must be equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...types import REDUCE_OP_NAMES, Adasum
+from ...world.process_sets import ProcessSet, channel_of
+from ..adasum import check_adasum_size
+from ..reduction import Reduction
+from ..wire import check_reducible
+
+__all__ = (
+    "check_not_empty",
+    "check_reduction",
+    "check_root",
+    "check_rows",
+    "check_splits",
+    "check_tensor",
+    "describe_reduction",
+    "describe_rows",
+    "dtype_name",
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype`, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(tensor: Any, what: str = "tensor") -> None:
+    """Raise TypeError or ValueError unless `tensor` is a dense tensor that can be sent."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{what}` must be a torch.Tensor, but is a {type(tensor).__name__} instead.")
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
+        )
+    if tensor.is_quantized or tensor.device.type == "meta":
+        raise ValueError(
+            f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead."
+        )
+
+
+def check_rows(tensor: Any) -> None:
+    """Raise TypeError or ValueError unless `tensor` can be sent and has rows, (n, ...)."""
+    check_tensor(tensor)
+    if tensor.dim() == 0:
+        raise ValueError("`tensor` must have at least one dimension, but is a number instead.")
+
+
+def check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless there is a tensor in `tensors`."""
+    if not tensors:
+        raise ValueError("`tensors` must hold at least one tensor, but is empty instead.")
+
+
+def check_root(root_rank: int, process_set: ProcessSet) -> int:
+    """Return the index in the set of the global rank `root_rank`. Raises ValueError if it is not a member."""
+    ranks = channel_of(process_set).group.ranks
+    if root_rank not in ranks:
+        raise ValueError(f"`root_rank` must be one of the ranks {list(ranks)}, but is {root_rank} instead.")
+    return ranks.index(root_rank)
+
+
+def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
+    """Return the number of rows for each rank. Raises ValueError unless `splits` fits `size` and `tensor`."""
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"`tensor` must have rows that divide by {size} ranks, but has {rows} instead. Give `splits`."
+            )
+        return [rows // size] * size
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype is not torch.int32 or splits.dim() != 1:
+            raise ValueError(
+                f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead."
+            )
+        splits = splits.tolist()
+    counts = [int(count) for count in splits]
+    if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"`splits` must be {size} numbers of at least 0 with a sum of at most {rows} rows, but is {counts} instead."
+        )
+    return counts
+
+
+def check_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet) -> None:
+    """Raise ValueError, TypeError or NotImplementedError unless `reduction` can be applied to `tensors`."""
+    for tensor in tensors:
+        check_tensor(tensor)
+        check_reducible(tensor.dtype, reduction.op)
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ValueError(
+            f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead."
+        )
+    if reduction.op == Adasum:
+        check_adasum_size(channel_of(process_set).group.size)
+
+
+def describe_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction) -> dict[str, Any]:
+    """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
+    return {
+        "shapes": tuple(tuple(tensor.shape) for tensor in tensors),
+        "dtypes": tuple(dtype_name(tensor.dtype) for tensor in tensors),
+        "op": REDUCE_OP_NAMES[reduction.op],
+        "prescale_factor": reduction.prescale_factor,
+        "postscale_factor": reduction.postscale_factor,
+        "device": tensors[0].device.type,
+    }
+
+
+def describe_rows(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments for the Call of a collective that moves rows of `tensor`, (n, ...)."""
+    return {
+        "trailing_shape": tuple(tensor.shape[1:]),
+        "dtype": dtype_name(tensor.dtype),
+        "device": tensor.device.type,
+    }

@@ -1,0 +1,33 @@
+"""The plan of gather."""
+
+from __future__ import annotations
+
+import torch
+
+from ...agreement import kinds
+from ...agreement.verdict import Verdict
+from ...backends.base import Group
+from ...world.process_sets import ProcessSet, channel_of
+from ..movement import alltoall_rows
+from .arguments import check_root, check_tensor, describe_rows
+from .plan import Plan, make_call, planned
+
+__all__ = ("plan_gather",)
+
+
+@planned(kinds.GATHER)
+def plan_gather(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet
+) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the plan of a gather. Its result: the received rows, and their number from each rank, (size,) int32."""
+    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    check_tensor(tensor)
+    table = tensor if tensor.dim() else tensor.reshape(1)
+    call = make_call(kinds.GATHER, name, root_rank=root_rank, **describe_rows(table))
+    splits = [table.shape[0] if index == root else 0 for index in range(channel.group.size)]
+
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, counts = alltoall_rows(group, table, splits)
+        return rows, torch.tensor(counts, dtype=torch.int32)
+
+    return Plan(channel, call, execute)

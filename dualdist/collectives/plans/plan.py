@@ -1,0 +1,74 @@
+"""A plan: a collective whose arguments are checked on this rank, ready to run or to queue."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from ...agreement.call import Call
+from ...agreement.call_site import call_site
+from ...agreement.channel import Channel, Execute
+from ...agreement.kinds import Kind
+from ...world.context import current
+from ...world.process_sets import channel_of
+
+__all__ = ("Plan", "make_call", "planned")
+
+T = TypeVar("T")
+U = TypeVar("U")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Plan(Generic[T]):
+    """A collective whose arguments are right on this rank."""
+
+    channel: Channel
+    call: Call
+    execute: Execute[T]
+
+    def run(self) -> T:
+        """Agree with the other members, then do it. Collective over the process set."""
+        return self.channel.run(self.call, self.execute)
+
+    def submit(self) -> int:
+        """Queue it and return a handle."""
+        return current().handles.add(self.channel.submit(self.call, self.execute), self.call.name)
+
+    def then(self, change: Callable[[T], U]) -> Plan[U]:
+        """Return the plan with the result `change(result of this plan)`."""
+        return Plan(self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)))
+
+
+def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
+    """Decorate a function that makes a Plan of `kind`: if it raises, the other ranks get an error and do not wait."""
+
+    def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
+        @functools.wraps(make)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
+            try:
+                return make(*args, **kwargs)
+            except Exception as error:
+                # Without a world, or on a rank outside the set, there is no channel to report the error on.
+                with contextlib.suppress(TypeError, ValueError):
+                    channel_of(kwargs["process_set"]).fail(kind, error)  # type: ignore[arg-type]
+                raise
+
+        return wrapper
+
+    return decorate
+
+
+def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b"", **arguments: Any) -> Call:
+    """Return the Call of `kind` by the user's line; `arguments` must be equal on all members.
+
+    Raises ValueError if an asynchronous call of the same name is not finished, as Horovod does.
+    """
+    if name is not None and current().handles.is_outstanding(name):
+        raise ValueError(
+            f"`name` must not be in use, but {name!r} names a collective that is still outstanding."
+        )
+    return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)

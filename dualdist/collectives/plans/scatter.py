@@ -1,0 +1,32 @@
+"""The plan of scatter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...agreement import kinds
+from ...world.process_sets import ProcessSet, channel_of
+from ..movement import alltoall_rows
+from .arguments import check_root, check_rows, check_splits, check_tensor, describe_rows
+from .plan import Plan, make_call, planned
+
+__all__ = ("plan_scatter",)
+
+
+@planned(kinds.SCATTER)
+def plan_scatter(
+    tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSet
+) -> Plan[torch.Tensor]:
+    """Return the plan of a scatter. Its result: the received rows."""
+    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    size = channel.group.size
+    counts = [0] * size
+    if channel.group.rank == root:
+        check_rows(tensor)
+        counts = check_splits(tensor, splits, size)
+    else:
+        check_tensor(tensor)
+    call = make_call(kinds.SCATTER, name, root_rank=root_rank, **describe_rows(tensor))
+    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, tensor, counts)[0])

@@ -1,0 +1,127 @@
+"""The arithmetic of reductions, for allreduce, reducescatter, reduce and gradients, on any Group.
+
+The rule is Horovod's: out = postscale * reduce(prescale * x). Average is Sum with postscale / size
+(horovod/common/ops/gloo_operations.cc:162, collective_operations.cc:64), also while ranks have joined. Integers are
+scaled in double precision and truncated toward zero; an average of integers is an exact division.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..agreement.call import Call
+from ..agreement.verdict import payload_capacity
+from ..backends.base import Group
+from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
+from .adasum import adasum
+from .wire import pack, reduction_dtype, unpack
+
+__all__ = (
+    "Reduction",
+    "payload_of",
+    "reduce_payloads",
+    "reduce_tensors",
+    "scale_",
+)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The op and the factors of a reduction."""
+
+    op: int = Average
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+
+    @classmethod
+    def of(cls, call: Call) -> Reduction:
+        """Return the Reduction in the arguments of `call`."""
+        arguments = dict(call.arguments)
+        return cls(
+            REDUCE_OP_NAMES.index(arguments["op"]),
+            arguments["prescale_factor"],
+            arguments["postscale_factor"],
+        )
+
+
+def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation."""
+    classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        classes[tensor.dtype, tensor.device].append(tensor)
+    for (dtype, device), members in classes.items():
+        wire_dtype, wire_device = reduction_dtype(dtype, group), group.wire_device(device)
+        only = members[0]
+        if len(members) == 1 and only.is_contiguous() and (dtype, device) == (wire_dtype, wire_device):
+            _reduce_flat(group, only.detach().view(-1), reduction, [only])
+            continue
+        flat = pack(members, wire_dtype, wire_device)
+        _reduce_flat(group, flat, reduction, members)
+        with torch.no_grad():
+            unpack(flat, members)
+
+
+def _reduce_flat(
+    group: Group, flat: torch.Tensor, reduction: Reduction, members: Sequence[torch.Tensor]
+) -> None:
+    scale_(flat, reduction.prescale_factor)
+    if reduction.op == Adasum:
+        sizes = [member.numel() for member in members]
+        adasum(group, list(flat.split(sizes)))
+    else:
+        group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()
+    _finish(flat, reduction, group.size)
+
+
+def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:
+    """Turn the sum of the prescaled numbers into the result, in place."""
+    if reduction.op != Average:
+        scale_(flat, reduction.postscale_factor)
+    elif flat.is_floating_point() or reduction.postscale_factor != 1.0:
+        scale_(flat, reduction.postscale_factor / size)
+    else:
+        flat.copy_(torch.div(flat, size, rounding_mode="trunc"))
+
+
+def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> bytes:
+    """Return the prescaled numbers of `tensors`, to be sent with the agreement; nothing if they do not fit into it."""
+    first = tensors[0]
+    if first.device.type != "cpu" or reduction.op == Adasum or any(t.dtype != first.dtype for t in tensors):
+        return b""
+    dtype = reduction_dtype(first.dtype, group)
+    numel = sum(tensor.numel() for tensor in tensors) * (2 if first.is_complex() else 1)
+    if numel * dtype.itemsize > payload_capacity(group.size):
+        return b""
+    flat = pack(tensors, dtype, first.device)
+    scale_(flat, reduction.prescale_factor)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def reduce_payloads(
+    group: Group, payloads: Sequence[bytes], tensors: Sequence[torch.Tensor], reduction: Reduction
+) -> None:
+    """Overwrite `tensors` with the reduction of all members' payloads, bitwise equal on all members."""
+    dtype = reduction_dtype(tensors[0].dtype, group)
+    rows = torch.frombuffer(bytearray(b"".join(payloads)), dtype=dtype).view(len(payloads), -1)
+    combine = {Min: torch.amin, Max: torch.amax}.get(reduction.op)
+    if combine is not None:
+        flat = combine(rows, dim=0)
+    else:
+        flat = (torch.prod if reduction.op == Product else torch.sum)(rows, dim=0, dtype=dtype)
+    _finish(flat, reduction, group.size)
+    with torch.no_grad():
+        unpack(flat, tensors)
+
+
+def scale_(flat: torch.Tensor, factor: float) -> None:
+    """Multiply in place; integers in double precision, truncated toward zero."""
+    if factor == 1.0:
+        return
+    if flat.is_floating_point():
+        flat.mul_(factor)
+    else:
+        flat.copy_(flat.double().mul_(factor).to(flat.dtype))
