@@ -94,7 +94,7 @@ def test_a_failed_call_raises_on_the_members_at_the_same_line() -> None:
     assert "rank 0 failed in allreduce() at train.py:1: `splits` must fit" in verdict.error
 
 
-def test_a_failed_call_that_nobody_else_made_raises_nowhere() -> None:
+def test_a_failed_call_that_no_other_member_made_raises_nowhere() -> None:
     verdict = resolve([Entry(FAILED, call(line=1), "wrong"), active(call(line=2)), JOIN], RANKS)
     assert verdict.call is None and not verdict.raising
 
@@ -109,3 +109,8 @@ def test_payloads_of_all_members_together_stay_small() -> None:
     assert payload_capacity(2) == 2048
     for size in (2, 3, 100, 10_000):
         assert payload_capacity(size) * size <= 64 << 10
+
+
+def test_each_kind_has_a_name_of_its_own() -> None:
+    rows = [row for row in vars(kinds).values() if isinstance(row, Kind)]
+    assert len({row.name for row in rows}) == len(rows)
