@@ -1,8 +1,9 @@
-"""Which modules may import what: engines in backends/ and native/ alone, no torch in launch/."""
+"""Who may import whom: rooms in one order, no cycles, and names of backends only where backends are."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,35 +11,161 @@ import pytest
 import dualdist
 
 PACKAGE = Path(dualdist.__file__).parent
-MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+ROOMS = (
+    {"__main__"},
+    {"cli", "compat"},
+    {"__init__"},
+    {"native"},
+    {"elastic"},
+    {"checkpoint"},
+    {"training", "samplers", "metrics", "lr", "seeding"},
+    {"gradients"},
+    {"lifecycle"},
+    {"collectives"},
+    {"world"},
+    {"agreement"},
+    {"processes"},
+    {"backends"},
+    {"rendezvous"},
+    {"launch"},
+    {"types", "errors"},
+)
+"""From the top to the bottom: a module imports from its own room and from those further down."""
+
+WITHOUT_TORCH = {"launch", "rendezvous", "types", "errors"}
+
+BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "gloo", "mpi"}
+LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {
+    "jsrun",
+    "mpirun",
+    "mpirun_rsh",
+    "mpiexec",
+    "srun",
+}
 
 
-def imported(module: Path) -> set[str]:
-    """Return the absolute names that `module` imports, and those inside the package relative to it."""
-    names = set()
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+def modules_of(package: Path) -> dict[str, Path]:
+    """Return the modules of `package` by their names inside it, such as 'backends.base' and 'backends'."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+        found[name] = path
+    return found
+
+
+MODULES = modules_of(PACKAGE)
+
+
+def imports_of(name: str, modules: dict[str, Path]) -> tuple[set[str], set[str]]:
+    """Return the modules of the package that module `name` imports, and the absolute names of all others."""
+    inside: set[str] = set()
+    outside: set[str] = set()
+    path = modules[name]
+    package = name.split(".") if path.name == "__init__.py" and name != "__init__" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            outside |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            outside.add(node.module or "")
         elif isinstance(node, ast.ImportFrom):
-            origin = [*module.parts[: len(module.parts) - node.level], *(node.module or "").split(".")]
-            names.add(".".join(origin) if node.level else node.module or "")
-    return names
+            origin = package[: len(package) - node.level + 1] + (
+                node.module.split(".") if node.module else []
+            )
+            for alias in node.names:
+                target = ".".join([*origin, alias.name])
+                inside.add(target if target in modules else ".".join(origin) or "__init__")
+    return inside, outside
+
+
+def room_of(name: str) -> int:
+    return next(place for place, rooms in enumerate(ROOMS) if name.split(".")[0] in rooms)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that can reach themselves, those of one cycle together (each cycle once)."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += graph.get(name, ())
+        reached[start] = seen
+    groups = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in graph
+        if name in reached[name]
+    }
+    return sorted(map(list, groups))
+
+
+def compared_names(source: str) -> Iterator[str]:
+    """Yield the names of backends, transports and launchers with which `source` compares, as 'line: name'."""
+    for node in ast.walk(ast.parse(source)):
+        operands: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        for operand in operands:
+            parts = operand.elts if isinstance(operand, ast.Tuple | ast.List | ast.Set) else [operand]
+            for part in parts:
+                if isinstance(part, ast.Constant) and part.value in BACKENDS_AND_TRANSPORTS | LAUNCHERS:
+                    yield f"{node.lineno if isinstance(node, ast.expr) else part.lineno}: {part.value}"
 
 
 def starts(names: set[str], package: str) -> bool:
     return any(name == package or name.startswith(package + ".") for name in names)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_module_imports_what_its_place_allows(module: Path) -> None:
-    names = imported(module)
-    if module.parts[0] != "native":
-        assert not starts(names, "native")
-    if module.parts[0] not in ("backends", "native"):
-        assert not starts(names, "horovod") and not starts(names, "torch.distributed")
-    if module.parts[0] == "launch":
-        assert not starts(names, "torch")
-    if str(module) in ("types.py", "errors.py"):
-        assert not any(starts(names, package) for package in ("torch", "numpy", "context", "backends"))
-    if module.parts[0] == "backends":
-        assert not starts(names, "context") and not starts(names, "collectives")
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_from_its_room_and_those_below(name: str) -> None:
+    inside, outside = imports_of(name, MODULES)
+    assert not {other for other in inside if room_of(other) < room_of(name)}
+    room = name.split(".")[0]
+    if room not in ("backends", "native"):
+        assert not starts(outside, "horovod") and not starts(outside, "torch.distributed")
+    if room in WITHOUT_TORCH:
+        assert not starts(outside, "torch")
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert not cycles({name: imports_of(name, MODULES)[0] for name in MODULES})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_backends_and_launch_compare_with_names_of_backends_and_launchers(name: str) -> None:
+    if name.split(".")[0] not in ("backends", "launch", "compat"):  # there "horovod" is a module
+        assert not list(compared_names(MODULES[name].read_text()))
+
+
+def test_backends_do_not_compare_with_names_of_launchers() -> None:
+    found = {
+        name: [text for text in compared_names(path.read_text()) if text.split(": ")[1] in LAUNCHERS]
+        for name, path in MODULES.items()
+        if name.split(".")[0] == "backends"
+    }
+    assert not {name for name, texts in found.items() if texts}
+
+
+def test_the_checks_find_what_they_look_for(tmp_path: Path) -> None:
+    for name, text in {
+        "launch/detect.py": "from ..collectives.reduce import scale_\n",
+        "collectives/reduce.py": "from .gather import allgather\nimport torch.distributed as dist\n",
+        "collectives/gather.py": "def later():\n    from .reduce import scale_\n",
+        "collectives/__init__.py": "",
+        "world/context.py": "if launcher != 'python' or backend in ('torch', 'x'):\n    pass\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    modules = modules_of(tmp_path)
+    assert imports_of("launch.detect", modules)[0] == {"collectives.reduce"}
+    assert room_of("collectives.reduce") < room_of("launch.detect")
+    assert starts(imports_of("collectives.reduce", modules)[1], "torch.distributed")
+    graph = {name: imports_of(name, modules)[0] for name in modules}
+    assert cycles(graph) == [["collectives.gather", "collectives.reduce"]]
+    assert list(compared_names(modules["world.context"].read_text())) == ["1: python", "1: torch"]
