@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .arguments import launch_from
 from .detect import detect
 from .launchers import DUALDIST_RUN, ELASTIC_DIR, LAUNCHERS, SPAWN, Launcher
 from .topology import Place, nodes, topology
@@ -14,6 +15,7 @@ __all__ = (
     "Launcher",
     "Place",
     "detect",
+    "launch_from",
     "nodes",
     "topology",
 )

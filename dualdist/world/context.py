@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -24,8 +23,8 @@ from ..agreement.handles import HandleTable
 from ..agreement.stall import StallWatch
 from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
-from ..errors import ConfigurationError, NotInitializedError, WorldMismatchError
-from ..launch import detect, topology
+from ..errors import NotInitializedError, WorldMismatchError
+from ..launch import launch_from, topology
 from ..rendezvous import own_node
 from ..types import Launch, Settings, World
 from .settings import read_settings
@@ -133,7 +132,7 @@ def join_world(
     if _context is not None:
         return _context
     settings = read_settings(env)
-    launch = _launch(override, env)
+    launch = launch_from(override, env)
     if launch.ignored:
         logger.warning(
             "%s is ignored: no launcher started this process, so it trains alone. Start it with srun, "
@@ -174,24 +173,3 @@ def _leave_at_exit(process_id: int) -> None:
     """
     if os.getpid() == process_id:
         leave_world()
-
-
-def _launch(override: Mapping[str, Any], env: Mapping[str, str]) -> Launch:
-    given = {key: value for key, value in override.items() if value is not None}
-    if not given:
-        return detect(env)
-    detected = Launch("init") if given.keys() >= {"rank", "size"} else detect(env)
-    sources = dict(detected.sources) | {
-        key: f"init({'world_size' if key == 'size' else key}=)" for key in given
-    }
-    launch = dataclasses.replace(detected, **given, sources=MappingProxyType(sources))
-    if launch.size > 1 and launch.init_method is None and launch.launcher == "init":
-        raise ConfigurationError(
-            "`init_method` must be given together with rank and world_size, but is None instead. Use "
-            "'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
-        )
-    if not 0 <= launch.rank < launch.size:
-        raise ConfigurationError(
-            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead."
-        )
-    return launch

@@ -1,0 +1,48 @@
+"""A launch that the arguments of `init` describe, alone or on top of what the environment says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..types import Launch
+from .detect import detect
+
+__all__ = ("launch_from",)
+
+_ARGUMENTS = {"rank": "rank", "size": "world_size", "init_method": "init_method"}
+"""Field of Launch -> argument of `init`."""
+
+
+def launch_from(given: Mapping[str, Any], env: Mapping[str, str]) -> Launch:
+    """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
+
+    Rank and world size together need no launcher. Raises ConfigurationError when arguments are missing or
+    contradict each other.
+    """
+    given = {field: value for field, value in given.items() if value is not None}
+    if not given:
+        return detect(env)
+    alone = given.keys() >= {"rank", "size"}
+    detected = Launch("init") if alone else detect(env)
+    if detected.launcher == "python" and given.get("init_method") != "env://":
+        missing = [name for field, name in _ARGUMENTS.items() if field not in given]
+        raise ConfigurationError(
+            f"`{missing[0]}` must be given together with {', '.join(_ARGUMENTS[field] for field in given)}, but is "
+            "None instead, and no launcher started this process. Give rank, world_size and init_method, or none."
+        )
+    sources = dict(detected.sources) | {field: f"init({_ARGUMENTS[field]}=)" for field in given}
+    launch = dataclasses.replace(detected, **given, sources=MappingProxyType(sources))
+    if launch.size > 1 and launch.init_method is None and alone:
+        raise ConfigurationError(
+            "`init_method` must be given together with rank and world_size, but is None instead. Use "
+            "'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
+        )
+    if not 0 <= launch.rank < launch.size:
+        raise ConfigurationError(
+            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead."
+        )
+    return launch

@@ -1,0 +1,61 @@
+"""The launch that the arguments of `init` describe, alone or on top of a launcher's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dualdist.errors import ConfigurationError
+from dualdist.launch import detect, launch_from
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "x",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_no_argument_is_what_the_environment_says() -> None:
+    assert launch_from({"rank": None, "size": None, "init_method": None}, TORCHRUN) == detect(TORCHRUN)
+
+
+def test_all_arguments_need_no_launcher() -> None:
+    launch = launch_from({"rank": 1, "size": 2, "init_method": "tcp://host:1"}, {})
+    assert (launch.rank, launch.size, launch.init_method) == (1, 2, "tcp://host:1")
+    assert launch.sources["size"] == "init(world_size=)"
+
+
+def test_an_address_alone_serves_the_processes_of_a_launcher() -> None:
+    launch = launch_from({"init_method": "tcp://host:1"}, TORCHRUN)
+    assert (launch.rank, launch.size, launch.init_method) == (1, 2, "tcp://host:1")
+
+
+def test_env_is_an_address_for_a_single_process() -> None:
+    assert launch_from({"init_method": "env://"}, {}).size == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"init_method": "tcp://host:1"}, "rank"),
+        ({"init_method": "file:///shared/file"}, "rank"),
+        ({"init_method": "file:///shared/file", "rank": 0}, "world_size"),
+        ({"init_method": "tcp://host:1", "size": 2}, "rank"),
+        ({"rank": 0}, "world_size"),
+        ({"size": 2}, "rank"),
+        ({"rank": 0, "size": 2}, "init_method"),
+    ],
+)
+def test_some_arguments_without_a_launcher_are_refused(given: dict[str, Any], missing: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^`{missing}` must be given"):
+        launch_from(given, {})
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^`rank` must be at least 0 and less than world_size=2"):
+        launch_from({"rank": 2, "size": 2, "init_method": "env://"}, {})
