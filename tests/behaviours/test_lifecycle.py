@@ -1,4 +1,4 @@
-"""Joining and leaving the world, and who we are in it."""
+"""init and shutdown, and the six numbers of a process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_init_again_does_nothing() -> None:
 
 
 @everywhere
-def test_nothing_works_outside_the_world() -> None:
+def test_calls_before_init_and_after_shutdown_raise() -> None:
     with outside_world():
         assert not hvd.is_initialized()
         for call in (hvd.rank, hvd.size, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))):
@@ -56,7 +56,7 @@ def test_worlds_can_be_joined_one_after_another() -> None:
 
 
 def held() -> dict[str, int]:
-    """Return what this process holds of the system: descriptors (files, sockets), threads, and memory in bytes."""
+    """Return this process's numbers of descriptors (files, sockets) and threads, and its memory in bytes."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -68,7 +68,7 @@ def held() -> dict[str, int]:
 
 @pytest.mark.ranks(2)
 @everywhere
-def test_worlds_leave_nothing_behind() -> None:
+def test_repeated_worlds_leak_nothing() -> None:
     cycles = 10
     before: dict[str, int] = {}
     for number in range(3 + cycles):
@@ -79,12 +79,11 @@ def test_worlds_leave_nothing_behind() -> None:
         weight.sum().backward()
         optimizer.step()
         assert hvd.synchronize(hvd.allreduce_async(torch.ones(5000), op=hvd.Sum)).sum().item() == 10000
-        if number == 2:  # what is made once per process is there by now
+        if number == 2:  # by now, everything that is made once per process exists
             before = held()
     grown = {name: after - before[name] for name, after in held().items()}
-    assert grown["descriptors"] < cycles / 2 and grown["threads"] < cycles / 2, (
-        grown
-    )  # less than one per cycle
+    # Less than one per cycle.
+    assert grown["descriptors"] < cycles / 2 and grown["threads"] < cycles / 2, grown
     assert grown["memory"] < cycles * 256 * 1024, grown
 
 
@@ -121,7 +120,7 @@ def test_an_optimizer_outlives_its_world() -> None:
 
 
 @everywhere
-def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
+def test_rank_0_logs_the_choice_in_one_line() -> None:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -145,7 +144,7 @@ def test_rank_0_logs_one_line_about_what_was_chosen() -> None:
 
 @pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @everywhere
-def test_on_one_host_nothing_listens_but_on_the_loopback() -> None:
+def test_on_one_host_processes_listen_only_on_the_loopback() -> None:
     sockets = psutil.Process().net_connections("inet")
     listening = {entry.laddr.ip for entry in sockets if entry.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1"}

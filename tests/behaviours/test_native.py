@@ -1,4 +1,4 @@
-"""dualdist.native: torch's own DDP and Horovod's own optimizer under the worlds that dualdist has started."""
+"""dualdist.native: torch's own DDP and Horovod's own optimizer in the worlds that dualdist has started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..helpers.world import everywhere
 @pytest.mark.ranks(2, 3)
 @pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
-def test_ddp_of_torch_trains_over_the_raw_process_group() -> None:
+def test_ddp_of_torch_trains_over_the_process_group() -> None:
     from dualdist.native.torch import DistributedDataParallel, process_group
 
     assert DistributedDataParallel is nn.parallel.DistributedDataParallel
@@ -30,7 +30,7 @@ def test_ddp_of_torch_trains_over_the_raw_process_group() -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
-def test_a_process_set_has_a_raw_group_too() -> None:
+def test_a_process_set_has_a_process_group_too() -> None:
     from dualdist.native.torch import process_group
 
     pair = hvd.add_process_set([0, 2])

@@ -1,4 +1,4 @@
-"""What the ranks put into the process group over mpi4py, and what must come out: computed by hand."""
+"""The tensors that ranks pass to the process group over mpi4py, and the expected results in plain arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend mpi4py in scripts that know torch.distributed alone, started by mpirun."""
+"""The backend mpi4py in scripts that use only torch.distributed, started by mpirun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ..helpers.script_launch import finish, launch
 
-LIFE = """\
+SCRIPT_OF_MANY_WORLDS = """\
 import threading
 import torch, torch.distributed as dist
 import dualdist.backends.mpi
@@ -26,7 +26,7 @@ for cycle in range(100):
     assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 from mpi4py import MPI
 handle = MPI.COMM_WORLD.Dup()
-assert handle.py2f() < 10, handle.py2f()  # communicators are numbered; those given back are used again
+assert handle.py2f() < 10, handle.py2f()  # communicators are numbered; freed numbers are used again
 
 dist.init_process_group("mpi4py")
 import dualdist
@@ -34,11 +34,11 @@ dualdist.init()
 assert (dualdist.backend_name(), dualdist.transport_name(), dualdist.size()) == ("torch", "mpi", 2)
 assert dualdist.allreduce(torch.ones(2), op=dualdist.Sum).tolist() == [2.0, 2.0]
 dualdist.shutdown()
-assert dist.is_initialized()  # it is left at the end without being destroyed
+assert dist.is_initialized()  # the script ends without destroying it
 dist.all_reduce(torch.ones(1))
 """
 
-LEVEL = """\
+SCRIPT_WITH_THREAD_LEVEL = """\
 import sys, mpi4py
 mpi4py.rc.thread_level = sys.argv[1]
 import torch, torch.distributed as dist, torch.nn as nn
@@ -68,26 +68,26 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("script", [LIFE], indirect=True, ids=["life"])
-def test_rank_and_size_come_from_mpi_and_a_hundred_worlds_leave_nothing(script: str) -> None:
+@pytest.mark.parametrize("script", [SCRIPT_OF_MANY_WORLDS], indirect=True, ids=["many worlds"])
+def test_rank_and_size_are_those_of_mpi_and_a_hundred_worlds_leak_nothing(script: str) -> None:
     ended = launch("mpirun", script)
     assert (ended.code, ended.output) == (0, "")
 
 
-@pytest.mark.parametrize("script", [LEVEL], indirect=True, ids=["level"])
-def test_mpi_that_takes_one_call_at_a_time_gets_one_at_a_time(script: str) -> None:
+@pytest.mark.parametrize("script", [SCRIPT_WITH_THREAD_LEVEL], indirect=True, ids=["thread level"])
+def test_mpi_that_allows_one_call_at_a_time_gets_one_at_a_time(script: str) -> None:
     ended = launch("mpirun", script, "serialized")
     assert (ended.code, ended.output) == (0, "")
 
 
-@pytest.mark.parametrize("script", [LEVEL], indirect=True, ids=["level"])
+@pytest.mark.parametrize("script", [SCRIPT_WITH_THREAD_LEVEL], indirect=True, ids=["thread level"])
 def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
     ended = finish([sys.executable, script, "single"])
     assert ended.code == 0
     assert "MPI must allow calls from any thread" in ended.output
 
 
-def test_a_launcher_of_another_mpi_is_an_error_with_the_remedy() -> None:
+def test_a_launcher_of_another_mpi_is_an_error_with_the_fix() -> None:
     program = "import dualdist.backends.mpi, torch.distributed as dist; dist.init_process_group('mpi4py')"
     ended = finish([sys.executable, "-c", program], {"PMI_RANK": "0", "PMI_SIZE": "2"})
     assert ended.code == 1

@@ -1,4 +1,4 @@
-"""What the process group over mpi4py moves, under torch.distributed's own functions."""
+"""The process group over mpi4py, called through torch.distributed's own functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_memory_layout_is_read_and_written() -> None:
     dist.all_gather_into_tensor(output, whole)
     assert torch.equal(output, torch.cat([torch.arange(12.0).view(3, 4) * (k + 1) for k in range(size)]))
     conjugate = torch.tensor([1 + 2j]).conj()
-    world().broadcast([conjugate], dist.BroadcastOptions()).wait()  # torch.distributed itself refuses it
+    world().broadcast([conjugate], dist.BroadcastOptions()).wait()  # dist.broadcast itself refuses it
     assert conjugate.tolist() == [1 - 2j]
     with torch.inference_mode():
         inferred = torch.ones(3, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_every_dtype_is_moved_by_every_collective(largest: int) -> None:
 
 @pieces
 @everywhere
-def test_members_may_give_different_amounts(largest: int) -> None:
+def test_tensors_of_members_may_differ_in_size(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with pieces_of(largest):
         rows = [torch.zeros(9 * k, 2) for k in range(size)]
@@ -142,7 +142,7 @@ def test_coalesced_calls_are_one_work() -> None:
 
 @pieces
 @everywhere
-def test_messages_go_by_tag_and_tell_where_they_come_from(largest: int) -> None:
+def test_messages_match_by_tag_and_report_their_source(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     to, source = (rank + 1) % size, (rank - 1) % size
     with pieces_of(largest):
@@ -187,7 +187,7 @@ def test_a_message_of_another_size_is_an_error() -> None:
 
 @pytest.mark.ranks(3)
 @everywhere
-def test_groups_are_made_by_all_and_used_by_members() -> None:
+def test_all_ranks_make_a_group_and_its_members_use_it() -> None:
     rank = dist.get_rank()
     pair, other = dist.new_group([0, 2]), dist.new_group([1])
     assert isinstance(pair, dist.ProcessGroup) == (rank != 1)
@@ -205,7 +205,7 @@ def test_groups_are_made_by_all_and_used_by_members() -> None:
 
 
 @everywhere
-def test_objects_travel_by_torchs_own_functions() -> None:
+def test_object_collectives_of_torch() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
@@ -222,7 +222,7 @@ def test_objects_travel_by_torchs_own_functions() -> None:
 
 
 @everywhere
-def test_functional_collectives() -> None:
+def test_functional_collectives_of_torch() -> None:
     import torch.distributed._functional_collectives as functional
 
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""How the process group over mpi4py goes on while nobody waits, and how it ends when somebody never comes."""
+"""The process group over mpi4py makes progress while no thread waits, and ends calls that a rank never joins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store() -> Any:
 
 
 @everywhere
-def test_a_future_comes_true_while_this_thread_does_something_else() -> None:
+def test_a_future_completes_while_this_thread_does_something_else() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((1 << 20,), rank + 1.0)
     if rank == size - 1:
@@ -37,7 +37,7 @@ def test_a_future_comes_true_while_this_thread_does_something_else() -> None:
         store().set("begun 0", "")
     done = threading.Event()
     future.add_done_callback(lambda known: done.set())
-    assert done.wait(SECONDS)  # this thread calls nothing of MPI
+    assert done.wait(SECONDS)  # this thread does not call MPI
     assert future.value()[0][0].item() == size * (size + 1) / 2
     assert work.is_completed() and work.is_success() and work.exception() is None
     assert future.then(lambda known: known.value()[0].sum()).wait() == (1 << 20) * size * (size + 1) / 2
@@ -47,7 +47,7 @@ def test_a_future_comes_true_while_this_thread_does_something_else() -> None:
 
 
 @everywhere
-def test_works_that_nobody_holds_are_finished() -> None:
+def test_works_without_references_are_finished() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((1 << 12,), float(rank)).to(torch.bfloat16) for _ in range(20)]
     futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
@@ -57,14 +57,14 @@ def test_works_that_nobody_holds_are_finished() -> None:
 
 
 @everywhere
-def test_a_member_that_never_comes_is_an_error_after_the_timeout() -> None:
+def test_a_missing_member_is_an_error_after_the_timeout() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     hasty = dist.new_group(timeout=timedelta(seconds=0.2))
     assert isinstance(hasty, dist.ProcessGroup)
     tensor = torch.ones(3)
     if rank == 0:
-        told = f"MPI: allreduce failed on rank 0 of {size} in group .* timed out after 0.2 s"
-        with pytest.raises(RuntimeError, match=told):
+        expected = f"MPI: allreduce failed on rank 0 of {size} in group .* timed out after 0.2 s"
+        with pytest.raises(RuntimeError, match=expected):
             dist.all_reduce(tensor, group=hasty)
         work = dist.broadcast(tensor, 1, group=hasty, async_op=True)
         assert work is not None
@@ -108,7 +108,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @everywhere
-def test_forked_loaders_work_beside_the_thread() -> None:
+def test_forked_loaders_work_while_the_progress_thread_runs() -> None:
     work = dist.all_reduce(torch.ones(1), async_op=True)
     loader = torch.utils.data.DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -116,8 +116,8 @@ def test_forked_loaders_work_beside_the_thread() -> None:
     work.wait()
 
 
-def told_by_a_fork() -> str:
-    """Return what a forked child is told when it uses the group; it ends as a script does, by its exit handlers."""
+def error_in_a_fork() -> str:
+    """Return the error of a forked child that uses the group. It ends as a script does, with its exit handlers."""
     import atexit
 
     reader, writer = os.pipe()
@@ -130,15 +130,15 @@ def told_by_a_fork() -> str:
         atexit._run_exitfuncs()
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as told:
-        text = told.read()
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
     return text
 
 
 @everywhere
-def test_a_forked_child_is_told_to_leave_the_group_alone() -> None:
-    assert "is used in a forked child instead" in told_by_a_fork()
+def test_a_forked_child_that_uses_the_group_gets_an_error() -> None:
+    assert "is used in a forked child instead" in error_in_a_fork()
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == dist.get_world_size()

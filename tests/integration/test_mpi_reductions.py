@@ -1,4 +1,4 @@
-"""Reductions over mpi4py under torch.distributed's own functions."""
+"""Reductions over mpi4py, called through torch.distributed's own functions."""
 
 from __future__ import annotations
 
@@ -57,15 +57,14 @@ def test_averages_divide_and_small_floats_are_rounded_once() -> None:
     odd = torch.tensor([-1 if dist.get_rank() else 0])  # -2 / 3
     dist.all_reduce(odd, dist.ReduceOp.AVG)
     assert odd.tolist() == [0]
-    half = torch.tensor([256.0 if dist.get_rank() == 0 else 1.0]).to(
-        torch.bfloat16
-    )  # 256 + 1 is 256 in bfloat16
+    # 256 + 1 is 256 in bfloat16.
+    half = torch.tensor([256.0 if dist.get_rank() == 0 else 1.0]).to(torch.bfloat16)
     dist.all_reduce(half)
     assert half.tolist() == [258.0]
 
 
 @everywhere
-def test_truth_values_are_combined_as_truth_values() -> None:
+def test_bools_are_combined_as_bools() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for op, wanted in (
         (dist.ReduceOp.SUM, [True, True, False]),
@@ -100,7 +99,7 @@ def test_what_mpi_cannot_combine_is_refused_and_the_next_call_works() -> None:
 
 @pieces
 @everywhere
-def test_reductions_to_one_place_each(largest: int) -> None:
+def test_reduce_and_reduce_scatter(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with pieces_of(largest):
         for dtype in (*FLOATS, *WHOLE):

@@ -47,16 +47,20 @@ def test_script_runs_as_under_horovod_and_ends_quietly(name: str, tmp_path: Path
     ended = launch(name, "-m", "dualdist.compat", SCRIPT, str(tmp_path), *options)
     assert (ended.code, ended.output) == (0, "")
     size = LAUNCHERS[name].size
-    for rank, told in enumerate(results(tmp_path, size)):
-        assert told["main"] == ["__main__", "horovod_script.py", True, options]
-        assert told["path"] == FOLDER
-        assert told["numbers"] == [rank, size, rank, size, 0, 1]
-        assert told["before"] == told["after"] == [str(number) for number in told["numbers"]]
-        assert told["found"] == ["0.28.1", "dualdist.collectives.allreduce", "dualdist.collectives.allreduce"]
-        assert "horovod.tensorflow is not available" in told["refusal"]
-        assert told["total"] == sum(range(size))
-        assert told["weight"] == pytest.approx(5.0 - 0.5 * sum(EXAMPLES) / size)
-        assert told["runs"] == RUNS[name]
+    for rank, report in enumerate(results(tmp_path, size)):
+        assert report["main"] == ["__main__", "horovod_script.py", True, options]
+        assert report["path"] == FOLDER
+        assert report["numbers"] == [rank, size, rank, size, 0, 1]
+        assert report["before"] == report["after"] == [str(number) for number in report["numbers"]]
+        assert report["found"] == [
+            "0.28.1",
+            "dualdist.collectives.allreduce",
+            "dualdist.collectives.allreduce",
+        ]
+        assert "horovod.tensorflow is not available" in report["refusal"]
+        assert report["total"] == sum(range(size))
+        assert report["weight"] == pytest.approx(5.0 - 0.5 * sum(EXAMPLES) / size)
+        assert report["runs"] == RUNS[name]
 
 
 def test_module_runs_where_horovod_is_not_installed(tmp_path: Path) -> None:
@@ -64,9 +68,9 @@ def test_module_runs_where_horovod_is_not_installed(tmp_path: Path) -> None:
     hidden = {"PYTHONPATH": str(tmp_path)}
     ended = launch("torchrun", "-m", "dualdist.compat", "-m", MODULE, str(tmp_path), "-x", environment=hidden)
     assert ended.code == 0, ended.output
-    for told in results(tmp_path, 2):
-        assert told["main"] == ["__main__", "horovod_script.py", True, ["-x"]]
-        assert told["runs"] == RUNS["torchrun"]
+    for report in results(tmp_path, 2):
+        assert report["main"] == ["__main__", "horovod_script.py", True, ["-x"]]
+        assert report["runs"] == RUNS["torchrun"]
 
 
 def test_an_error_in_the_script_ends_it_with_code_1(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""dualdist.compat's command line, and its copies of horovodrun's variables, which do not pass for horovodrun."""
+"""dualdist.compat's command line, and its copies of horovodrun's variables, which launch detection ignores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MPIRUN = {
 }
 
 
-def test_the_launcher_is_found_again_behind_the_copies() -> None:
+def test_the_launcher_is_still_detected_beside_the_copies() -> None:
     for env in ({}, MPIRUN):
         exported = {**env, MARK: "1"}
         export_launch(exported)
@@ -26,13 +26,13 @@ def test_the_launcher_is_found_again_behind_the_copies() -> None:
         assert detect(exported) == detect(env)
 
 
-def test_a_horovodrun_inside_is_believed() -> None:
+def test_a_horovodrun_inside_is_detected() -> None:
     horovodrun = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
     found = detect({MARK: "1", **horovodrun})
     assert (found.launcher, found.rank, found.size) == ("horovodrun", 1, 2)
 
 
-def test_only_what_is_known_is_exported_before_the_world_is_joined() -> None:
+def test_only_known_numbers_are_exported_before_init() -> None:
     env = dict(MPIRUN)
     export_launch(env)
     assert env["HOROVOD_LOCAL_RANK"] == "1"
@@ -48,13 +48,13 @@ def test_contradictory_variables_are_left_to_init() -> None:
     assert env == {"OMPI_COMM_WORLD_SIZE": "2"}
 
 
-def test_utilities_of_horovod_common() -> None:
+def test_power_of_two_and_split_list_are_those_of_horovod_common() -> None:
     assert [num for num in range(9) if num_rank_is_power_2(num)] == [1, 2, 4, 8]
     assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
 
 
 @pytest.mark.parametrize("arguments", [["no/such/script.py"], ["-m", "no.such.module"], ["-m"], ["-x"], []])
-def test_what_cannot_be_run_ends_with_code_2_and_says_why(
+def test_a_target_that_cannot_be_run_ends_with_code_2_and_a_reason(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command_line, "install", lambda: None)
