@@ -23,15 +23,7 @@ from ..launch.environment import exportable, process_variables, without_launcher
 from ..rendezvous import LOOPBACK
 from ..rendezvous.keyvalue import KeyValueServer
 from .agent import ENDED, STARTED, STDERR, STDOUT
-from .agent_connection import (
-    AGENT_COMMAND,
-    LOST,
-    AgentConnection,
-    Event,
-    HostJob,
-    Process,
-    describe_exit,
-)
+from .agent_connection import AGENT_COMMAND, LOST, AgentConnection, Event, HostJob, Process, describe_exit
 from .hosts import Host, Slot, assign
 from .output import Output
 from .remote import address_towards, is_local, ssh_command
@@ -99,37 +91,29 @@ def _host_jobs(
     common = {"PYTHONUNBUFFERED": "1"} | without_launchers(env)
     host_jobs = []
     for host in dict.fromkeys(slot.host for slot in slots):
-        processes = [
-            Process(
-                slot.rank,
-                options.command,
-                process_variables(
-                    DUALDIST_RUN,
-                    slot.rank,
-                    len(slots),
-                    slot.local_rank,
-                    slot.local_size,
-                    rendezvous,
-                    secret,
-                ),
-            )
-            for slot in slots
-            if slot.host == host
-        ]
-        command: Sequence[str] = AGENT_COMMAND
-        if host in remote:
-            command = ssh_command(
-                host,
-                AGENT_COMMAND,
-                env,
-                port=options.ssh_port,
-                identity=options.ssh_identity,
-                timeout=max(1, int(options.start_timeout) - 1),
-            )
-        sent = exportable(common) if host in remote else common
+        is_remote = host in remote
+        processes = []
+        for slot in slots:
+            if slot.host == host:
+                numbers = (slot.rank, len(slots), slot.local_rank, slot.local_size)
+                own = process_variables(DUALDIST_RUN, *numbers, rendezvous, secret)
+                processes.append(Process(slot.rank, options.command, own))
+        command = _agent_over_ssh(host, options, env) if is_remote else AGENT_COMMAND
+        sent = exportable(common) if is_remote else common
         variables = sent | dict(options.variables)
-        host_jobs.append(HostJob(host, command, processes, variables, local=host not in remote))
+        host_jobs.append(HostJob(host, command, processes, variables, local=not is_remote))
     return host_jobs
+
+
+def _agent_over_ssh(host: str, options: RunOptions, env: Mapping[str, str]) -> Sequence[str]:
+    return ssh_command(
+        host,
+        AGENT_COMMAND,
+        env,
+        port=options.ssh_port,
+        identity=options.ssh_identity,
+        timeout=max(1, int(options.start_timeout) - 1),
+    )
 
 
 class _Job:
