@@ -56,15 +56,19 @@ def init(
     context = join_world(stand_in, backend, transport, override, os.environ)
     context.arguments = arguments
     try:
-        if isinstance(comm, list | tuple) and sorted(comm) != list(range(context.world.size)):
-            raise ConfigurationError(
-                f"`comm` must name all {context.world.size} ranks, but is {list(comm)} instead. "
-                "Use init(process_sets=) for collectives over some of the ranks."
-            )
+        _check_comm(comm, context.world.size)
         register_world([] if process_sets is None or process_sets == "dynamic" else process_sets)  # type: ignore[arg-type]
     except BaseException:
         shutdown()
         raise
+
+
+def _check_comm(comm: Any, size: int) -> None:
+    if isinstance(comm, list | tuple) and sorted(comm) != list(range(size)):
+        raise ConfigurationError(
+            f"`comm` must name all {size} ranks, but is {list(comm)} instead. "
+            "Use init(process_sets=) for collectives over some of the ranks."
+        )
 
 
 def shutdown() -> None:

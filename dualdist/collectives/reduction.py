@@ -50,27 +50,24 @@ class Reduction:
 
 def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
     """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation."""
-    classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        classes[tensor.dtype, tensor.device].append(tensor)
-    for (dtype, device), members in classes.items():
+        by_kind[tensor.dtype, tensor.device].append(tensor)
+    for (dtype, device), same_kind in by_kind.items():
         wire_dtype, wire_device = reduction_dtype(dtype, group), group.wire_device(device)
-        only = members[0]
-        if len(members) == 1 and only.is_contiguous() and (dtype, device) == (wire_dtype, wire_device):
-            _reduce_flat(group, only.detach().view(-1), reduction, [only])
+        first = same_kind[0]
+        if len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == (wire_dtype, wire_device):
+            _reduce_flat(group, first.detach().view(-1), reduction, [first.numel()])
             continue
-        flat = pack(members, wire_dtype, wire_device)
-        _reduce_flat(group, flat, reduction, members)
+        flat = pack(same_kind, wire_dtype, wire_device)
+        _reduce_flat(group, flat, reduction, [tensor.numel() for tensor in same_kind])
         with torch.no_grad():
-            unpack(flat, members)
+            unpack(flat, same_kind)
 
 
-def _reduce_flat(
-    group: Group, flat: torch.Tensor, reduction: Reduction, members: Sequence[torch.Tensor]
-) -> None:
+def _reduce_flat(group: Group, flat: torch.Tensor, reduction: Reduction, sizes: Sequence[int]) -> None:
     scale_(flat, reduction.prescale_factor)
     if reduction.op == Adasum:
-        sizes = [member.numel() for member in members]
         adasum(group, list(flat.split(sizes)))
     else:
         group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()

@@ -1,8 +1,8 @@
 """The world that this process has joined, and joining and leaving it.
 
-`_context` is the only variable of the module `world` that changes. What belongs to a joined world is in its Context,
-registered process sets included. Besides it, the ProcessSet objects of the script change: the ID of each, and the ranks
-of `global_process_set`.
+`_context` is the only mutable global in world/. Everything that belongs to a joined world, such as the registered
+process sets, is in its Context. The script's own ProcessSet objects change, too: their IDs, and the ranks of
+`global_process_set`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Context:
         self.process_sets: dict[int, Any] = {}
         """The registered ProcessSet objects, by their ID. See process_sets.py."""
         self.grad_syncs: dict[int | None, list[Any]] = defaultdict(list)
-        """The gradient synchronisations of each process set, by its ID. An index is valid on all members."""
+        """The gradient synchronisations of each process set, by its ID. Each has the same index on all members."""
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0

@@ -1,4 +1,4 @@
-"""allgather and grouped_allgather, gather."""
+"""allgather, grouped_allgather and gather."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = (
 
 
 def rows(rank: int, width: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what `rank` holds: as many rows as its number, so rank 0 has none."""
+    """Return the tensor of `rank`. It has `rank` rows, so rank 0 has none."""
     return (torch.arange(rank * width).reshape(rank, width) + 10 * rank).to(dtype)
 
 

@@ -14,7 +14,7 @@ import dualdist as hvd
 from ..helpers.world import everywhere
 
 VALUES = ([3, 1, 2], [1, 2, 2], [2, 3, 5])
-"""What each rank holds."""
+"""The tensor of each rank."""
 COMBINE: dict[int, Callable[[Iterable[float]], float]] = {
     hvd.Sum: sum,
     hvd.Min: min,
@@ -33,7 +33,7 @@ DTYPES = (
     torch.int64,
 )
 SMALL, LARGE = 1, 4000
-"""How often the values are repeated: once, and so often that the data does not fit into the agreement's message."""
+"""Repetitions of the values: the data fits into the message of the agreement, and does not fit."""
 
 
 def mine(dtype: torch.dtype = torch.float32, repeat: int = SMALL) -> torch.Tensor:
@@ -336,18 +336,3 @@ def test_group_handles_give_a_tuple_as_horovods_do() -> None:
 def test_an_empty_group_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="at least one"):
         hvd.grouped_allreduce([])
-
-
-@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
-@everywhere
-def test_sparse_tensors_add_up_by_index(op: int) -> None:
-    rank, size = hvd.rank(), hvd.size()
-    tensor = torch.sparse_coo_tensor(
-        torch.tensor([[0, rank + 1]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (5, 2), check_invariants=True
-    )
-    result = hvd.sparse_allreduce_async(tensor, name="rows", op=op)()
-    assert result.is_sparse
-    expected = torch.zeros(5, 2)
-    expected[0] = torch.tensor([1.0, 2.0]) * size
-    expected[1 : size + 1] = torch.tensor([3.0, 4.0])
-    torch.testing.assert_close(result.to_dense(), expected / (size if op == hvd.Average else 1))

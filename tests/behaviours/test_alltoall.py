@@ -12,7 +12,7 @@ from .test_allgather import DTYPES
 
 
 def sent(rank: int, width: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return what `rank` holds: j rows for each rank j, each row the number 10 * rank + j."""
+    """Return the tensor of `rank`: j rows for each rank j, filled with the number 10 * rank + j."""
     lines = [10 * rank + other for other in range(hvd.size()) for _ in range(other)]
     return torch.tensor(lines).reshape(-1, 1).expand(-1, width).to(dtype)
 

@@ -1,8 +1,8 @@
 """Gradients through every synchronous out-of-place collective.
 
-Each rank weighs its result with its own number, so that the expected gradient tells which ranks' gradients arrived.
-Horovod's conventions: the gradient of allgather and broadcast is averaged, that of a reducescatter's Sum is times the
-number of ranks (horovod/torch/mpi_ops.py).
+The loss of each rank has another weight, so the expected gradient depends on which ranks' gradients are combined.
+Horovod's conventions: the gradients of allgather and broadcast are averages, and the gradient of a reducescatter with
+Sum is multiplied by the number of ranks (horovod/torch/mpi_ops.py).
 """
 
 from __future__ import annotations
@@ -284,7 +284,6 @@ def test_a_chain_of_collectives_inside_a_model() -> None:
     hidden = hvd.allreduce(x * 3, op=hvd.Sum)
     result = hvd.broadcast(hidden**2, 0)
     total = 3.0 * hvd.size()
-    factor = (
-        sum(weights()) / hvd.size() * 2 * 3
-    )  # d/dx of (3 n x)^2 on the root, averaged, then summed over the ranks
+    # The derivative of (3 n x)^2 on the root, averaged, then summed over the ranks.
+    factor = sum(weights()) / hvd.size() * 2 * 3
     assert gradient(x, result) == pytest.approx([factor * total * 1.0, factor * total * 2.0])

@@ -149,7 +149,7 @@ def test_an_optimizer_over_a_set_does_not_shift_those_of_the_world() -> None:
     chosen = hvd.add_process_set([0]) if hvd.size() > 1 else hvd.global_process_set
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     kept = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
-    if hvd.rank() == 0:  # the other ranks do not make it at all
+    if hvd.rank() == 0:  # the other ranks do not create it
         hvd.DistributedOptimizer(kept[0], process_set=chosen)
     hvd.DistributedOptimizer(kept[1])
     (weights[1] * float(hvd.rank())).sum().backward()

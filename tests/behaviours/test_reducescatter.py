@@ -11,7 +11,7 @@ from ..helpers.world import everywhere
 
 
 def own(total: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of `total`: the first ranks get one more when they do not divide."""
+    """Return this rank's rows of `total`. If they do not divide, each of the first ranks gets one more row."""
     rank, size = hvd.rank(), hvd.size()
     counts = [len(total) // size + (place < len(total) % size) for place in range(size)]
     return total[sum(counts[:rank]) : sum(counts[: rank + 1])]
@@ -71,7 +71,7 @@ def test_a_group_is_a_list_of_each() -> None:
     tensors = [torch.arange(7.0), torch.arange(4).reshape(2, 2)]
     now = hvd.grouped_reducescatter(tensors, op=hvd.Sum)
     later = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum))
-    assert type(now) is list and type(later) is tuple  # as Horovod's
+    assert type(now) is list and type(later) is tuple  # as in Horovod
     for result in (now, later):
         for out, tensor in zip(result, tensors, strict=True):
             assert torch.equal(out, own(tensor * hvd.size()))

@@ -1,4 +1,4 @@
-"""The tree of errors, and which built-in ones a Horovod script may catch in their place."""
+"""The tree of errors, and the built-in errors that a Horovod script may catch instead."""
 
 from __future__ import annotations
 

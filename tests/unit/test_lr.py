@@ -1,4 +1,4 @@
-"""Scaled and warmed-up learning rates, against plain arithmetic."""
+"""Scaled and warmed-up learning rates, compared with plain arithmetic."""
 
 from __future__ import annotations
 

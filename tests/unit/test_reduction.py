@@ -1,4 +1,4 @@
-"""The rules of averaging and scaling, on a group of any size: its sum is what the test says it is."""
+"""The rules of averaging and scaling, on a group of any size that computes the sum itself."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dualdist.collectives.wire import neutral
 from dualdist.types import Average, Max, Min, Product, Sum
 
 SIZES = (1, 2, 3, 7, 49, 98, 103, 107, 161)
-"""Among them those for which size * (1 / size) is less than 1 in double precision."""
+"""For some of them, size * (1 / size) is less than 1 in double precision."""
 
 
 class Ready:
     def wait(self) -> None: ...
 
 
-class Alike:
-    """A group of `size` ranks that all hold the same: every sum is `size` times the tensor."""
+class EqualRanks:
+    """A group of `size` ranks that have equal tensors: every sum is `size` times the tensor."""
 
     reduce_dtypes = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
@@ -40,13 +40,13 @@ class Alike:
 
 def reduced(size: int, values: Sequence[float], reduction: Reduction, dtype: torch.dtype) -> list[float]:
     tensor = torch.tensor(values, dtype=dtype)
-    reduce_tensors(cast(Group, Alike(size)), [tensor], reduction)
+    reduce_tensors(cast(Group, EqualRanks(size)), [tensor], reduction)
     return tensor.tolist()
 
 
 def reduced_as_payload(size: int, rows: Sequence[Sequence[int]], reduction: Reduction) -> list[float]:
     tensors = [torch.tensor(row) for row in rows]
-    group = cast(Group, Alike(size))
+    group = cast(Group, EqualRanks(size))
     payloads = [payload_of(group, [tensor], reduction) for tensor in tensors]
     reduce_payloads(group, payloads, tensors[:1], reduction)
     return tensors[0].tolist()
@@ -80,7 +80,7 @@ def test_factors_apply_to_every_op(op: int) -> None:
 
 
 def test_what_does_not_fit_travels_by_itself() -> None:
-    group = cast(Group, Alike(2))
+    group = cast(Group, EqualRanks(2))
     fits = payload_capacity(2) // 4
     assert len(payload_of(group, [torch.zeros(fits)], Reduction())) == 4 * fits
     assert payload_of(group, [torch.zeros(fits + 1)], Reduction()) == b""

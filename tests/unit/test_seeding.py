@@ -64,7 +64,7 @@ class Noise(torch.utils.data.Dataset[list[float]]):
 
 
 def drawn_by_workers(rank: int) -> list[float]:
-    """Return what the two workers of `rank` draw from each generator, in a process that is seeded as all ranks are."""
+    """Return the numbers that the two workers of `rank` draw from each generator; all ranks have the same seed."""
     torch.manual_seed(1)
     init: Any = seeding.worker_init_fn(rank)
     loader: Any = DataLoader(Noise(), batch_size=None, num_workers=2, worker_init_fn=init)

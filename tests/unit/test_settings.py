@@ -1,4 +1,4 @@
-"""What the environment sets, and the errors for what it cannot."""
+"""Settings from environment variables, and the errors for wrong values."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SURFACE: dict[str, Any] = json.loads(RECORDED.read_text())
 
 
 def described(module: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield what each of the dotted `names` is in `module`, None for one that is absent.
+    """Yield each of the dotted `names` with its description in `module`, None for one that is absent.
 
     A number is itself; an exception is its built-in bases; anything that can be called is its parameters, each as
     [name, kind, default] with an empty default where there is none; all else is its type.
@@ -55,7 +55,7 @@ def default_of(parameter: inspect.Parameter, spelled: dict[int, str]) -> str:
 
 
 def horovod_names(owner: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the public names in `owner`, those of Horovod's own classes below their class."""
+    """Yield the public names in `owner`, and those of Horovod's own classes after their class."""
     for name in dir(owner):
         value = getattr(owner, name)
         ours = not inspect.isclass(owner) or (getattr(value, "__module__", None) or "").startswith("horovod")
@@ -83,7 +83,7 @@ def print_surface(module_name: str) -> None:
 
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
-    """What dualdist has, imported where Horovod cannot be."""
+    """The surface of dualdist, imported where Horovod cannot be imported."""
     finished = subprocess.run(
         [sys.executable, __file__, "dualdist"], capture_output=True, text=True, timeout=100, check=False
     )
