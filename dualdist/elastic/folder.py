@@ -39,7 +39,7 @@ def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: in
 def make_private(folder: Path, env: Mapping[str, str]) -> None:
     """Make the folder. Under the temporary folder, only this user may access it.
 
-    Raises CheckpointError when the parent folder exists and belongs to another user.
+    Raises CheckpointError when its parent is not a folder of this user.
     """
     if not env.get(ELASTIC_DIR):
         folder.parent.mkdir(mode=0o700, exist_ok=True)
