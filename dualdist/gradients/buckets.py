@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ("Bucket", "Slot", "as_real", "lay_out")
+__all__ = ("Bucket", "GradientSlot", "as_real", "lay_out")
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -16,7 +16,7 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
-class Slot:
+class GradientSlot:
     """The place of one parameter's gradient in its bucket, in elements."""
 
     param: int
@@ -43,7 +43,7 @@ class Bucket:
     which gradients exist, without another collective.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[GradientSlot, ...]
     numel: int
     dtype: torch.dtype
     device: torch.device
@@ -111,7 +111,7 @@ def _bucket(
             stride = torch.empty(shape, device="meta").stride()
         if is_complex[index]:
             start += start % 2  # complex numbers must begin at an even element
-        slots.append(Slot(index, start, shape, stride))
+        slots.append(GradientSlot(index, start, shape, stride))
         start += shape.numel()
     return Bucket(tuple(slots), start, params[members[0]].dtype, params[members[0]].device)
 

@@ -1,4 +1,4 @@
-"""Starting from the same numbers: parameters and optimizer state of one rank for all."""
+"""Equal parameters and optimizer state on all ranks: those of one rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..agreement import kinds
 from ..backends.base import Group
@@ -36,8 +37,8 @@ def broadcast_parameters(
         root_rank: a global rank, equal on all ranks.
 
     Raises:
-        ValueError: `params` is of another kind, or an entry is not a tensor.
-        HorovodInternalError: the ranks' parameters differ in name, shape or dtype, or as for `broadcast`.
+        ValueError: `params` is something else, or an entry is not a tensor.
+        HorovodInternalError: names, shapes or dtypes differ between ranks, or as for `broadcast`.
     """
     plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
 
@@ -70,7 +71,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """Broadcast `tensors` in place, packed into few messages."""
+    """Broadcast `tensors` in place, packed into messages of about 32 MiB."""
     pending: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -93,13 +94,13 @@ def _overwrite_chunk(group: Group, tensors: Sequence[torch.Tensor], root: int) -
     parts = data.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     with torch.no_grad():
         for tensor, part in zip(tensors, parts, strict=True):
-            # .data: a buffer that autograd has saved, as batch norm's are, may be overwritten before backward.
+            # .data, because a buffer that autograd has saved, such as batch norm's, may change before backward.
             tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Stands for a tensor in the pickled part of an optimizer's state."""
+class _TensorSpec:
+    """Replaces a tensor in the pickled state of an optimizer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -110,63 +111,36 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite the state and the options (lr, betas ...) of `optimizer` with those of rank `root_rank`.
 
-    Nothing is stepped to create state: no weight moves and step counts stay. Works for every optimizer, LBFGS and
-    stateless ones included. Collective over the world.
+    It takes no step to create state, so weights and step counts do not change. Works for every optimizer, including
+    LBFGS and optimizers without state. Collective over the world.
 
     Args:
         optimizer: its parameters must be equal in number and shape on all ranks.
-        model: accepted for Horovod's sake (horovod/torch/functions.py:68), not needed.
+        model: accepted as in Horovod (horovod/torch/functions.py:68), without effect.
 
     Raises:
         ValueError: `root_rank` is not a rank, or the number of parameters differs from the root's.
         HorovodInternalError: as for `broadcast`.
     """
-    found: list[torch.Tensor] = []
     is_root = channel_of(global_process_set).group.rank == root_rank
-    skeleton = _without_tensors(optimizer.state_dict(), found) if is_root else None
-    skeleton = broadcast_object(skeleton, root_rank)
+    state = optimizer.state_dict() if is_root else None
+    template = broadcast_object(
+        tree_map_only(torch.Tensor, lambda tensor: _TensorSpec(tuple(tensor.shape), tensor.dtype), state),
+        root_rank,
+    )
     if is_root:
-        tensors = [tensor.detach().cpu() for tensor in found]
+        tensors = [leaf.detach().cpu() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     else:
-        slots: list[_Slot] = []
-        _slots(skeleton, slots)
-        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+        specs = [leaf for leaf in tree_leaves(template) if isinstance(leaf, _TensorSpec)]
+        tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
     broadcast_parameters(tensors, root_rank)
     if not is_root:
-        _load_in_place(optimizer, _with_tensors(skeleton, iter(tensors)))
-
-
-def _without_tensors(value: Any, found: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return _Slot(tuple(value.shape), value.dtype)
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, found) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_without_tensors(item, found) for item in value)
-    return value
-
-
-def _slots(value: Any, found: list[_Slot]) -> None:
-    if isinstance(value, _Slot):
-        found.append(value)
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            _slots(item, found)
-
-
-def _with_tensors(value: Any, tensors: Any) -> Any:
-    if isinstance(value, _Slot):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(item, tensors) for item in value)
-    return value
+        received = iter(tensors)
+        _load_in_place(optimizer, tree_map_only(_TensorSpec, lambda _: next(received), template))
 
 
 def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load `state_dict` and keep the group dictionaries: schedulers and wrappers hold them."""
+    """Load `state_dict`, but keep the dictionaries of groups and state: schedulers and wrappers refer to them."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state_dict)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):

@@ -1,8 +1,8 @@
-"""Batch normalisation over the batches of all ranks, on any backend and device.
+"""Batch normalization over the batches of all ranks, on any backend and device.
 
-The ranks exchange count, mean and sum of squared deviations, which combine without the cancellation that sums of
-squares suffer from: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-variances", 1979 (Stanford STAN-CS-79-773). One collective forward, one backward.
+The ranks exchange count, mean and sum of squared deviations. Combining these avoids the cancellation in sums of
+squares: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979
+(Stanford STAN-CS-79-773). One collective in forward, one in backward.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _Layer = TypeVar("_Layer", bound=_BatchNorm)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d in one, whose statistics in training are those of all ranks' batches together.
+    """BatchNorm1d, 2d and 3d with the statistics of all ranks' batches in training.
 
     Forward in training and backward are collective: every member of `process_set` must run them, in the same order,
-    also with an empty batch. In evaluation a rank computes alone. The gradients of weight and bias are this rank's
-    share of the sum, as in torch.nn.SyncBatchNorm: `DistributedOptimizer` combines them as it does all others.
+    even with an empty batch. In evaluation each rank computes alone. The gradients of weight and bias are this rank's
+    share of the sum, as in torch.nn.SyncBatchNorm: `DistributedOptimizer` combines them like all other gradients.
 
     Args:
         num_features: C of the input, which is (N, C) or (N, C, ...) with up to three more dimensions; N may differ
             between ranks and be 0. Any floating-point dtype, device and memory layout.
         eps, momentum, affine, track_running_stats: as in torch.nn.BatchNorm2d.
-        process_set: the ranks whose batches belong together.
+        process_set: the ranks that share statistics.
         device, dtype: of weight, bias and running statistics.
 
     Raises, in forward:
-        ValueError: the input has another shape, or all ranks together have fewer than two values per channel.
+        ValueError: the input has a wrong shape, or all ranks together have fewer than two values per channel.
         HorovodInternalError: as for `allgather`.
     """
 
@@ -58,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = process_set
         self._origin: type[_BatchNorm] | None = None
-        """The class of the layer in whose place this one stands."""
+        """The class of the layer that `convert_sync_batchnorm` replaced by this one."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if not 2 <= input.dim() <= 5 or input.shape[1] != self.num_features:
@@ -69,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the normalised `input`, of the same shape, dtype and layout. Collective in training."""
+        """Return the normalized `input`, of the same shape, dtype and layout. Collective in training."""
         self._check_input_dim(input)
         if not self.training:
             return functional.batch_norm(
@@ -91,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
-        """Let the running statistics follow, with the unbiased variance."""
+        """Update the running statistics, with the unbiased variance."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -105,8 +105,8 @@ class SyncBatchNorm(_BatchNorm):
     ) -> torch.nn.Module:
         """Return `module` with every BatchNorm layer in it replaced by a SyncBatchNorm with its parameters and state.
 
-        As torch.nn.SyncBatchNorm.convert_sync_batchnorm: the module itself is changed, unless it is such a layer. Call
-        it before the optimizer is made or after: parameters stay the objects they are. Local.
+        Like torch.nn.SyncBatchNorm.convert_sync_batchnorm: the module itself changes, unless it is such a layer. Call
+        it before or after you make the optimizer: parameters stay the same objects. Local.
         """
         if isinstance(module, _BatchNorm):
             return cls._like(module, process_set)
@@ -116,10 +116,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def revert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return `module` with every SyncBatchNorm in it replaced by the layer it was, with its parameters and state.
+        """Return `module` with every SyncBatchNorm replaced by a layer of its earlier class, with parameters and state.
 
         The inverse of `convert_sync_batchnorm`, for evaluation or export without dualdist. Local. Raises ValueError for
-        a layer that was not made by `convert_sync_batchnorm`: nobody knows the number of its dimensions.
+        a layer that `convert_sync_batchnorm` did not make: its number of dimensions is unknown.
         """
         if isinstance(module, cls):
             return module._reverted()
@@ -130,8 +130,8 @@ class SyncBatchNorm(_BatchNorm):
     def _reverted(self) -> _BatchNorm:
         if self._origin is None:
             raise ValueError(
-                "`module` must have layers that convert_sync_batchnorm() has made, but has a SyncBatchNorm of its own "
-                "instead. Make a BatchNorm1d, 2d or 3d and load its state_dict()."
+                "`module` must have layers that convert_sync_batchnorm() made, but has a SyncBatchNorm that was "
+                "created directly instead. Make a BatchNorm1d, 2d or 3d and load its state_dict()."
             )
         made = self._origin(
             self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta"
@@ -165,10 +165,10 @@ def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:
 def _statistics(
     input: torch.Tensor, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean and biased variance of every channel over all ranks, (C,), and the number of values in each, ().
+    """Return mean and biased variance of each channel over all ranks, both (C,), and the values per channel, ().
 
-    They are in float64: a few numbers, and the count stays exact. They stay on the device, so that a GPU is not waited
-    for. Collective over `process_set`.
+    All are in float64, which keeps the count exact and costs little for so few values. They stay on the device, so the
+    host does not wait for a GPU. Collective over `process_set`.
     """
     channels = input.shape[1]
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
@@ -194,12 +194,12 @@ def _all_but_channels(input: torch.Tensor) -> list[int]:
 
 
 def _dtype(input: torch.Tensor) -> torch.dtype:
-    """Return in which dtype to compute."""
+    """Return the dtype to compute in."""
     return torch.float64 if input.dtype is torch.float64 else torch.float32
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalisation by statistics to which this rank's input has contributed."""
+    """Normalization by statistics that depend on this rank's input."""
 
     @staticmethod
     def forward(
