@@ -38,7 +38,8 @@ def test_every_launcher_trains_the_same_model(trained: dict[str, dict[str, Any]]
     assert len(others) == 4
     for metrics in others:
         for ours, theirs in zip(metrics["epochs"], expected["epochs"], strict=True):
-            assert math.isclose(ours["train_loss"], theirs["train_loss"], rel_tol=1e-5)
+            # The sum of two ranks' numbers has one order.
+            assert ours["train_loss"] == theirs["train_loss"]
             assert ours["val_accuracy"] == theirs["val_accuracy"]
 
 

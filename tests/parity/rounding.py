@@ -1,27 +1,14 @@
-"""How far rounding alone can take a training from its reference, on any processor.
-
-Two correct processes differ in the order of their sums and in where a fused multiply-add rounds once instead of twice.
-A sum of n products that is computed in any order, with or without fused operations, is the exact sum for factors that
-are changed by at most gamma_n = n u / (1 - n u), relative to each (Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd edition, section 3.1; u: the unit roundoff, half the distance from 1 to the next number). So a step of
-training computes the exact result of nearby weights, inputs and gradients, at most gamma_n away.
-
-What such changes do to the result of twenty steps is measured: `bounds` trains several times with every weight, input
-and gradient changed at random by at most 2 gamma_n in every step, since two processes differ, and takes the largest
-deviation of each parameter. Rounding errors seldom all point one way, as they do in gamma_n, so the bound is some ten
-times what is seen. Under autocast a difference in float32 now and then rounds to another number of low precision; the
-changed trainings do that as well, and more often.
-"""
+"""The results that trainings in tests/parity must have, and the bounds that rounding sets; see helpers/rounding.py."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..helpers.rounding import change_at_random, largest_change
 from .loop import ROWS, SCENARIOS, Outcome, Pieces, Scenario, alone, train
 
 __all__ = ("bounds", "deviation", "expected", "shares")
@@ -49,10 +36,9 @@ def bounds(name: str, size: int, dtype: torch.dtype) -> Outcome:
     """Return the largest difference from `expected` that rounding explains, by name as there (0-dim tensors)."""
     scenario = SCENARIOS[name]
     reference = expected(name, size, dtype)
-    terms = ROWS * size * scenario.micro_batches + 1
-    change = terms * torch.finfo(dtype).eps
+    most = largest_change(ROWS * size * scenario.micro_batches + 1, dtype)
     runs = [
-        train(scenario, functools.partial(_perturbed, seed, change), dtype, size, shares(scenario, size))
+        train(scenario, functools.partial(_changed, seed, most), dtype, size, shares(scenario, size))
         for seed in range(RUNS)
     ]
 
@@ -71,27 +57,8 @@ def deviation(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (found - want)[finite].abs().max() if finite.any() else torch.zeros((), dtype=want.dtype)
 
 
-def _perturbed(seed: int, most: float, networks: list[nn.Module], scenario: Scenario) -> Pieces:
-    """Train alone with every input, gradient and weight changed by at most `most` times itself in each step."""
+def _changed(seed: int, most: float, networks: list[nn.Module], scenario: Scenario) -> Pieces:
+    """Train alone with random changes."""
     pieces = alone(networks, scenario)
-    generator = torch.Generator().manual_seed(seed)
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return (tensor.double() * (1 + most * noise)).to(tensor.dtype)
-
-    def change_input(network: nn.Module, inputs: Any) -> Any:
-        return tuple(change(tensor) for tensor in inputs)
-
-    def change_all(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with torch.no_grad():
-            for param in optimizer.param_groups[0]["params"]:
-                param.copy_(change(param))
-                if param.grad is not None:
-                    param.grad.copy_(change(param.grad))
-
-    for network in networks:
-        network.register_forward_pre_hook(change_input)
-    for optimizer in pieces.optimizers:
-        optimizer.register_step_pre_hook(change_all)
+    change_at_random(networks, pieces.optimizers, most, seed)
     return pieces

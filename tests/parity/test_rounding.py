@@ -1,4 +1,4 @@
-"""The bounds on rounding in tests/parity/rounding.py are small enough to show every mistake in a gradient."""
+"""The bounds on rounding are small enough to show every mistake in a gradient."""
 
 from __future__ import annotations
 
