@@ -118,7 +118,7 @@ def train(settings: argparse.Namespace) -> None:
             fail(f"--sync-bn must be for a model with batch norm, but {settings.model} has none.")
         model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
     network: Any = torch.compile(model) if settings.compile else model  # both have the same weights
-    optimizer: Any = build_optimizer(model, settings)
+    optimizer = build_optimizer(model, settings)
     if settings.style == "ddp":
         network = hvd.DistributedDataParallel(network)
     else:
@@ -144,7 +144,7 @@ def train(settings: argparse.Namespace) -> None:
         bar = tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=report.hides_bar)
         for batches in windows(bar, settings.accumulate):
             optimizer.zero_grad()
-            if settings.style == "optimizer":  # the last window of an epoch may be shorter
+            if isinstance(optimizer, hvd.SynchronizedOptimizer):  # the last window of an epoch may be shorter
                 optimizer.set_backward_passes_per_step(len(batches))
             for number, (images, labels) in enumerate(batches, 1):
                 waits = settings.style == "ddp" and number < len(batches)
