@@ -1,0 +1,67 @@
+"""README.md and docs/: their links and references lead somewhere, and no environment variable is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dualdist
+from dualdist.launch import LAUNCHERS
+
+PACKAGE = Path(dualdist.__file__).parent
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
+
+
+def strings(module: Path) -> Iterator[str]:
+    """Yield the strings of a module except those of `__all__`, which are names in Python."""
+    tree = ast.parse(module.read_text())
+    for statement in tree.body:
+        is_all = isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__"
+        for node in [] if is_all else ast.walk(statement):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def variables(text: str) -> set[str]:
+    """Return the names of dualdist's and Horovod's environment variables."""
+    return set(re.findall(r"\b(?:DUALDIST|HOROVOD)_[A-Z_]*[A-Z]\b", text))
+
+
+IN_CODE = variables("\n".join(text for module in PACKAGE.rglob("*.py") for text in strings(module)))
+
+
+def test_every_variable_in_the_code_is_on_the_page() -> None:
+    assert variables(ENVIRONMENT) == IN_CODE
+
+
+def test_every_variable_of_the_launchers_is_on_the_page() -> None:
+    rows = [(row.rank, row.size, row.local_rank, row.local_size, *row.markers) for row in LAUNCHERS]
+    rows += [(*row.starts_mpi, *row.elastic, *row.restarts) for row in LAUNCHERS]
+    names = {name.partition("=")[0] for row in rows for name in row}
+    assert {name for name in names if f"`{name}`" not in ENVIRONMENT} == set()
+
+
+def test_every_file_on_the_page_is_in_the_package() -> None:
+    paths = re.findall(r"`([a-z_]+/[a-z_/]*\.py)`", ENVIRONMENT)
+    assert len(paths) > 10
+    assert [path for path in paths if not (PACKAGE / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
+    assert [link for link in links if ":" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for reference in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", page.read_text()):
+        path, _, name = reference.partition("::")
+        assert (ROOT / path).exists(), reference
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), reference
