@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch._C import _current_graph_task_id
 
 from ..types import Average
 from ..world.context import current
@@ -124,13 +125,13 @@ class GradSync(Combiner):
             param.passes = 1
         if index in self._fired:
             self._restart(index)
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task_id()
         if task not in self._tasks:  # reentrant checkpoints nest, and each task has an end of its own
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._fired.add(index)
         if param.passes >= self._passes:
-            if not self._reducer.has_world:
+            if not self._reducer.is_known:
                 self._reducer.join_world(self._params, self)
             self._reducer.mark_ready(index)
 
@@ -210,7 +211,7 @@ class GradSync(Combiner):
     def _combine(self) -> None:
         """Combine the gradients now. Collective. Raises as Reducer.reduce does."""
         try:
-            if not self._reducer.has_world:
+            if not self._reducer.is_known:
                 self._reducer.join_world(self._params, self)
             self._reducer.reduce()
         finally:

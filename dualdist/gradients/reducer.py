@@ -45,8 +45,10 @@ class Reducer:
         self._options = options
         self._sparse: set[int] = set()
         """Parameters (by index) that had a sparse gradient on some rank."""
-        self._place = -1
-        """Its number in the process set, equal on all ranks; -1 before `join_world`."""
+        self.is_known = False
+        """Whether the other ranks of the current world know this reducer."""
+        self._id = -1
+        """Its ID in the process set, equal on all ranks."""
         self._buckets_sent = 0
         """Since `join_world`. The ranks compare it: one that repeats a backward alone is ahead from then on."""
         self.reduced = False
@@ -56,11 +58,6 @@ class Reducer:
 
     # Membership and layout
 
-    @property
-    def has_world(self) -> bool:
-        """Whether the other ranks of the current world know this reducer."""
-        return self._place >= 0
-
     def join_world(self, params: Sequence[TrackedParameter], member: object) -> None:
         """Compare the options and the layout of `params` between the ranks. Collective over the process set.
 
@@ -69,14 +66,15 @@ class Reducer:
         options = self._options
         call = Call(options.owner, options.describe(params), site=call_site())
         channel_of(options.process_set).run(call, lambda group, verdict: None)
-        if not self.has_world:
+        if not self.is_known:
             known = current().grad_syncs[options.process_set.process_set_id]
-            self._place = len(known)
+            self._id = len(known)
             known.append(member)
+            self.is_known = True
 
     def forget_world(self) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
-        self._place = -1
+        self.is_known = False
         self._buckets_sent = 0
         self._sparse = set()
         self.lay_out(self._params)
@@ -126,7 +124,7 @@ class Reducer:
             memory.set_gradients(dense)
         wire = self._to_wire(memory.flat, group)
         scale_(wire[: bucket.numel], self._options.reduction.prescale_factor)
-        tag = f"{self._place}.{place}"
+        tag = f"{self._id}.{place}"
         work = group.allreduce_(wire, Sum, tag=tag)
         self._buckets_sent += 1
         names = (self._params[slot.param].name for slot in bucket.slots)
@@ -189,7 +187,7 @@ class Reducer:
             self._works[-1][1].wait_for(_DATA_FIRST_SECONDS)
         try:
             changed = announce(
-                self._options.process_set, self._place, self._buckets_sent, is_wrong=bool(self._changes)
+                self._options.process_set, self._id, self._buckets_sent, is_wrong=bool(self._changes)
             )
         except CollectiveMismatchError:
             self._receive(group, keep=False)  # the other ranks also wait for the data before they raise
