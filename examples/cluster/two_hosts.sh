@@ -3,16 +3,16 @@
 #
 #     examples/cluster/two_hosts.sh LAUNCHER FIRST SECOND [options of examples/train.py]
 #
-# LAUNCHER is run, mpirun or torchrun; FIRST and SECOND are host names or addresses. This repository and the interpreter
-# PYTHON must be at the same place on both. `run` and `mpirun` are started once, on FIRST, which must be able to
-# `ssh SECOND` without a password. torchrun is started on each host: NODE=0 on FIRST, NODE=1 on SECOND.
+# LAUNCHER is run (for `dualdist run`), mpirun or torchrun. FIRST and SECOND are host names or addresses. This repository
+# and the interpreter PYTHON must have the same path on both. Start `run` and `mpirun` once, on FIRST, which needs
+# `ssh SECOND` without a password. Start torchrun on each host, with NODE=0 on FIRST and NODE=1 on SECOND.
 #
-# Which network? Set INTERFACE where a host has several (`ip -brief address` lists them):
-#   DUALDIST_INTERFACE    all connections that dualdist and Gloo make; found by itself else
-#   NCCL_SOCKET_IFNAME    NCCL, which looks for itself else (NCCL_DEBUG=INFO tells what it found)
-#   GLOO_SOCKET_IFNAME    torch's gloo when it runs without dualdist; else the address of the host's name, which on
-#                         Debian is 127.0.1.1, where nobody else gets through
-#   OMPI_MCA_*            Open MPI, which tries all interfaces that are up
+# If a host has several networks, set INTERFACE (`ip -brief address` lists them). It sets:
+#   DUALDIST_INTERFACE    for all connections of dualdist and Gloo; by default dualdist finds an address
+#   NCCL_SOCKET_IFNAME    for NCCL; by default NCCL chooses (NCCL_DEBUG=INFO shows its choice)
+#   GLOO_SOCKET_IFNAME    for torch's gloo without dualdist; by default the address of the host's name, which on Debian
+#                         is 127.0.1.1 and cannot be reached from other hosts
+#   OMPI_MCA_*            for Open MPI; by default it tries all interfaces that are up
 set -euo pipefail
 launcher=$1 first=$2 second=$3
 shift 3
@@ -23,7 +23,7 @@ names=(OMP_NUM_THREADS)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [[ -n ${INTERFACE:-} ]]; then
     export DUALDIST_INTERFACE=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE
-    export OMPI_MCA_btl_tcp_if_include=$INTERFACE OMPI_MCA_oob_tcp_if_include=$INTERFACE  # mpirun hands on OMPI_MCA_*
+    export OMPI_MCA_btl_tcp_if_include=$INTERFACE OMPI_MCA_oob_tcp_if_include=$INTERFACE  # mpirun passes OMPI_MCA_* on
     names+=(DUALDIST_INTERFACE NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME)
 fi
 
