@@ -147,8 +147,8 @@ def train(settings: argparse.Namespace) -> None:
             if isinstance(optimizer, hvd.SynchronizedOptimizer):  # the last window of an epoch may be shorter
                 optimizer.set_backward_passes_per_step(len(batches))
             for number, (images, labels) in enumerate(batches, 1):
-                waits = settings.style == "ddp" and number < len(batches)
-                with network.no_sync() if waits else contextlib.nullcontext():
+                accumulates = settings.style == "ddp" and number < len(batches)
+                with network.no_sync() if accumulates else contextlib.nullcontext():
                     with autocast:
                         loss = F.cross_entropy(network(images.to(device)), labels.to(device))
                     scaler.scale(loss / len(batches)).backward()

@@ -3,8 +3,8 @@
 #
 #     examples/cluster/two_hosts.sh LAUNCHER FIRST SECOND [options of examples/train.py]
 #
-# LAUNCHER is run (for `dualdist run`), mpirun or torchrun. FIRST and SECOND are host names or addresses. This repository
-# and the interpreter PYTHON must have the same path on both. Start `run` and `mpirun` once, on FIRST, which needs
+# LAUNCHER is run (for `dualdist run`), mpirun or torchrun. FIRST and SECOND are host names or addresses. This
+# repository and the interpreter PYTHON must have the same path on both. Start `run` and `mpirun` once, on FIRST, which needs
 # `ssh SECOND` without a password. Start torchrun on each host, with NODE=0 on FIRST and NODE=1 on SECOND.
 #
 # If a host has several networks, set INTERFACE (`ip -brief address` lists them). It sets:
