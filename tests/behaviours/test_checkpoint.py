@@ -147,6 +147,23 @@ def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_th
         assert manager.restore_latest() is not None and manager.steps == 2
 
 
+@pytest.mark.timeout(60)
+@everywhere
+def test_a_fifo_is_passed_over_like_a_damaged_file(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"value": 0.5}
+    with warned() as messages, CheckpointManager(folder(tmp_path), state, every_steps=1) as manager:
+        manager.step()
+        fifo = tmp_path / "step-000000002.pt"
+        if hvd.rank() == 0:
+            os.mkfifo(fifo)
+        state["value"] = 0.0
+        assert manager.restore_latest() is not None and state["value"] == 0.5
+        with pytest.raises(hvd.DamagedCheckpointError, match="a FIFO, not a regular file"):
+            load(fifo, state)
+    if hvd.rank() == 0:
+        assert "a FIFO, not a regular file" in " ".join(messages)
+
+
 @everywhere
 def test_damaged_files_do_not_count_as_kept(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}

@@ -7,7 +7,9 @@ import errno
 import itertools
 import json
 import os
+import socket
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,32 @@ def test_a_file_of_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
     with pytest.raises(DamagedCheckpointError, match="ends without a manifest"):
         verified(tmp_path / "a.pt")
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def make_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [make_fifo, make_socket, make_link_to_a_device, Path.mkdir])
+def test_what_is_not_a_regular_file_is_refused_without_waiting(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+    path = Path("a.pt")
+    make(path)
+    for read in (verified, read_manifest):
+        with pytest.raises(DamagedCheckpointError, match=r"a\.pt is not: it is a .*, not a regular file"):
+            read(path)
 
 
 def test_a_newer_format_is_an_error_but_not_damage(tmp_path: Path) -> None:

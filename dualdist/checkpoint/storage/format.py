@@ -25,7 +25,8 @@ import torch
 from .atomic_file import NewFile, replacing
 from .checksum import LINE_BYTES, PIECE_BYTES, Checksum
 from .filesystem import FileSystem
-from .manifest import COMMENT_BYTES, MAGIC, Manifest, damaged, decode, encode
+from .manifest import COMMENT_BYTES, MAGIC, Manifest, decode, encode
+from .opening import damaged, open_checkpoint
 
 __all__ = ("copy_verified", "write_checkpoint")
 
@@ -91,7 +92,7 @@ def copy_verified(path: str | os.PathLike[str], take: Callable[[bytes], object])
     than this version of dualdist.
     """
     checksum, tail = Checksum(), b""
-    with open(path, "rb", buffering=0) as file:
+    with open_checkpoint(path) as file:
         left = os.fstat(file.fileno()).st_size - LINE_BYTES
         while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
             checksum.add(piece)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from ...errors import CheckpointError, DamagedCheckpointError
+from ...errors import CheckpointError
 from ...world.numbers import backend_name, size, transport_name
 from .checksum import LINE_BYTES
+from .opening import damaged, open_checkpoint
 
 __all__ = (
     "COMMENT_BYTES",
     "MAGIC",
     "Manifest",
-    "damaged",
     "decode",
     "encode",
     "make_manifest",
@@ -85,7 +85,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises OSError, DamagedCheckpointError when there is no manifest, CheckpointError when the format is newer than
     this version of dualdist.
     """
-    with open(path, "rb") as file:
+    with open_checkpoint(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - COMMENT_BYTES))
         return decode(file.read(COMMENT_BYTES), Path(path))
 
@@ -103,11 +103,4 @@ def decode(comment: bytes, path: Path) -> Manifest:
     raise CheckpointError(
         f"`path` must be a checkpoint of format {FORMAT} or older, but {path} has format {found['format']} instead. "
         "Load it with a newer dualdist."
-    )
-
-
-def damaged(path: object, reason: str) -> DamagedCheckpointError:
-    """Return the error for a file that is not a complete checkpoint of dualdist."""
-    return DamagedCheckpointError(
-        f"`path` must be a checkpoint as dualdist wrote it, but {path} is not: {reason}."
     )
