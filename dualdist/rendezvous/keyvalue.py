@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
+import logging
 import math
 import secrets
 import socket
 import struct
 import threading
 import time
+from typing import Any
 
 from ..errors import ConfigurationError
 
 __all__ = ("LONGEST_KEY", "LONGEST_VALUE", "KeyValueClient", "KeyValueServer")
+
+logger = logging.getLogger("dualdist")
 
 LONGEST_KEY, LONGEST_VALUE = 1024, 1 << 20
 """Bytes."""
@@ -34,6 +39,8 @@ _FOUND, _ABSENT = b"+", b"-"
 _TIMEOUT_SECONDS = 10.0
 """How long the other end may take for its proof, or to complete a request or an answer."""
 _LONGEST_WAIT = 86400.0
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of accept(2) after which asyncio tries again every second (asyncio/selector_events.py:_accept_connection)."""
 
 
 def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
@@ -52,6 +59,7 @@ class KeyValueServer:
         self._timeout = timeout
         self._values: dict[bytes, bytes] = {}
         self._set = asyncio.Condition()
+        self._shortage_reported = False
         self._listeners: list[socket.socket] = []
         self.host, self.port = hosts[0], port
         try:
@@ -91,12 +99,28 @@ class KeyValueServer:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._report)
         servers = [await asyncio.start_server(self._serve, sock=listener) for listener in self._listeners]
         self._up.set()
         await self._stop.wait()
         for server in servers:
             # asyncio.run ends the connections.
             server.close()
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Report once, in one line, that no connection can be accepted. asyncio would log a traceback for each one."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
+            loop.default_exception_handler(context)
+        elif not self._shortage_reported:
+            self._shortage_reported = True
+            logger.warning(
+                "The key-value server at %s:%d cannot accept connections: %s. It tries again every second. If this "
+                "lasts, raise the limit of open files (ulimit -n), or look at who connects to this port.",
+                self.host,
+                self.port,
+                error.strerror,
+            )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection. Any error closes it, without an answer."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -154,6 +157,38 @@ def test_a_wrong_request_ends_only_its_own_connection(request_: bytes, server: K
         good.set("a", b"1")
         with pytest.raises(TimeoutError):
             good.get("k", 0)
+
+
+CROWDED = """
+import resource, sys
+from dualdist.rendezvous.keyvalue import KeyValueServer
+with KeyValueServer("127.0.0.1", secret=b"s" * 32, timeout=600) as server:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+"""A server that may open 20 files, until its standard input ends."""
+
+
+def test_a_server_at_its_limit_of_files_reports_it_in_one_line_and_serves_again_later() -> None:
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-c", CROWDED]
+        process = stack.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        )
+        assert process.stdin and process.stdout and process.stderr
+        stack.callback(process.kill)
+        port = int(process.stdout.readline())
+        with contextlib.ExitStack() as crowd:
+            for _ in range(40):
+                crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            assert "cannot accept connections: Too many open files" in process.stderr.readline()
+        with KeyValueClient("127.0.0.1", port, SECRET, timeout=20) as client:
+            client.set("a", b"1")
+            assert client.get("a", 0) == b"1"
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 0
 
 
 def test_too_long_keys_and_values_are_refused_before_they_are_sent(server: KeyValueServer) -> None:
