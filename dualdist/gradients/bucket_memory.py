@@ -37,7 +37,7 @@ class BucketMemory:
         self._references = self._count_references()
 
     def _count_uses(self) -> int:
-        """Return how many tensors use this storage, this look at it included."""
+        """Return how many tensors use this storage, including the reference that this call makes."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     def _count_references(self) -> list[int]:

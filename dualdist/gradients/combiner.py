@@ -11,7 +11,7 @@ __all__ = ("Combiner", "NullCombiner")
 
 
 class Combiner:
-    """Combines what the ranks compute. Each method does nothing unless a subclass overrides it."""
+    """Combines what the ranks compute. A method that a subclass does not override does nothing."""
 
     enabled = False
     """Whether backward combines gradients; while it does not, they accumulate locally."""
@@ -39,7 +39,7 @@ class Combiner:
         """Prepare for `step()`, after gradients are combined. Local."""
 
     def after_step(self) -> None:
-        """Finish what `step()` began. Collective where steps are combined and not gradients."""
+        """Do what remains after `step()`. Collective where steps are combined instead of gradients."""
 
     def check_skippable(self) -> None:
         """Raise AssertionError when `step()` must not skip the synchronization."""

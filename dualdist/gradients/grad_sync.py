@@ -2,7 +2,7 @@
 
 A hook on each parameter runs when backward completes a gradient, and a callback at the end of backward waits for the
 results. When to combine is decided here; the Reducer sends and receives. One implementation serves both backends, both
-wrappers, gradient accumulation, parameters that a rank does not use, sparse gradients, and ranks that have joined.
+wrappers, gradient accumulation, parameters that a rank does not use, sparse gradients, and `join`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class GradSync(Combiner):
         self.enabled = True
         self._params: list[TrackedParameter] = []
         self._fired: set[int] = set()
-        """Parameters (by index) whose gradient the current backward has completed."""
+        """Parameters (by index) with a gradient that the current backward has completed."""
         self._tasks: set[int] = set()
-        """Autograd graph tasks that have the callback at their end."""
+        """Autograd graph tasks that call `_end_of_backward` at their end."""
         self._repeats = False
         """Whether one backward may complete a gradient several times, or another GradSync combines it too."""
         weakref.finalize(owner, self._release).atexit = False
@@ -62,7 +62,7 @@ class GradSync(Combiner):
         """
         params = [*self._params, *(TrackedParameter(name, tensor) for name, tensor in named)]
         if not current().launch.elastic:
-            self._reducer.join_world(params, self)
+            self._reducer.enter_world(params, self)
         self._params = params  # after the comparison: if it fails, training can continue with the old ones
         self._unhooked = [index for index, param in enumerate(params) if param.hook is None]
         self._find_overlaps()
@@ -92,7 +92,7 @@ class GradSync(Combiner):
         _alive.add(self)
 
     def _release(self) -> None:
-        """Let go of the parameters when the owner is deleted; a rank that has joined can still answer the others."""
+        """Let go of the parameters after the owner is deleted; during `join`, `contribute_nothing` still works."""
         for param in self._params:
             param.release()
         self._reducer.release_memory()
@@ -105,7 +105,7 @@ class GradSync(Combiner):
         self._start_over()
 
     def contribute_nothing(self) -> None:
-        """Take part when the other ranks combine gradients, as a rank that has joined."""
+        """Take part with zeros when the other ranks combine gradients: this rank has called `join`."""
         self._start_over()
         self._reducer.contribute_nothing()
 
@@ -132,7 +132,7 @@ class GradSync(Combiner):
         self._fired.add(index)
         if param.passes >= self._passes:
             if not self._reducer.is_known:
-                self._reducer.join_world(self._params, self)
+                self._reducer.enter_world(self._params, self)
             self._reducer.mark_ready(index)
 
     def _count(self, param: TrackedParameter) -> None:
@@ -212,7 +212,7 @@ class GradSync(Combiner):
         """Combine the gradients now. Collective. Raises as Reducer.reduce does."""
         try:
             if not self._reducer.is_known:
-                self._reducer.join_world(self._params, self)
+                self._reducer.enter_world(self._params, self)
             self._reducer.reduce()
         finally:
             self._start_over()

@@ -1,10 +1,10 @@
 """Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
 
-Buckets are sent in the order of the layout. The ranks compare the layout once, when the reducer joins the world, so no
-bucket needs an agreement of its own. At the end of backward the ranks announce the reduction among their other
-collectives while the data is being sent: a rank that calls something else is then an error on all ranks, and a rank
-that has joined knows that it must take part. The announcement waits up to 50 ms for the data: otherwise thread
-wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer.
+Buckets are sent in the order of the layout. The ranks compare the layout once, when the reducer enters the world, so no
+bucket needs an agreement of its own. At the end of backward, while the data is being sent, the ranks announce the
+reduction in the order of their other collectives. If a rank calls something else instead, all ranks raise an error; a
+rank that has called `join` learns that it must take part. The announcement first waits up to 50 ms for the data:
+otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Reducer:
         self._id = -1
         """Its ID in the process set, equal on all ranks."""
         self._buckets_sent = 0
-        """Since `join_world`. The ranks compare it: one that repeats a backward alone is ahead from then on."""
+        """Since `enter_world`. The ranks compare it: one that repeats a backward alone is ahead from then on."""
         self.reduced = False
         """Whether the gradients were reduced since the last step."""
         self.sets_early = False
@@ -58,10 +58,10 @@ class Reducer:
 
     # Membership and layout
 
-    def join_world(self, params: Sequence[TrackedParameter], member: object) -> None:
+    def enter_world(self, params: Sequence[TrackedParameter], member: object) -> None:
         """Compare the options and the layout of `params` between the ranks. Collective over the process set.
 
-        member: what answers for this reducer when this rank has joined. Raises CollectiveMismatchError.
+        member: takes part for this reducer when this rank has called `join`. Raises CollectiveMismatchError.
         """
         options = self._options
         call = Call(options.owner, options.describe(params), site=call_site())
@@ -95,7 +95,7 @@ class Reducer:
         self._memory: dict[int, BucketMemory] = {}
 
     def start_over(self) -> None:
-        """Be ready for the next backward."""
+        """Prepare for the next backward."""
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._works: list[tuple[torch.Tensor, Work]] = []
         """For each bucket that was sent, in order: the data, and the collective."""
@@ -105,7 +105,7 @@ class Reducer:
     # Sending
 
     def mark_ready(self, index: int) -> None:
-        """Note that the gradient at `index` can be sent; send the next buckets in order that are complete."""
+        """Mark the gradient at `index` as complete; send the next buckets in order that are complete."""
         place = self._bucket_of[index]
         self._missing[place] -= 1
         if self._missing[place] == 0:
@@ -183,7 +183,7 @@ class Reducer:
             self._send_next()
         channel = channel_of(self._options.process_set)
         group = channel.gradients
-        if self._works and not channel.has_joined:  # a rank that has joined sends only after the announcement
+        if self._works and not channel.has_joined:  # which sends only after the announcement
             self._works[-1][1].wait_for(_DATA_FIRST_SECONDS)
         try:
             changed = announce(
@@ -215,7 +215,7 @@ class Reducer:
             )
 
     def contribute_nothing(self) -> None:
-        """Take part in a `reduce` of the other ranks with zeros, as a rank that has joined."""
+        """Take part in a `reduce` of the other ranks with zeros: this rank has called `join`."""
         self.start_over()
         while len(self._works) < len(self._buckets):
             self._send_next(empty=True)

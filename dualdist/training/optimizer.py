@@ -27,7 +27,7 @@ __all__ = ("DistributedOptimizer", "SynchronizedOptimizer")
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
-    """What `DistributedOptimizer` returns: the class of the optimizer with these methods. Not created directly."""
+    """The type that `DistributedOptimizer` returns: a subclass of the optimizer's class. Not created directly."""
 
     _combiner: Combiner
     _base: type[torch.optim.Optimizer]
@@ -91,8 +91,7 @@ def DistributedOptimizer(
 
     Gradients are complete when `backward()` returns: clip, unscale or inspect them as in one process. A closure for
     LBFGS must return the mean of the ranks' losses (`hvd.allreduce(loss.detach())`), because LBFGS decides by the loss
-    when to stop.
-    Collective: every member of `process_set` must call it with the same parameters. Other ranks train alone.
+    when to stop. Collective: every member of `process_set` must call it with the same parameters; others train alone.
 
     Args:
         optimizer: any torch optimizer, new or with state; it is changed and returned.

@@ -57,7 +57,7 @@ def test_no_sync_accumulates_until_a_backward_outside() -> None:
 
 
 @everywhere
-def test_buffers_of_a_part_that_came_later_are_those_of_rank_0() -> None:
+def test_buffers_of_a_part_that_was_added_later_are_those_of_rank_0() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     wrapped = hvd.DistributedDataParallel(model)
     model[1] = nn.BatchNorm1d(2, affine=False, momentum=0.0)
@@ -67,7 +67,7 @@ def test_buffers_of_a_part_that_came_later_are_those_of_rank_0() -> None:
 
 
 @everywhere
-def test_buffers_are_those_of_rank_0_in_training_alone() -> None:
+def test_buffers_are_those_of_rank_0_only_in_training() -> None:
     wrapped = hvd.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
     norm: Any = wrapped.module
     mean = norm.running_mean
@@ -75,7 +75,7 @@ def test_buffers_are_those_of_rank_0_in_training_alone() -> None:
         wrapped(torch.full((2, 1), float(round_number * (hvd.rank() + 1))))
         assert mean.item() == round_number * (hvd.rank() + 1)
     wrapped.eval()
-    if hvd.rank() == 0:  # evaluation is each rank's own business
+    if hvd.rank() == 0:  # evaluation is not collective
         wrapped(torch.ones(2, 1))
     wrapped.train()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_parameters_may_be_unused_by_some_frozen_and_thawed() -> None:
 
 
 class _Parts(nn.Module):
-    """Adds up what the chosen parts make of the input."""
+    """Adds up the outputs of the chosen parts."""
 
     def __init__(self, parts: nn.ModuleDict) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_two_forwards_with_batch_norm_before_one_backward() -> None:
 
 
 @everywhere
-def test_a_copy_is_refused_with_the_remedy() -> None:
+def test_the_error_for_a_copy_says_what_to_copy() -> None:
     wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="Copy its `module`"):
         copy.deepcopy(wrapped)

@@ -1,4 +1,4 @@
-"""broadcast_parameters and broadcast_optimizer_state: everyone starts from the numbers of the root."""
+"""broadcast_parameters and broadcast_optimizer_state: every rank starts from the numbers of the root."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_optimizer_state_becomes_that_of_the_root(kind: str, steps: int) -> None
     grads = [param.grad for param in model.parameters()]
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert same(optimizer.state_dict(), trained(kind, 0, steps)[1].state_dict())
-    assert same(model.state_dict(), before), "a weight has moved"
+    assert same(model.state_dict(), before), "a weight has changed"
     assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
 
 
@@ -165,7 +165,7 @@ def test_state_on_some_ranks_alone(kind: str, root_has_state: bool) -> None:
 
 
 @everywhere
-def test_training_goes_on_alike_after_the_broadcasts() -> None:
+def test_training_is_equal_on_all_ranks_after_the_broadcasts() -> None:
     model, optimizer = trained("adam", hvd.rank(), 2 if hvd.rank() == 0 else 1)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: the numbers of plain BatchNorm over all ranks' batches behind one another."""
+"""SyncBatchNorm: the same numbers as plain BatchNorm over the concatenated batches of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = (3, 0, 2)
 """How many samples each rank has."""
 CHANNELS = 4
 SHAPES = ((), (5,), (3, 2), (2, 3, 2))
-"""What follows after (N, C)."""
+"""The dimensions after (N, C)."""
 
 
 def batch(rank: int, shape: tuple[int, ...], rows: tuple[int, ...] = ROWS) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_gradients_of_weight_and_bias_are_this_ranks_share() -> None:
 @pytest.mark.parametrize("param_dtype", [torch.float32, None], ids=["float32-weights", "same-weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @everywhere
-def test_low_precision_input_is_normalised_in_float32(
+def test_low_precision_input_is_normalized_in_float32(
     dtype: torch.dtype, param_dtype: torch.dtype | None
 ) -> None:
     expected = plain()
@@ -149,7 +149,7 @@ def test_evaluation_uses_the_running_statistics_without_the_others() -> None:
     layer.eval()
     reference = nn.BatchNorm2d(CHANNELS, dtype=torch.float64).eval()
     reference.load_state_dict(layer.state_dict())
-    if hvd.rank() == 0:  # collective it is not
+    if hvd.rank() == 0:  # it is not collective
         data = batch(2, (3, 2))
         torch.testing.assert_close(layer(data), reference(data))
 

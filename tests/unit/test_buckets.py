@@ -48,7 +48,7 @@ def test_groups_share_a_bucket_and_the_others_are_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-def test_sparse_gradients_keep_their_counts_but_no_room(dtype: torch.dtype) -> None:
+def test_sparse_gradients_have_counts_but_no_room(dtype: torch.dtype) -> None:
     tensors = params((100, 4), (2,), dtype=dtype)
     (bucket,) = lay_out(tensors, {0}, None)
     numbers = 2 * dtype.itemsize // bucket.dtype.itemsize
