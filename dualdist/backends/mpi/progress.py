@@ -56,7 +56,7 @@ class Progress:
         self._pending: dict[Pending, None] = {}
         self._owners: set[object] = set()
         self._thread: threading.Thread | None = None
-        self._bell = threading.Event()
+        self._wake_event = threading.Event()
         self._awake = False
         self._stopping = False
         self._quiet = 0
@@ -82,12 +82,14 @@ class Progress:
             self.stop()
 
     def add(self, work: Pending) -> None:
+        """Test `work` until it ends."""
         self._pending[work] = None
         self._quiet = 0
         if not self._awake:
             self._wake()
 
     def forget(self, work: Pending) -> None:
+        """Stop testing `work`."""
         self._pending.pop(work, None)
 
     def stop(self) -> None:
@@ -96,7 +98,7 @@ class Progress:
         if thread is None or self.forked:
             return
         self._stopping = True
-        self._bell.set()
+        self._wake_event.set()
         if thread is not threading.current_thread():  # it is, if a future's callback leaves the world
             thread.join(_JOIN_SECONDS)
         self._awake = False
@@ -107,7 +109,7 @@ class Progress:
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="dualdist-mpi", daemon=True)
             self._thread.start()
-        self._bell.set()
+        self._wake_event.set()
 
     def _run(self) -> None:
         idle_since = time.monotonic()
@@ -122,11 +124,11 @@ class Progress:
                 idle_since = time.monotonic()
 
     def _sleep(self) -> None:
-        self._bell.clear()
+        self._wake_event.clear()
         self._awake = False
         # `add` sets _pending before it reads _awake, in the other order than here: no wake-up is lost.
         if not self._pending and not self._stopping:
-            self._bell.wait()
+            self._wake_event.wait()
         self._awake = True
 
     def _sweep(self) -> bool:

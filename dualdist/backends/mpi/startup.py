@@ -35,7 +35,7 @@ def start(launch: Launch) -> bool:
 
 
 def require(launch: Launch) -> None:
-    """Raise BackendUnavailableError unless MPI joins the processes of `launch`."""
+    """Start MPI. Raises BackendUnavailableError unless it joins the processes of `launch`."""
     library = mpi.library()
     if library is None:
         raise BackendUnavailableError(
@@ -70,6 +70,8 @@ def register_rendezvous() -> None:
 
 
 def _with_mpi_default(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return a rendezvous handler that uses MPI if only MPI can provide the world, else `handler`."""
+
     def meet(url: str, **options: Any) -> Iterator[Any]:
         is_given = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
         by_mpi = not mpi.LAUNCHER_VARIABLES.isdisjoint(os.environ)

@@ -70,7 +70,7 @@ class MpiWork(dist.Work):
             return False
         try:
             if not self._ended:
-                if not self._tested():
+                if not self._test_requests():
                     return False
                 if self._finish is not None:
                     # A tensor made in inference mode can only be written in that mode.
@@ -84,9 +84,10 @@ class MpiWork(dist.Work):
         self._fulfil_future()
         return True
 
-    Test = poll
+    Test = poll  # so that a work of coalesced calls can test its works like MPI requests
 
-    def _tested(self) -> bool:
+    def _test_requests(self) -> bool:
+        """Return whether all requests have completed."""
         requests = self._requests
         while requests:
             with progress.calls:
@@ -101,7 +102,7 @@ class MpiWork(dist.Work):
             self._time_out(self._timeout)
 
     def _time_out(self, seconds: float) -> None:
-        self.give_up(f"it timed out after {seconds:g} s, since a member has not answered")
+        self.give_up(f"it timed out after {seconds:g} s, since a member did not take part")
 
     def give_up(self, problem: str) -> None:
         with self._lock:
