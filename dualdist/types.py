@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, Protocol
 
 __all__ = (
     "REDUCE_OP_NAMES",
@@ -13,15 +14,28 @@ __all__ = (
     "Launch",
     "Max",
     "Min",
+    "Op",
     "Product",
     "Settings",
     "Sum",
+    "TorchOp",
     "World",
 )
 
 # Plain integers with Horovod's values (horovod/common/basics.py), so that scripts may store and compare them.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 REDUCE_OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+
+
+class TorchOp(Protocol):
+    """torch.distributed.ReduceOp.SUM, AVG, MIN, MAX or PRODUCT, for type checkers."""
+
+    @property
+    def PREMUL_SUM(self) -> Any: ...
+
+
+Op = int | TorchOp
+"""What users pass as `op`: a constant of Horovod or of torch. checks.py converts it."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..types import Op
 from ..world.process_sets import ProcessSet, global_process_set
 from .autograd import Allreduce, record
 from .compression import Compression, Compressor
-from .plans.allreduce import ReductionArguments, plan_allreduce
+from .plans.allreduce import plan_allreduce
+from .plans.arguments import ReductionArguments
 
 __all__ = (
     "allreduce",
@@ -28,7 +30,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -43,7 +45,8 @@ def allreduce(
         average: deprecated, use `op`.
         name: must be equal on all ranks; shown in errors and on the timeline.
         compression: `Compression.fp16` or `bf16` to send fewer bytes.
-        op: Average (default), Sum, Min, Max, Product or Adasum.
+        op: Average (default), Sum, Min, Max, Product or Adasum; or SUM, AVG, MIN, MAX or PRODUCT of
+            torch.distributed.ReduceOp.
         prescale_factor, postscale_factor: factors before and after the reduction.
 
     Returns:
@@ -54,7 +57,7 @@ def allreduce(
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
     sent, ctx = compression.compress(tensor)
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce([sent], arguments, name, process_set=process_set)
     (reduced,) = record(Allreduce, plan, [sent], process_set)
     return compression.decompress(reduced, ctx)
@@ -64,7 +67,7 @@ def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -73,7 +76,7 @@ def allreduce_async(
 
     `tensor` must not change until then. Otherwise as `allreduce`.
     """
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce([tensor], arguments, name, process_set=process_set)
     return plan.then(_only).submit()
 
@@ -82,13 +85,13 @@ def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` in place over the ranks and return it. Not differentiable. Otherwise as `allreduce`."""
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     return _only(plan_allreduce([tensor], arguments, name, in_place=True, process_set=process_set).run())
 
 
@@ -96,13 +99,13 @@ def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an `allreduce_` and return a handle; `synchronize` returns `tensor` itself."""
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce([tensor], arguments, name, in_place=True, process_set=process_set)
     return plan.then(_only).submit()
 
@@ -117,7 +120,7 @@ def grouped_allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -128,7 +131,7 @@ def grouped_allreduce(
     """
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [compressed for compressed, _ in pairs]
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce(sent, arguments, name, grouped=True, process_set=process_set)
     reduced = record(Allreduce, plan, sent, process_set)
     return [compression.decompress(output, ctx) for output, (_, ctx) in zip(reduced, pairs, strict=True)]
@@ -138,13 +141,13 @@ def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors."""
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     return plan_allreduce(list(tensors), arguments, name, grouped=True, process_set=process_set).submit()
 
 
@@ -152,13 +155,13 @@ def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does)."""
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce(
         list(tensors), arguments, name, in_place=True, grouped=True, process_set=process_set
     )
@@ -169,13 +172,13 @@ def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
     name: str | None = None,
-    op: int | None = None,
+    op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`."""
-    arguments = ReductionArguments(op, average, prescale_factor, postscale_factor)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce(
         list(tensors), arguments, name, in_place=True, grouped=True, process_set=process_set
     )

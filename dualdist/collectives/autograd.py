@@ -14,8 +14,9 @@ import torch
 from ..types import Average, Max, Min, Product, Sum
 from ..world.process_sets import ProcessSet
 from .plans.allgather import plan_allgather
-from .plans.allreduce import ReductionArguments, plan_allreduce
+from .plans.allreduce import plan_allreduce
 from .plans.alltoall import plan_alltoall
+from .plans.arguments import ReductionArguments
 from .plans.broadcast import plan_broadcast
 from .plans.gather import plan_gather
 from .plans.plan import Plan
@@ -71,9 +72,7 @@ class Allreduce(torch.autograd.Function):
         reduction, process_set = ctx.reduction, ctx.process_set
         if reduction.op not in (Min, Max, Product):
             arguments = ReductionArguments(
-                reduction.op,
-                prescale_factor=reduction.prescale_factor,
-                postscale_factor=reduction.postscale_factor,
+                reduction.op, reduction.prescale_factor, reduction.postscale_factor
             )
             plan = plan_allreduce(grads, arguments, grouped=len(grads) > 1, process_set=process_set)
             return None, None, *record(Allreduce, plan, grads, process_set)

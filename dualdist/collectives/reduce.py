@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..types import Average
+from ..types import Average, Op
 from ..world.process_sets import ProcessSet, global_process_set
 from .autograd import Reduce, record
+from .plans.arguments import ReductionArguments
 from .plans.reduce import plan_reduce
-from .reduction import Reduction
 
 __all__ = ("reduce",)
 
@@ -17,7 +17,7 @@ def reduce(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    op: int = Average,
+    op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -38,6 +38,6 @@ def reduce(
         HorovodInternalError: as for `allreduce`.
         NotImplementedError: autograd is active and `op` is neither Sum nor Average.
     """
-    reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_reduce(tensor, root_rank, reduction, name, process_set=process_set)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
+    plan = plan_reduce(tensor, root_rank, arguments, name, process_set=process_set)
     return record(Reduce, plan, [tensor], process_set)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..types import Average
+from ..types import Average, Op
 from ..world.process_sets import ProcessSet, global_process_set
 from .autograd import Reducescatter, record
 from .compression import Compression, Compressor
+from .plans.arguments import ReductionArguments
 from .plans.reducescatter import plan_reducescatter
-from .reduction import Reduction
 
 __all__ = (
     "grouped_reducescatter",
@@ -25,7 +25,7 @@ def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int = Average,
+    op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -46,8 +46,8 @@ def reducescatter(
         HorovodInternalError: `op` is neither Average nor Sum, or as for `allreduce`.
     """
     sent, ctx = compression.compress(tensor)
-    reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter([sent], reduction, name, process_set=process_set)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter([sent], arguments, name, process_set=process_set)
     (output,) = record(Reducescatter, plan, [sent], process_set)
     return compression.decompress(output, ctx)
 
@@ -55,14 +55,14 @@ def reducescatter(
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
-    op: int = Average,
+    op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a `reducescatter` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
-    reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter([tensor], reduction, name, process_set=process_set)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter([tensor], arguments, name, process_set=process_set)
     return plan.then(lambda outputs: outputs[0]).submit()
 
 
@@ -70,7 +70,7 @@ def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int = Average,
+    op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -78,8 +78,8 @@ def grouped_reducescatter(
     """Return `reducescatter` of each of `tensors`, as one operation; differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     sent = [compressed for compressed, _ in pairs]
-    reduction = Reduction(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter(sent, reduction, name, grouped=True, process_set=process_set)
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter(sent, arguments, name, grouped=True, process_set=process_set)
     outputs = record(Reducescatter, plan, sent, process_set)
     return [compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
 
@@ -87,11 +87,11 @@ def grouped_reducescatter(
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    op: int = Average,
+    op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors."""
-    reduction = Reduction(op, prescale_factor, postscale_factor)
-    return plan_reducescatter(list(tensors), reduction, name, grouped=True, process_set=process_set).submit()
+    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
+    return plan_reducescatter(list(tensors), arguments, name, grouped=True, process_set=process_set).submit()

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
+from ..agreement import kinds
 from ..backends.base import Group
-from ..types import Average, Sum
+from ..checks import reduce_op, wrong
+from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.context import current
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .allgather import allgather_async
+from ..world.process_sets import ProcessSet, global_process_set
 from .movement import allgather_rows
+from .plans.allgather import plan_allgather
+from .plans.plan import reporting
 
 __all__ = ("sparse_allreduce_async", "sum_sparse")
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a sparse COO tensor. Return a function that waits and returns the new sparse tensor.
 
     Gathers the indices and values of all ranks (horovod/torch/mpi_ops.py:567); Average divides the values.
     op: Sum or Average. Otherwise as `allreduce`.
     """
-    if op not in (Sum, Average):
-        raise ValueError(f"`op` must be Sum or Average for sparse tensors, but is {op!r} instead.")
-    coalesced = tensor.coalesce()
-    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    rows = coalesced.indices().t().contiguous()
-    indices = allgather_async(rows, name=names[0], process_set=process_set)
-    values = allgather_async(coalesced.values(), name=names[1], process_set=process_set)
-    handles, size = current().handles, channel_of(process_set).group.size
+    with reporting(kinds.GROUPED_ALLGATHER, process_set):
+        averages = _is_average(op)
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+            raise wrong("tensor", "a sparse COO tensor", tensor, "Use allreduce_async for others.", TypeError)
+        own = tensor.coalesce()
+        rows = own.indices().t().contiguous()
+    plan = plan_allgather([rows, own.values()], name, grouped=True, process_set=process_set)
 
-    def wait() -> torch.Tensor:
-        all_indices, all_values = handles.synchronize(indices), handles.synchronize(values)
-        if op == Average:
-            all_values = all_values / size
-        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+    def reduced(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        indices, values = outputs
+        return torch.sparse_coo_tensor(
+            indices.t(),
+            values / plan.channel.group.size if averages else values,
+            tensor.shape,
+            check_invariants=False,
+        )
 
-    return wait
+    return functools.partial(current().handles.synchronize, plan.then(reduced).submit())
+
+
+def _is_average(op: Op) -> bool:
+    """Return whether `op` is Average and not Sum. Raises ValueError for any other."""
+    checked = reduce_op(op)
+    if checked not in (Sum, Average):
+        raise ValueError(
+            f"`op` must be Sum or Average for sparse tensors, but is {REDUCE_OP_NAMES[checked]} instead."
+        )
+    return checked == Average
 
 
 def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

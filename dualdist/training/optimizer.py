@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import torch
 
+from ..checks import reduce_op
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction
 from ..gradients.adasum_step import AdasumStep
 from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
-from ..types import Adasum, Average, Sum
+from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ..world.process_sets import ProcessSet, global_process_set
 
 __all__ = ("DistributedOptimizer", "SynchronizedOptimizer")
@@ -80,7 +81,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: Op = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
@@ -98,7 +99,8 @@ def DistributedOptimizer(
         named_parameters: `model.named_parameters()`; names are used in errors. None: numbered.
         compression: `Compression.fp16` or `bf16` to send fewer bytes.
         backward_passes_per_step: how many backward passes accumulate (as a sum) before gradients are combined.
-        op: Average, Sum, or Adasum, which combines the steps instead of the gradients.
+        op: Average, Sum, or Adasum, which combines the steps instead of the gradients; or SUM or AVG of
+            torch.distributed.ReduceOp.
         gradient_predivide_factor: divides before the sum, and multiplies after it; for Average.
         num_groups: deprecated, use `groups`.
         groups: parameters that are sent together: a number of groups, or lists of parameters. None: by size.
@@ -109,6 +111,7 @@ def DistributedOptimizer(
         TypeError: `optimizer` is distributed already.
         CollectiveMismatchError: the parameters or options differ between ranks.
     """
+    op = reduce_op(op)
     _check(optimizer, op, gradient_predivide_factor, compression)
     passes = _at_least_one(backward_passes_per_step)
     named = _named_parameters(optimizer, named_parameters)
@@ -145,7 +148,9 @@ def _check(
     if gradient_predivide_factor == 0:
         raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
     if op not in (Average, Sum, Adasum):
-        raise ValueError(f"`op` must be Average, Sum or Adasum for an optimizer, but is {op!r} instead.")
+        raise ValueError(
+            f"`op` must be Average, Sum or Adasum for an optimizer, but is {REDUCE_OP_NAMES[op]} instead."
+        )
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ValueError(
             f"`compression` must be Compression.none, fp16 or bf16, but is {compression!r} instead."

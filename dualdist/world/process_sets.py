@@ -9,6 +9,7 @@ from ..agreement import kinds
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
+from ..checks import wrong
 from .context import current, is_initialized
 
 __all__ = (
@@ -151,6 +152,10 @@ def channel_of(process_set: ProcessSet) -> Channel:
     Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
+    if not isinstance(process_set, ProcessSet):
+        raise wrong(
+            "process_set", "a ProcessSet", process_set, "Make one with add_process_set(ranks).", TypeError
+        )
     if process_set.process_set_id is None:
         raise TypeError(
             f"`process_set` must be registered, but is {process_set} instead. "

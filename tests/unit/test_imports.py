@@ -29,11 +29,12 @@ ROOMS = (
     {"backends"},
     {"rendezvous"},
     {"launch"},
+    {"checks"},
     {"types", "errors"},
 )
 """From the top to the bottom: a module imports from its own room and from those further down."""
 
-WITHOUT_TORCH = {"launch", "rendezvous", "types", "errors"}
+WITHOUT_TORCH = {"launch", "rendezvous", "checks", "types", "errors"}
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ...agreement import kinds
-from ...agreement.call_site import warn_deprecated
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
-from ...types import Average, Sum
+from ...types import Average
 from ...world.process_sets import ProcessSet, channel_of
-from ..reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
-from .arguments import check_not_empty, check_reduction, describe_reduction
+from ..reduction import payload_of, reduce_payloads, reduce_tensors
+from .arguments import ReductionArguments, check_not_empty, check_reduction, describe_reduction
 from .plan import Plan, make_call, planned
 
-__all__ = ("ReductionArguments", "plan_allreduce")
-
-
-class ReductionArguments(NamedTuple):
-    """The arguments of allreduce that choose the reduction, as the user gave them."""
-
-    op: int | None = None
-    average: bool | None = None
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
-
-    def reduction(self) -> Reduction:
-        """Return the Reduction.
-
-        Raises ValueError and warns as Horovod does (horovod/common/util.py:214).
-        """
-        op = self.op
-        if op is not None and self.average is not None:
-            raise ValueError("`average` must not be given together with `op`. Use `op` alone.")
-        if self.average is not None:
-            warn_deprecated("`average` is deprecated; use `op` instead.")
-            op = Average if self.average else Sum
-        return Reduction(
-            Average if op is None else op, float(self.prescale_factor), float(self.postscale_factor)
-        )
+__all__ = ("plan_allreduce",)
 
 
 @planned(kinds.ALLREDUCE)
@@ -55,7 +29,7 @@ def plan_allreduce(
     process_set: ProcessSet,
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of an allreduce. Its result: `tensors` themselves, or new tensors of the same shapes."""
-    channel, reduction = channel_of(process_set), arguments.reduction()
+    channel, reduction = channel_of(process_set), arguments.reduction(default=Average)
     check_not_empty(tensors)
     check_reduction(tensors, reduction, process_set)
     payload = payload_of(channel.group, tensors, reduction)

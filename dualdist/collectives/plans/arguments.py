@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...types import REDUCE_OP_NAMES, Adasum
+from ...agreement.call_site import warn_deprecated
+from ...checks import number, reduce_op, wrong
+from ...types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ...world.process_sets import ProcessSet, channel_of
 from ..adasum import check_adasum_size
 from ..reduction import Reduction
 from ..wire import check_reducible
 
 __all__ = (
+    "ReductionArguments",
     "check_not_empty",
     "check_reduction",
     "check_root",
@@ -87,6 +90,34 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
             f"`splits` must be {size} numbers of at least 0 with a sum of at most {rows} rows, but is {counts} instead."
         )
     return counts
+
+
+class ReductionArguments(NamedTuple):
+    """The arguments that choose a reduction, as the user gave them."""
+
+    op: Op | None
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    average: bool | None = None
+
+    def reduction(self, default: int | None = None) -> Reduction:
+        """Return the Reduction. default: the op that None means, if it is allowed.
+
+        Raises ValueError or TypeError, and warns as Horovod does (horovod/common/util.py:214).
+        """
+        op = default if self.op is None else self.op
+        if self.average is not None:
+            if not isinstance(self.average, bool):  # such as an op in its place
+                raise wrong("average", "True, False or None", self.average, "Use `op=` instead.", TypeError)
+            if self.op is not None:
+                raise ValueError("`average` must not be given together with `op`. Use `op` alone.")
+            warn_deprecated("`average` is deprecated; use `op` instead.")
+            op = Average if self.average else Sum
+        return Reduction(
+            reduce_op(op),
+            number("prescale_factor", self.prescale_factor),
+            number("postscale_factor", self.postscale_factor),
+        )
 
 
 def check_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet) -> None:

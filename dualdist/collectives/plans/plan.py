@@ -13,9 +13,9 @@ from ...agreement.call_site import call_site
 from ...agreement.channel import Channel, Execute
 from ...agreement.kinds import Kind
 from ...world.context import current
-from ...world.process_sets import channel_of
+from ...world.process_sets import ProcessSet, channel_of, global_process_set
 
-__all__ = ("Plan", "make_call", "planned")
+__all__ = ("Plan", "make_call", "planned", "reporting")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -43,19 +43,34 @@ class Plan(Generic[T]):
         return Plan(self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)))
 
 
+class reporting:
+    """A context: if its body raises before this rank makes a call of `kind`, the other ranks get an error, too.
+
+    They do not wait for this rank then. Without a world, or on a rank outside the set, there is nobody to report to.
+    What is no process set is taken for the world.
+    """
+
+    def __init__(self, kind: Kind, process_set: ProcessSet) -> None:
+        self._kind = kind
+        self._process_set = process_set if isinstance(process_set, ProcessSet) else global_process_set
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            with contextlib.suppress(TypeError, ValueError):
+                channel_of(self._process_set).fail(self._kind, error)
+
+
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
     """Decorate a function that makes a Plan of `kind`: if it raises, the other ranks get an error and do not wait."""
 
     def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         @functools.wraps(make)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
-            try:
+            with reporting(kind, kwargs["process_set"]):  # type: ignore[arg-type]
                 return make(*args, **kwargs)
-            except Exception as error:
-                # Without a world, or on a rank outside the set, there is no channel to report the error on.
-                with contextlib.suppress(TypeError, ValueError):
-                    channel_of(kwargs["process_set"]).fail(kind, error)  # type: ignore[arg-type]
-                raise
 
         return wrapper
 

@@ -8,8 +8,8 @@ from ...agreement import kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
-from ..reduction import Reduction, reduce_tensors
-from .arguments import check_reduction, check_root, describe_reduction
+from ..reduction import reduce_tensors
+from .arguments import ReductionArguments, check_reduction, check_root, describe_reduction
 from .plan import Plan, make_call, planned
 
 __all__ = ("plan_reduce",)
@@ -19,13 +19,14 @@ __all__ = ("plan_reduce",)
 def plan_reduce(
     tensor: torch.Tensor,
     root_rank: int,
-    reduction: Reduction,
+    arguments: ReductionArguments,
     name: str | None = None,
     *,
     process_set: ProcessSet,
 ) -> Plan[torch.Tensor]:
     """Return the plan of a reduce. Its result: the reduced tensor on the root, zeros elsewhere."""
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    reduction = arguments.reduction()
     check_reduction([tensor], reduction, process_set)
     call = make_call(kinds.REDUCE, name, root_rank=root_rank, **describe_reduction([tensor], reduction))
 

@@ -14,7 +14,7 @@ from ...types import REDUCE_OP_NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import rows_per_rank
 from ..reduction import Reduction, reduce_tensors
-from .arguments import check_not_empty, check_reduction, check_rows, describe_reduction
+from .arguments import ReductionArguments, check_not_empty, check_reduction, check_rows, describe_reduction
 from .plan import Plan, make_call, planned
 
 __all__ = ("plan_reducescatter",)
@@ -23,23 +23,22 @@ __all__ = ("plan_reducescatter",)
 @planned(kinds.REDUCESCATTER)
 def plan_reducescatter(
     tensors: Sequence[torch.Tensor],
-    reduction: Reduction,
+    arguments: ReductionArguments,
     name: str | None = None,
     *,
     grouped: bool = False,
     process_set: ProcessSet,
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of a reducescatter. Its result: for each of `tensors`, this rank's rows of the reduced tensor."""
-    channel = channel_of(process_set)
+    channel, reduction = channel_of(process_set), arguments.reduction()
     check_not_empty(tensors)
     check_reduction(tensors, Reduction(Sum), process_set)
     for tensor in tensors:
         check_rows(tensor)
     if reduction.op not in (Sum, Average):
         # The same class of error as in Horovod (horovod/common/operations.cc:1819).
-        name_of = dict(enumerate(REDUCE_OP_NAMES)).get(reduction.op, reduction.op)
         raise HorovodInternalError(
-            f"`op` must be Sum or Average for reducescatter, but is {name_of} instead."
+            f"`op` must be Sum or Average for reducescatter, but is {REDUCE_OP_NAMES[reduction.op]} instead."
         )
     check_reduction(tensors, reduction, process_set)
     kind = kinds.GROUPED_REDUCESCATTER if grouped else kinds.REDUCESCATTER
