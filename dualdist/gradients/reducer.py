@@ -1,7 +1,8 @@
 """Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
 
 Buckets are sent in the order of the layout. The ranks compare the layout once, when the reducer enters the world, so no
-bucket needs an agreement of its own. At the end of backward, while the data is being sent, the ranks announce the
+bucket needs an agreement of its own. An average divides before the sum or after it, see `SyncOptions.divides_first`.
+At the end of backward, while the data is being sent, the ranks announce the
 reduction in the order of their other collectives. If a rank calls something else instead, all ranks raise an error; a
 rank that has called `join` learns that it must take part. The announcement first waits up to 50 ms for the data:
 otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer.
