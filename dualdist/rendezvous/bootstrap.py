@@ -1,8 +1,9 @@
 """The first contact: before any backend runs, rank 0 starts a server and all processes learn its address.
 
-torchrun and `init_method` give an address, which backends/store.py uses; under the other launchers, rank 0 sends it to the others. It goes through
-what the launcher provides: the key-value server of `dualdist run` and `spawn`, horovodrun's HTTP server, files when all
-processes share a node, MPI, or a key-value server of rank 0 on the first host of a Slurm step.
+torchrun and `init_method` give an address, which backends/store.py uses; under the other launchers, rank 0 sends it to
+the others. It goes through what the launcher provides: the key-value server of `dualdist run` and `spawn`, horovodrun's
+HTTP server, files when all processes share a node, MPI, or a key-value server of rank 0 on the first host of a Slurm
+step.
 """
 
 from __future__ import annotations
