@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .helpers import fork_server
 from .helpers.world import WORLDS, World
 
 
@@ -14,11 +15,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--worlds", help="run behaviours on these worlds alone, such as torch-gloo-2,horovod-mpi-3"
     )
+    parser.addoption("--all", action="store_true", help="start every process as a new interpreter")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
+    fork_server.use(not config.getoption("--all"))
     chosen = config.getoption("--worlds")
     if chosen and set(chosen.split(",")) - WORLDS.keys():
         raise pytest.UsageError(f"--worlds must be among {', '.join(WORLDS)}, but is {chosen} instead.")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from .world import BIN, MPIRUN, ROOT
+from .fork_server import BIN, forked, variables
+from .world import MPIRUN, ROOT
 
 __all__ = ("LAUNCHERS", "SECONDS", "Ended", "Launcher", "finish", "launch")
 
@@ -66,7 +67,7 @@ def finish(
     """Run `command` to its end; after `seconds` every process is ended and the launch counts as failed."""
     mark = f"TEST_LAUNCH={secrets.token_hex(8)}"
     process = subprocess.Popen(
-        command,
+        forked(command),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -75,6 +76,7 @@ def finish(
         start_new_session=True,
         env={
             **os.environ,
+            **variables(),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
             "TEST_LAUNCH": mark.partition("=")[2],

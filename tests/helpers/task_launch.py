@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from types import MappingProxyType
 from typing import Any
 
+from .fork_server import forked, variables
 from .namespace_hosts import Network
 from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
@@ -65,13 +66,19 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
         listener = stack.enter_context(Listener(f"{folder}/socket", backlog=start.size, authkey=key.encode()))
         launchers = [
             subprocess.Popen(
-                [part.format(address=listener.address, key=key) for part in command],
+                forked([part.format(address=listener.address, key=key) for part in command]),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **start.environment},
+                env={
+                    **os.environ,
+                    **variables(),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(ROOT),
+                    **start.environment,
+                },
             )
             for command in start.commands
         ]

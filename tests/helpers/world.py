@@ -25,12 +25,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
+from .fork_server import BIN, forked
 from .world_worker import ADDRESS, KEY, STACKS
 
 __all__ = ("WORLDS", "World", "WorldFailure", "WorldKind", "everywhere", "started")
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 START_SECONDS, RUN_SECONDS, END_SECONDS = 60.0, 60.0, 20.0
 OTHERS_SECONDS = 5.0
 """How long the other ranks get once one has failed: they may be waiting for it."""
@@ -150,7 +150,7 @@ class World:
             host, port = listener.address
             command = [part.format(size=self.size) for part in self.kind.launcher]
             self._launcher = subprocess.Popen(
-                [*command, sys.executable, "-m", "tests.helpers.world_worker"],
+                forked([*command, sys.executable, "-m", "tests.helpers.world_worker"]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

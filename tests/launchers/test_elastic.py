@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from ..helpers.fork_server import BIN
 from ..helpers.script_launch import SECONDS, Ended, finish
-from ..helpers.world import BIN
 
 EXAMPLE, DISTURBED = "examples/elastic.py", "tests/helpers/disturbed_elastic_example.py"
 SAMPLES, EPOCHS = 480, 3  # of the example

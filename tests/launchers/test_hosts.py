@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from ..helpers.fork_server import BIN
 from ..helpers.namespace_hosts import SUBNETS, Network
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
-from ..helpers.world import BIN
 
 pytestmark = pytest.mark.timeout(300)  # the launches run one after the other
 

@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 import pytest
 
+from ..helpers.fork_server import BIN
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
-from ..helpers.world import BIN, MPIRUN
+from ..helpers.world import MPIRUN
 
 pytestmark = pytest.mark.timeout(300)  # the launches run two at a time, before the first test
 

@@ -18,7 +18,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ..helpers.world import BIN, MPIRUN, World, WorldKind
+from ..helpers.fork_server import BIN
+from ..helpers.world import MPIRUN, World, WorldKind
 
 HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")
 

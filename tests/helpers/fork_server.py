@@ -1,0 +1,238 @@
+"""A server whose forks have imported torch and dualdist already, which takes most of the time of a launch.
+
+A launcher starts a small client instead of Python, which takes milliseconds. The client asks the server for a fork,
+which runs the script with the arguments, environment, folder and files of the client: see fork_client.py. With
+`pytest --all` there is no server: every process is a new interpreter, as a user's is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import marshal
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ("BIN", "forked", "use", "variables")
+
+BIN = Path(sys.executable).parent
+LAUNCHERS = (f"{BIN}/torchrun", f"{BIN}/horovodrun")
+"""Launchers that are written in Python."""
+CLIENT = Path(__file__).with_name("fork_client.py")
+NAMESPACES = 3
+"""How many namespaces the client passes after its files."""
+FIRST_FREE = 512
+"""Files of the client wait at this number and above until their own numbers are free."""
+
+_used = False
+
+
+def use(forks: bool) -> None:
+    """Choose whether `forked` has an effect."""
+    global _used
+    _used = forks
+
+
+def forked(command: Sequence[str]) -> list[str]:
+    """Return `command` with a client of the server in place of each Python in it, which launchers are too."""
+    if not _used:
+        return list(command)
+    clients = {sys.executable: [_server().python], **{file: [_server().python, file] for file in LAUNCHERS}}
+    return [word for part in command for word in clients.get(part, [part])]
+
+
+def variables() -> dict[str, str]:
+    """Return the variables with which torchrun starts scripts by the client, too."""
+    return {"PYTHON_EXEC": _server().python} if _used else {}
+
+
+class _Server:
+    """The server's process, which ends with this one."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="fork-server-")
+        self.python = f"{folder}/python"
+        """The client, which takes the place of Python."""
+        Path(self.python).write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {folder}/socket "$@"\n')
+        Path(self.python).chmod(0o755)
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, f"{folder}/socket"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        weakref.finalize(self, _stop, process, folder)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+
+
+def _stop(process: subprocess.Popen[bytes], folder: str) -> None:
+    with process:
+        process.terminate()
+    shutil.rmtree(folder)
+
+
+_starting = threading.Lock()
+
+
+def _server() -> _Server:
+    with _starting:
+        return _only_server()
+
+
+@functools.cache
+def _only_server() -> _Server:
+    return _Server()
+
+
+@dataclass
+class _Request:
+    """What a client wants to run."""
+
+    arguments: list[str]
+    environment: dict[bytes, bytes]
+    folder: str
+    parent: int
+    """The process ID of the process that started it."""
+    numbers: list[int]
+    """The numbers of its files."""
+    files: list[int]
+    """Copies of its files, and then of its namespaces."""
+
+
+def _serve(address: str) -> _Request:
+    """Fork for every client. Only the forks return."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(64)
+    print("ready", flush=True)
+    children: dict[int, tuple[int, socket.socket]] = {}
+    """By process handle: process ID and client."""
+    watched: list[Any] = [0, listener]
+    while True:
+        ready, _, _ = select.select([*watched, *children], [], [])
+        if 0 in ready:  # pytest has ended
+            for handle in children:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os._exit(0)
+        for handle, (pid, client) in list(children.items()):
+            if handle in ready:
+                del children[handle]
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with client, contextlib.suppress(OSError):
+                    client.sendall(code.to_bytes(4, "big", signed=True))
+                os.close(handle)
+            elif client in ready:  # it was killed
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            if client in watched and (handle in ready or client in ready):
+                watched.remove(client)
+        if listener in ready:
+            client, _ = listener.accept()
+            request = _receive(client)
+            pid = os.fork()
+            if pid == 0:
+                return request
+            for file in request.files:
+                os.close(file)
+            client.sendall(pid.to_bytes(4, "big"))
+            children[os.pidfd_open(pid)] = pid, client
+            watched.append(client)
+
+
+def _receive(client: socket.socket) -> _Request:
+    length, files, _, _ = socket.recv_fds(client, 4, 250)
+    message = b""
+    while len(message) < int.from_bytes(length, "big"):
+        message += client.recv(1 << 20)
+    return _Request(*marshal.loads(message), files)
+
+
+def _take_over(request: _Request) -> None:
+    """Take the place of the client: its files, namespaces, environment and folder."""
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE) for file in request.files]
+    os.closerange(0, FIRST_FREE)
+    for file, number in zip(high, request.numbers, strict=False):
+        os.dup2(file, number)
+    for file in high[-NAMESPACES:]:
+        if ctypes.CDLL(None, use_errno=True).setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    os.closerange(FIRST_FREE, max(high) + 1)
+    os.environb.clear()
+    os.environb.update(request.environment)
+    os.chdir(request.folder)
+    os.getppid = lambda: request.parent
+
+
+def _run(arguments: list[str]) -> int:
+    """Do what `python ARGUMENTS` does; return the exit code."""
+    if arguments[0] == "-u":
+        del arguments[0]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    is_module, is_text = arguments[0] == "-m", arguments[0] == "-c"
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [
+        "" if is_module or is_text else str(Path(arguments[0]).resolve().parent),
+        *filter(None, path),
+    ]
+    try:
+        if is_text:
+            sys.argv = ["-c", *arguments[2:]]
+            exec(arguments[1], {"__name__": "__main__"})
+        elif is_module:
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """End as an interpreter does, but leave the memory to the kernel: C's destructors would take a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    import numpy
+    import torch._dynamo
+
+    import dualdist
+
+    assert not dualdist.is_initialized()
+    request = _serve(sys.argv[1])
+    _take_over(request)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    numpy.random.seed()
+    _end(_run(request.arguments))
+
+
+if __name__ == "__main__":
+    main()
