@@ -161,7 +161,8 @@ def _receive(client: socket.socket) -> _Request:
     message = b""
     while len(message) < int.from_bytes(length, "big"):
         message += client.recv(1 << 20)
-    return _Request(*marshal.loads(message), files)
+    arguments, environment, folder, parent, numbers = marshal.loads(message)
+    return _Request(arguments, environment, folder, parent, numbers, files)
 
 
 def _take_over(request: _Request) -> None:

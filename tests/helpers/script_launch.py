@@ -55,19 +55,29 @@ class Ended:
     output: str
 
 
-def launch(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Ended:
+def launch(
+    name: str, *arguments: str, environment: Mapping[str, str] | None = None, forks: bool = True
+) -> Ended:
     """Run a script to its end; see `finish`."""
     launcher = LAUNCHERS[name]
-    return finish([*launcher.command, *arguments], {**launcher.environment, **(environment or {})})
+    return finish(
+        [*launcher.command, *arguments], {**launcher.environment, **(environment or {})}, forks=forks
+    )
 
 
 def finish(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, seconds: float = SECONDS
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    seconds: float = SECONDS,
+    forks: bool = True,
 ) -> Ended:
-    """Run `command` to its end; after `seconds` every process is ended and the launch counts as failed."""
+    """Run `command` to its end. After `seconds`, every process is ended and the launch has failed.
+
+    forks: whether its Pythons may be forks of one that has imported torch, which do not run sitecustomize.
+    """
     mark = f"TEST_LAUNCH={secrets.token_hex(8)}"
     process = subprocess.Popen(
-        forked(command),
+        forked(command) if forks else command,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -76,7 +86,7 @@ def finish(
         start_new_session=True,
         env={
             **os.environ,
-            **variables(),
+            **(variables() if forks else {}),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
             "TEST_LAUNCH": mark.partition("=")[2],

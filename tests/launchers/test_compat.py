@@ -66,7 +66,8 @@ def test_script_runs_as_under_horovod_and_ends_quietly(name: str, tmp_path: Path
 def test_module_runs_where_horovod_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE_HOROVOD)
     hidden = {"PYTHONPATH": str(tmp_path)}
-    ended = launch("torchrun", "-m", "dualdist.compat", "-m", MODULE, str(tmp_path), "-x", environment=hidden)
+    script = ("-m", "dualdist.compat", "-m", MODULE, str(tmp_path), "-x")
+    ended = launch("torchrun", *script, environment=hidden, forks=False)
     assert ended.code == 0, ended.output
     for report in results(tmp_path, 2):
         assert report["main"] == ["__main__", "horovod_script.py", True, ["-x"]]

@@ -110,7 +110,8 @@ def test_choosing_horovod_without_horovod_is_one_line_with_the_remedy(tmp_path: 
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules['horovod'] = None\n"  # what an import finds when it is not installed
     )
-    ended = launch("python", TRAIN, "--backend", "horovod", environment={"PYTHONPATH": str(tmp_path)})
+    hidden = {"PYTHONPATH": str(tmp_path)}
+    ended = launch("python", TRAIN, "--backend", "horovod", environment=hidden, forks=False)
     assert ended.code == 2
     (line,) = ended.output.splitlines()
     assert "horovod is not installed" in line
