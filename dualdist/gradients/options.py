@@ -36,6 +36,11 @@ class SyncOptions:
     owner: Kind = kinds.OPTIMIZER
     """What combines gradients, for errors."""
 
+    @property
+    def only_casts(self) -> bool:
+        """Whether a copy decompresses: it casts. A compressor of the user may do more."""
+        return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
+
     def divides_first(self, dtype: torch.dtype, group: Group) -> bool:
         """Return whether an average divides gradients while they are copied, before the sum, as in DDP.
 

@@ -11,6 +11,8 @@ otherwise thread wake-ups slow the data down, and the step of a small network ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,6 +36,19 @@ __all__ = ("Reducer",)
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A bucket that was sent."""
+
+    wire: torch.Tensor
+    """The data, on the wire device and in the dtype of the reduction."""
+    work: Work
+    dtype: torch.dtype
+    """Of the compressed data."""
+    context: Any
+    """What `decompress` needs."""
 
 
 class Reducer:
@@ -98,8 +113,8 @@ class Reducer:
     def start_over(self) -> None:
         """Prepare for the next backward."""
         self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._works: list[tuple[torch.Tensor, Work]] = []
-        """For each bucket that was sent, in order: the data, and the collective."""
+        self._works: list[_Sent] = []
+        """For each bucket that was sent, in order."""
         self._changes: list[str] = []
         """Parameters that were moved or replaced, as texts."""
 
@@ -123,14 +138,16 @@ class Reducer:
         dense = memory.pack(grads, is_new, factor)
         if self.sets_early:
             memory.set_gradients(dense)
-        wire = self._to_wire(memory.flat, group)
+        compressed, context = self._options.compression.compress(memory.flat)
+        dtype = reduction_dtype(compressed.dtype, group)
+        wire = compressed.to(group.wire_device(memory.flat.device), dtype)
         scale_(wire[: bucket.numel], self._options.reduction.prescale_factor)
         tag = f"{self._id}.{place}"
         work = group.allreduce_(wire, Sum, tag=tag)
         self._buckets_sent += 1
         names = (self._params[slot.param].name for slot in bucket.slots)
         recorded = current().timeline.recorded(work, f"gradients.{tag}", names, memory.flat.device.type)
-        self._works.append((wire, recorded))
+        self._works.append(_Sent(wire, recorded, compressed.dtype, context))
 
     def _memory_of(self, place: int) -> BucketMemory:
         if place in self._memory and self._memory[place].is_in_use():
@@ -156,15 +173,10 @@ class Reducer:
             return grad.to_dense()
         return grad
 
-    def _to_wire(self, flat: torch.Tensor, group: Group) -> torch.Tensor:
-        compressed, _ = self._options.compression.compress(flat)
-        dtype = reduction_dtype(compressed.dtype, group)
-        return compressed.to(group.wire_device(flat.device), dtype)
-
     def abandon(self, index: int) -> bool:
         """Wait for what was sent, and start over. Return whether the gradient at `index` was overwritten by then."""
-        for _, work in self._works:
-            work.wait()
+        for sent in self._works:
+            sent.work.wait()
         place = self._bucket_of[index]
         overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
         self.start_over()
@@ -185,7 +197,7 @@ class Reducer:
         channel = channel_of(self._options.process_set)
         group = channel.gradients
         if self._works and not channel.has_joined:  # which sends only after the announcement
-            self._works[-1][1].wait_for(_DATA_FIRST_SECONDS)
+            self._works[-1].work.wait_for(_DATA_FIRST_SECONDS)
         try:
             changed = announce(
                 self._options.process_set, self._id, self._buckets_sent, is_wrong=bool(self._changes)
@@ -226,14 +238,17 @@ class Reducer:
     def _receive(self, group: Group, keep: bool) -> None:
         sparse: set[int] = set()
         reduction = self._options.reduction
-        for (place, bucket), (wire, work) in zip(enumerate(self._buckets), self._works, strict=True):
-            work.wait()
-            memory = self._memory[place]
+        for (place, bucket), sent in zip(enumerate(self._buckets), self._works, strict=True):
+            sent.work.wait()
+            memory, wire = self._memory[place], sent.wire
             divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
             scale_(wire[: bucket.numel], reduction.postscale_factor / (group.size if divides else 1))
-            if wire.data_ptr() != memory.flat.data_ptr():
+            if not self._options.only_casts:
+                compressed = wire.to(memory.flat.device, sent.dtype)
+                memory.flat.copy_(self._options.compression.decompress(compressed, sent.context))
+            elif wire.data_ptr() != memory.flat.data_ptr():
                 memory.flat.copy_(wire)
-            counts = wire[bucket.numel :].tolist()
+            counts = memory.flat[bucket.numel :].tolist()
             is_dense, is_sparse = counts[: len(bucket.slots)], counts[len(bucket.slots) :]
             if any(is_sparse):
                 sparse.update(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
+from dualdist.collectives.compression import Compressor
 
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
@@ -46,6 +47,33 @@ def test_state_from_before_wrapping_is_kept() -> None:
     plain.step()
     step(hvd.DistributedOptimizer(plain), weight)
     assert weight.item() == pytest.approx(-4.0 - (2.0 + mean()))
+
+
+class Doubling(Compressor):
+    """Sends twice the gradient in float64."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.double() * 2, (tensor.dtype, 2)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        dtype, factor = ctx
+        assert tensor.dtype is torch.float64
+        result: torch.Tensor = (tensor / factor).to(dtype)
+        return result
+
+
+@pytest.mark.parametrize("compression", [Doubling, hvd.Compression.fp16, hvd.Compression.bf16])
+@everywhere
+def test_gradients_are_decompressed(compression: type[Compressor]) -> None:
+    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=compression)
+    for number in (1, 2):
+        step(optimizer, *weights)
+        for weight in weights:
+            assert weight.grad is not None and weight.grad.dtype is torch.float32
+            assert weight.tolist() == [-number * mean()] * weight.numel()  # exact: few bits
 
 
 @everywhere
