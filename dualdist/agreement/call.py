@@ -21,11 +21,14 @@ class Call:
     site: tuple[str, int] = ("?", 0)
     """(file, line) of the user's code; shown in errors, never compared."""
     count: int = 0
-    """A number that may differ between the members and reaches all of them, such as the rows of an allgather."""
+    """A number of this rank that all members receive, such as its rows in an allgather; it may differ between them."""
     flag: bool = False
-    """A truth value that may differ between the members and reaches all of them."""
+    """A truth value of this rank that all members receive; it may differ between them."""
     payload: bytes = b""
-    """Data sent with the agreement; `arguments` determine its length. See `payload_capacity` in verdict.py."""
+    """Small data sent in the same message as the agreement. Its length follows from `arguments`.
+
+    `payload_capacity` in verdict.py limits it.
+    """
 
     @property
     def identity(self) -> tuple[object, ...]:

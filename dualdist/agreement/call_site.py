@@ -22,10 +22,10 @@ def call_site() -> tuple[str, int]:
 
 
 def warn_deprecated(message: str) -> None:
-    """Issue a DeprecationWarning for the line of `call_site`, in the user's module.
+    """Issue a DeprecationWarning for the user's line (see `call_site`), in the user's module.
 
-    Python shows a DeprecationWarning by default only if it belongs to `__main__`. `warnings.warn` needs the number
-    of frames in between, which differs between the public functions.
+    Python shows a DeprecationWarning by default only if it belongs to `__main__`. `warnings.warn` is no help: it needs
+    the number of frames between this function and the user's line, which differs between the public functions.
     """
     frame = _user_frame()
     warnings.warn_explicit(

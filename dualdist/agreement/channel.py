@@ -1,4 +1,4 @@
-"""The collectives of one process set, in the order of the calls: for each, first the agreement, then the data.
+"""Runs the collectives of one process set in the order of the calls. In each, the members agree, then send data.
 
 A synchronous call runs in the caller's thread when nothing is queued. An asynchronous call, and every call queued
 after it, runs in one worker thread.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
 """Moves the data of a call over the group, after the agreement; returns the result."""
 StandIn = Callable[[Call, Group, Verdict], None]
-"""What a rank that has joined does for a call of the other ranks."""
+"""What a rank that has called `join` runs when the other ranks call a collective."""
 
 
 class Channel:
@@ -51,7 +51,7 @@ class Channel:
     ) -> None:
         self.group = data
         self.gradients = gradients
-        """A group for gradients alone, which are sent in an order of their own; see gradients/grad_sync.py."""
+        """A second group, only for gradients: buckets are sent in their own order; see gradients/reducer.py."""
         self._name = name
         self._connections = connections
         self._watch = watch
@@ -65,9 +65,9 @@ class Channel:
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._number = 0
-        """How many steps the stall watch has seen on this channel; equal on all members that are in step."""
+        """How many agreements and data transfers began here. The stall watch compares it between the members."""
         self._joined: frozenset[int] = frozenset()
-        """Places of the members that had joined at the last agreement; equal on all members."""
+        """Places (indices in the process set) of the members that had joined at the last agreement."""
         self._broken: str | None = None
         """Why no call can run any more."""
         watch.add_channel(name, data.ranks)
@@ -165,7 +165,7 @@ class Channel:
                 self._guarded(verdict.call, functools.partial(self._execute, verdict.call, stand_in, verdict))
 
     def _notify(self, entry: Entry) -> None:
-        # The next call raises the other members' error, if there is one.
+        # If this fails, the channel is broken and its next call raises the error.
         with contextlib.suppress(HorovodInternalError):
             self._agree(entry)
 

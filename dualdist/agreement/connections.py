@@ -2,9 +2,10 @@
 
 An agreement must cost little compared with the collective after it. A small collective of a backend wakes two or three
 threads on each rank; here the calling thread itself writes and reads. Each member is connected to the members whose
-place differs from its own by a power of two. So n members need log2(n) rounds (Bruck et al. 1997, "Efficient algorithms
-for all-to-all communications in multiport message-passing systems", section 3) and a process holds 2 log2(n)
-connections. The code is the same for all backends. When a peer dies, its connections end, so it is noticed at once.
+place (index in the process set) differs from its own by a power of two. So n members need log2(n) rounds (Bruck et al.
+1997, "Efficient algorithms for all-to-all communications in multiport message-passing systems", section 3) and a
+process holds 2 log2(n) connections. The code is the same for all backends. When a peer dies, its connections close, and
+the others notice at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ("Connections",)
 _CONNECT_SECONDS = 5.0
 _TOKEN_BYTES = 16
 _LONGEST_POLL = 2**31 - 1
-"""Milliseconds, as a C int."""
+"""The longest timeout of poll(2): milliseconds in a C int."""
 _LENGTH = struct.Struct("<I")
 """The length of a message in bytes; sent before the message."""
 _READ_BYTES = 1 << 16
@@ -96,7 +97,7 @@ class Connections:
             except (OSError, RuntimeError) as error:
                 self.close()
                 raise HorovodInternalError(
-                    f"Place {self.rank} of ranks {self.ranks} could not connect to its peers: {error}"
+                    f"Rank {self.ranks[self.rank]} could not connect to its peers among ranks {self.ranks}: {error}"
                 ) from error
 
     def _call(self, host: str, port: int, token: str, deadline: float) -> socket.socket:
@@ -107,7 +108,7 @@ class Connections:
                 connection.settimeout(_left(deadline))
                 connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
                 if not connection.recv(1):
-                    raise OSError("another program listens there")
+                    raise OSError("another program listens at this address")
             except OSError as error:
                 raise OSError(f"{host}:{port}: {error}") from error
             stack.pop_all()
@@ -177,7 +178,8 @@ class _Peer:
         return messages
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # wakes threads that wait in it, also in forked processes
+        # shutdown() wakes the threads that wait for the peer, also those of forked processes.
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 

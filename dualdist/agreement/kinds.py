@@ -1,4 +1,4 @@
-"""The kinds of calls: one row per kind, with what the agreement, the timeline and joined ranks need to know of it."""
+"""The kinds of calls: one row per kind, with what the agreement, the timeline and joined ranks need to know."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Data(Enum):
     AFTER = "after"
     """After the agreement."""
     BEFORE = "before"
-    """Before the agreement, by the group for gradients: every member must receive it, even if the calls differ."""
+    """Before the agreement, over `Channel.gradients`. Every member must receive it, even if the calls differ."""
 
 
 class WhenJoined(Enum):
@@ -96,7 +96,7 @@ JOIN = Kind("join", "JOIN", Data.NONE)
 ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
 REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
 
-# The comparison of the gradients' layout when one of these is made, and the end of each backward.
+# The first two compare the layout of the gradients when a wrapper is made. GRADIENTS is the end of each backward.
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
 GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS)

@@ -1,8 +1,8 @@
 """Finds the ranks that a collective waits for, on every backend.
 
 A rank that has waited for `stall_warn_seconds` writes a report to the job's store. The other ranks that wait for the
-same call then write theirs, and rank 0 logs which ranks are missing for which call. One thread does this and checks a
-few times in that span, so collectives do not slow down. Only that thread uses the store, because a read of the store
+same call then write theirs, and rank 0 logs which ranks are missing for which call. One thread does this, a few times
+per `stall_warn_seconds`, so collectives do not slow down. Only that thread uses the store, because a read of the store
 blocks when the network to it is cut.
 """
 
@@ -45,7 +45,7 @@ class StallWatch:
         self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
         """(channel, number) -> the report of each rank."""
         self._due: dict[tuple[str, int], float] = {}
-        """When rank 0 logs: after the other ranks have had time to see the first report and to write theirs."""
+        """When rank 0 logs. Until then, the other ranks can see the first report and write their own."""
         self._logged: set[tuple[str, int]] = set()
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
         self._changed = threading.Condition()
@@ -61,15 +61,15 @@ class StallWatch:
         self._members[channel] = ranks
 
     def begin(self, channel: str, number: int, call: Call) -> None:
-        """Start to watch `call`, the `number`-th collective of `channel`."""
+        """Start watching `call`, the `number`-th collective of `channel`."""
         self._waiting[channel] = (number, call, time.monotonic())
 
     def end(self, channel: str) -> None:
-        """Stop to watch the collective of `channel`."""
+        """Stop watching the collective of `channel`."""
         self._waiting.pop(channel, None)
 
     def missing(self, channel: str, number: int) -> list[int]:
-        """Return the ranks that have not reported that they wait in the `number`-th collective of `channel`."""
+        """Return the ranks that have not reported a wait for the `number`-th collective of `channel`."""
         if self._thread.is_alive():
             with self._changed:
                 self._requested += 1
@@ -97,7 +97,8 @@ class StallWatch:
             if self._stopping:
                 self._store = None
                 return
-            with contextlib.suppress(RuntimeError):  # the store ends with rank 0, and so does the job
+            # The store fails when rank 0 has ended, and then the job ends.
+            with contextlib.suppress(RuntimeError):
                 self._collect()
                 self._report()
                 if self._rank == 0:

@@ -4,10 +4,10 @@ Names are those of Horovod (horovod/common/timeline.cc). Rank 0 writes what it s
 NEGOTIATE_ALLREDUCE lasts until all ranks have called the allreduce, with a mark at the time when each rank called it.
 ALLREDUCE is the collective itself; inside it, GLOO_ALLREDUCE names the transport. The same holds for other collectives.
 
-The trace differs from Horovod's where this package works differently: a grouped call is one name; a reduction that is
-small enough to be sent with the agreement spends its time in NEGOTIATE_ALLREDUCE; gradients have one name per bucket;
-and each agreement is one cycle. The marks of other ranks are by their clocks, but never outside the span. On a GPU a
-span ends when the collective is queued, not when it has finished.
+The trace differs from Horovod's where this package works differently: a grouped call is one track; a reduction that is
+small enough to be sent with the agreement spends its time in NEGOTIATE_ALLREDUCE; gradients have one track per bucket;
+and each agreement is one cycle. A mark has the time of its own rank's clock; if that lies outside the span, the mark is
+moved to the nearer end. On a GPU a span ends when the collective is queued, not when it has finished.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 """Event -> what Horovod calls the work of the transport, where the two differ."""
 
 MarkArrivals = Callable[[Sequence[int]], None]
-"""Takes when each member made its call, in nanoseconds since the epoch by its own clock."""
+"""Takes the time of each member's call, in nanoseconds since the epoch by that member's clock."""
 
 _NO_MARKS: AbstractContextManager[MarkArrivals] = contextlib.nullcontext(lambda arrivals: None)
 _NO_SPAN: AbstractContextManager[None] = contextlib.nullcontext()
@@ -47,7 +47,7 @@ class Timeline:
         self._recorded: dict[str, _RecordedWork] = {}
 
     def open(self, path: str, mark_cycles: bool) -> None:
-        """On rank 0, write to `path` from now on. Another open file is closed; the same file is continued.
+        """On rank 0, write to `path` from now on. If it is open, writing continues; another open file is closed.
 
         Raises ConfigurationError when the file cannot be written.
         """
@@ -73,7 +73,7 @@ class Timeline:
     def negotiation(
         self, channel: str, ranks: Sequence[int], call: Call
     ) -> AbstractContextManager[MarkArrivals]:
-        """Record the body as the agreement of `ranks` on `call`; the body gets a function that marks the arrivals."""
+        """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks arrivals."""
         return _NO_MARKS if self._file is None else self._negotiation(self._file, channel, ranks, call)
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class Timeline:
             file.end(pid, tid)
 
     def operation(self, channel: str, call: Call) -> AbstractContextManager[None]:
-        """Record the body as the collective `call` itself."""
+        """Record the `with` block as the time in which the data of `call` is sent."""
         if self._file is None or call.kind.data is not Data.AFTER:
             return _NO_SPAN
         return self._operation(self._file, channel, call)
@@ -112,9 +112,9 @@ class Timeline:
             file.end(pid, tid, 2, args=_shown(call))
 
     def recorded(self, work: Work, name: str, members: Iterable[str], device: str) -> Work:
-        """Return `work`, an allreduce of `members` that has just been started, with a record of its time.
+        """Return `work`, an allreduce of `members` that has just started, wrapped to record its time.
 
-        The span ends when someone sees that the work is done: in a wait for it, or when the next one starts.
+        The span ends when the program notices that the work is done: in a wait for it, or when the next work starts.
         """
         file = self._file
         if file is None:

@@ -52,7 +52,7 @@ class TraceFile:
             return self._tracks[name]
 
     def begin(self, pid: int, tid: int, *names: str, args: Mapping[str, str] | None = None) -> int:
-        """Open nested spans called `names`, the outermost first; it gets `args`. Return the time."""
+        """Open nested spans called `names`, the outermost first; the outermost gets `args`. Return `now()`."""
         now = self.now()
         with self._lock:
             self._depths[pid, tid] = self._depths.get((pid, tid), 0) + len(names)

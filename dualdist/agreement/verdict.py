@@ -1,13 +1,13 @@
 """How the members of a process set agree before each collective.
 
-Each member sends a digest of its call, its state, the call's flag and count, the time (for the timeline), and the
-call's payload. A payload is data small enough to be sent with the agreement, so that a small reduction costs one
-exchange instead of two. If all digests are equal, nothing more is sent; this is the case that must be fast. Otherwise
-the members exchange their whole calls. Each member computes the same verdict from the same list:
+Each member sends a digest of its call, its state (active, joined or failed), the call's flag and count, the time (for
+the timeline), and the call's payload. A payload is data small enough to be sent with the agreement, so that a small
+reduction costs one exchange instead of two. If all members are active and all digests are equal, nothing more is sent;
+this case must be fast. Otherwise the members exchange their whole calls, and each computes the same verdict from them:
 
-- run: the active members made the same call, the others have joined;
-- raise: the calls differ;
-- agree again: a member failed in a call that no other member made.
+- run: the active members made the same call, and the other members have joined;
+- raise: the calls differ, another rank failed in the same call, or the call is not supported after `join`;
+- agree again: another rank failed in a call that this member did not make.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
 @dataclass(frozen=True)
 class Entry:
-    """What one member brings to an agreement."""
+    """What one member contributes to an agreement."""
 
     state: int
     call: Call
@@ -49,7 +49,7 @@ class Verdict:
     call: Call | None
     """What the active members run; None when all members have joined or when there is nothing to run."""
     joined: frozenset[int] = frozenset()
-    """Places of the members that have joined."""
+    """Places (indices in the process set) of the members that have joined."""
     counts: tuple[int, ...] = ()
     """Every member's `Call.count`."""
     flags: tuple[bool, ...] = ()
@@ -61,7 +61,7 @@ class Verdict:
     raising: frozenset[int] = frozenset()
     """Places of the members that raise `error`."""
     drained: tuple[Call, ...] = ()
-    """Calls of the raising members whose data is being sent already; the other members must receive it."""
+    """Calls of raising members that sent their data before the agreement; the other members must receive it."""
     arrivals: tuple[int, ...] = ()
     """When each member made its call, in nanoseconds since the epoch by its own clock."""
 
@@ -90,7 +90,7 @@ def resolve(entries: Sequence[Entry], ranks: Sequence[int]) -> Verdict:
     active = {place: entry.call for place, entry in enumerate(entries) if entry.state == ACTIVE}
     joined = frozenset(place for place, entry in enumerate(entries) if entry.state == JOINED)
     if failed:
-        # Only calls from the same line of the user's code are taken for the same call.
+        # The arguments of a failed call are unknown, so calls from the same line of the user's code count as the same.
         sites = {entry.call.site for entry in failed}
         partners = frozenset(place for place, call in active.items() if call.site in sites)
         return Verdict(None, joined, error=_failure(entries, ranks), raising=partners)

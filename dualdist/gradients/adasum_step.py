@@ -1,7 +1,7 @@
 """Adasum of optimizer steps: the ranks combine their steps, not their gradients.
 
-Each rank takes a step of its own from equal weights. Adasum combines the differences, which are then added to the
-weights (horovod/torch/optimizer.py:345, _DistributedAdasumOptimizer).
+All ranks start with equal weights, and each takes its own optimizer step. Adasum combines the changes of the weights;
+the result is added to the weights before the step (horovod/torch/optimizer.py:345, _DistributedAdasumOptimizer).
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ class AdasumStep(Combiner):
                 param.copy_(start + self._compression.decompress(change, ctx))
 
     def check_skippable(self) -> None:
-        """Raise AssertionError, as Horovod does: after a step that is not combined the weights would differ."""
+        """Raise AssertionError, as Horovod does: after a step that is not combined, the ranks' weights would differ."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")

@@ -16,12 +16,12 @@ __all__ = ("announce",)
 def announce(process_set: ProcessSet, grad_sync: int, buckets_sent: int, *, is_wrong: bool) -> list[int]:
     """Return the ranks on which something is wrong. Collective over the process set.
 
-    Gradients are matched by the order in which they are sent. A rank that gives up a backward, or repeats it alone,
-    is therefore out of step until the world is joined again.
+    Gradients are matched by the order in which they are sent. If a backward fails on one rank, or one rank repeats
+    it alone, that rank is therefore out of step until the next shutdown() and init().
 
     Args:
-        grad_sync: the place of the gradient synchronisation among those of the process set.
-        buckets_sent: by this rank since the world was joined.
+        grad_sync: the ID of the reducer in the process set.
+        buckets_sent: how many buckets this rank has sent since the reducer entered the world.
         is_wrong: whether this rank cannot use the gradients.
 
     Raises:
@@ -43,7 +43,7 @@ def _compare(group: Group, verdict: Verdict) -> list[int]:
     if len({verdict.counts[place] for place in active}) > 1:
         sent = ", ".join(f"rank {group.ranks[place]}: {verdict.counts[place]}" for place in active)
         raise HorovodInternalError(
-            "the ranks have not sent the same number of gradient buckets, because some gave up a backward or repeated "
-            f"one alone (sent until now: {sent})"
+            "the ranks have not sent the same number of gradient buckets, because a backward failed or was repeated on "
+            f"some ranks only (sent until now: {sent})"
         )
     return [group.ranks[place] for place in active if verdict.flags[place]]

@@ -44,7 +44,7 @@ class BucketMemory:
         return list(map(sys.getrefcount, self._gradients))
 
     def is_in_use(self) -> bool:
-        """Return whether the program still holds an earlier gradient in this memory, or a view of one (detach())."""
+        """Return whether the user's program still refers to this memory: to an earlier gradient or a view of one."""
         if self._count_uses() > self._uses:
             return True
         references = self._count_references()
@@ -59,12 +59,12 @@ class BucketMemory:
     def pack(
         self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float
     ) -> Sequence[bool]:
-        """Write what this rank sends; return for which parameters it contributes a dense gradient.
+        """Write what this rank sends; return for each parameter whether this rank contributes a dense gradient.
 
         Args:
-            grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse; a gradient that the
-                parameter still has in that place is moved out first.
-            is_new: whether each gradient counts as a contribution, for the counts behind the gradients.
+            grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. If the parameter's
+                current gradient lies in the memory that they overwrite, it is copied first.
+            is_new: whether each gradient counts as a contribution in `counts`.
         """
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)

@@ -25,12 +25,12 @@ class GradientSlot:
     stride: tuple[int, ...]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the gradient in `flat`, in the parameter's own memory layout; complex numbers as pairs."""
+        """Return the gradient in `flat`, in the parameter's own memory layout; see `as_real` for complex numbers."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, complex numbers as pairs in a last dimension."""
+    """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -63,8 +63,8 @@ def lay_out(
     """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
 
     Args:
-        sparse: indices of parameters whose gradients are sparse: they have counts but no room for a gradient.
-        groups: parameters (by index) that must share a bucket; each other parameter has a bucket of its own.
+        sparse: indices of parameters whose gradients are sparse. A bucket has counts but no elements for these.
+        groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
         cap_mb: size of a bucket in MiB; the first bucket is smaller. None: DDP's sizes.
     """
     is_complex = [param.is_complex() for param in params]

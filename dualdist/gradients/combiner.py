@@ -1,4 +1,4 @@
-"""The contract of what combines gradients over the ranks: all that optimizers and modules call."""
+"""The interface through which optimizers and modules combine gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Combiner:
     """Combines what the ranks compute. A method that a subclass does not override does nothing."""
 
     enabled = False
-    """Whether backward combines gradients; while it does not, they accumulate locally."""
+    """Whether backward combines gradients. If not, they accumulate locally."""
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add parameters, as (name, parameter) pairs. Collective.
@@ -23,7 +23,7 @@ class Combiner:
         """
 
     def watch(self) -> None:
-        """Notice parameters that need gradients by now and did not before. Local."""
+        """Include parameters whose `requires_grad` has become True. Local."""
 
     def fill(self) -> None:
         """Give zeros to parameters without a gradient, as Horovod does. Local."""
@@ -39,7 +39,7 @@ class Combiner:
         """Prepare for `step()`, after gradients are combined. Local."""
 
     def after_step(self) -> None:
-        """Do what remains after `step()`. Collective where steps are combined instead of gradients."""
+        """Do what remains after `step()`. Collective if the ranks combine steps instead of gradients."""
 
     def check_skippable(self) -> None:
         """Raise AssertionError when `step()` must not skip the synchronization."""

@@ -1,7 +1,7 @@
 """Combines the gradients of all ranks during backward; they are complete when `backward()` returns.
 
 A hook on each parameter runs when backward completes a gradient, and a callback at the end of backward waits for the
-results. When to combine is decided here; the Reducer sends and receives. One implementation serves both backends, both
+results. GradSync decides when to combine; Reducer sends and receives. One implementation serves both backends, both
 wrappers, gradient accumulation, parameters that a rank does not use, sparse gradients, and `join`.
 """
 
@@ -71,7 +71,7 @@ class GradSync(Combiner):
         self._start_over()
 
     def watch(self) -> None:
-        """Register hooks on parameters that need gradients by now."""
+        """Register hooks on parameters whose `requires_grad` has become True."""
         still = []
         for index in self._unhooked:
             param = self._params[index]
@@ -83,7 +83,7 @@ class GradSync(Combiner):
         self._unhooked = still
 
     def _find_overlaps(self) -> None:
-        """Find others that combine some of these parameters too: their buckets must not become the gradients early."""
+        """Find other GradSyncs with some of the same parameters: neither may set gradients early (`sets_early`)."""
         own = {id(param.tensor) for param in self._params}
         for other in _alive:
             if other is not self and any(id(param.tensor) in own for param in other._params):
@@ -92,7 +92,7 @@ class GradSync(Combiner):
         _alive.add(self)
 
     def _release(self) -> None:
-        """Let go of the parameters after the owner is deleted; during `join`, `contribute_nothing` still works."""
+        """Free the parameters after the owner is deleted. `contribute_nothing` still works, for `join`."""
         for param in self._params:
             param.release()
         self._reducer.release_memory()
@@ -126,7 +126,7 @@ class GradSync(Combiner):
         if index in self._fired:
             self._restart(index)
         task = _current_graph_task_id()
-        if task not in self._tasks:  # reentrant checkpoints nest, and each task has an end of its own
+        if task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._fired.add(index)
@@ -138,12 +138,13 @@ class GradSync(Combiner):
     def _count(self, param: TrackedParameter) -> None:
         """Count one more backward pass.
 
-        Raises AssertionError when it added to a combined gradient, and combining that again makes it wrong.
+        Raises AssertionError when it added to a gradient that was combined before, unless the op is Average: combining
+        that gradient again would give a wrong result.
         """
         was_reduced = self._reducer.is_reduced(param)
         if (
             not (param.count_pass() and was_reduced) or self._averages
-        ):  # an average of equal averages is the same
+        ):  # the average of equal averages is the same
             return
         raise AssertionError(
             f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
@@ -153,8 +154,8 @@ class GradSync(Combiner):
     def _restart(self, index: int) -> None:
         """Start over, because the gradient at `index` was completed before and its backward has not ended.
 
-        Either an earlier backward raised before its end, or reentrant checkpoints complete one gradient several times
-        in one backward, such as that of a shared weight. In that case the earlier gradients are sent once more.
+        Either an earlier backward raised an exception, or reentrant checkpoints complete a gradient several times in
+        one backward, such as that of a shared weight. Buckets that were sent already are sent again.
         """
         self._repeats = True
         overwritten = self._reducer.abandon(index)
@@ -201,7 +202,7 @@ class GradSync(Combiner):
 
     def set_passes(self, passes: int) -> None:
         self._passes = passes
-        # An average that is combined in each backward, and may be combined again, needs no counting.
+        # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
         self._counts = passes > 1 or not self._averages
 
     def refuse(self, reason: str) -> None:
@@ -216,7 +217,7 @@ class GradSync(Combiner):
             self._reducer.reduce()
         finally:
             self._start_over()
-        # The first backward shows whether a gradient is completed only once: see `_restart`.
+        # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
         self._reducer.sets_early = not self._repeats
         for param in self._params:
             param.passes = 0

@@ -1,4 +1,4 @@
-"""How gradients are combined; the ranks compare it before they send gradients."""
+"""How gradients are combined. The ranks compare these options before they send gradients."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class SyncOptions:
     bucket_cap_mb: float | None = None
     """Size of a bucket in MiB; None: DDP's sizes."""
     groups: Sequence[Sequence[int]] | None = None
-    """Parameters that share a bucket, by index; None: by size."""
+    """Indices of the parameters that share a bucket; None: buckets are formed by size."""
     owner: Kind = kinds.OPTIMIZER
-    """What combines gradients, for errors."""
+    """The kind of wrapper that combines gradients, as errors name it."""
 
     @property
     def only_casts(self) -> bool:
@@ -44,13 +44,14 @@ class SyncOptions:
     def divides_first(self, dtype: torch.dtype, group: Group) -> bool:
         """Return whether an average divides gradients while they are copied, before the sum, as in DDP.
 
-        Only where that rounds nothing: by a power of two, without a cast, and without factors of the user.
+        Only where this is exact: the number of ranks is a power of two, gradients are sent in their own dtype, and the
+        user set no factors.
         """
         sent_as_is = self.compression is Compression.none and reduction_dtype(dtype, group) is dtype
         return self.reduction == Reduction(Average) and sent_as_is and group.size.bit_count() == 1
 
     def describe(self, params: Sequence[TrackedParameter]) -> tuple[tuple[str, Any], ...]:
-        """Return by name what must be equal on all ranks; the layout of `params` is first."""
+        """Return (name, value) pairs that must be equal on all ranks, the layout of `params` first."""
         layout = tuple(
             (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.tensor.device.type)
             for p in params

@@ -1,11 +1,12 @@
 """Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
 
 Buckets are sent in the order of the layout. The ranks compare the layout once, when the reducer enters the world, so no
-bucket needs an agreement of its own. An average divides before the sum or after it, see `SyncOptions.divides_first`.
-At the end of backward, while the data is being sent, the ranks announce the
-reduction in the order of their other collectives. If a rank calls something else instead, all ranks raise an error; a
-rank that has called `join` learns that it must take part. The announcement first waits up to 50 ms for the data:
-otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer.
+bucket needs its own agreement. An average divides before the sum or after it, see `SyncOptions.divides_first`.
+
+At the end of backward, while the data is being sent, the ranks agree on the reduction once, as on any other collective
+(announcement.py). If a rank calls something else instead, all ranks raise an error; a rank that has called `join`
+learns that it must take part. The announcement first waits up to 50 ms for the data: otherwise thread wake-ups slow the
+data down, and the step of a small network takes 2 to 8 % longer.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ class Reducer:
         self._id = -1
         """Its ID in the process set, equal on all ranks."""
         self._buckets_sent = 0
-        """Since `enter_world`. The ranks compare it: one that repeats a backward alone is ahead from then on."""
+        """Since `enter_world`. The ranks compare it: a rank that repeats a backward alone sends more buckets."""
         self.reduced = False
         """Whether the gradients were reduced since the last step."""
         self.sets_early = False
-        """Whether buckets become the gradients when they are sent, which frees the memory of backward's gradients."""
+        """Whether gradients become views of a bucket when it is sent, not received. It frees backward's own tensors."""
 
     # Membership and layout
 
     def enter_world(self, params: Sequence[TrackedParameter], member: object) -> None:
         """Compare the options and the layout of `params` between the ranks. Collective over the process set.
 
-        member: takes part for this reducer when this rank has called `join`. Raises CollectiveMismatchError.
+        member: a GradSync; it takes part with zeros after this rank has called `join`. Raises CollectiveMismatchError.
         """
         options = self._options
         call = Call(options.owner, options.describe(params), site=call_site())
@@ -107,7 +108,7 @@ class Reducer:
         self.start_over()
 
     def release_memory(self) -> None:
-        """Let go of the buckets' memory."""
+        """Free the buckets' memory."""
         self._memory: dict[int, BucketMemory] = {}
 
     def start_over(self) -> None:
@@ -116,12 +117,12 @@ class Reducer:
         self._works: list[_Sent] = []
         """For each bucket that was sent, in order."""
         self._changes: list[str] = []
-        """Parameters that were moved or replaced, as texts."""
+        """Descriptions of the parameters that were moved or replaced."""
 
     # Sending
 
     def mark_ready(self, index: int) -> None:
-        """Mark the gradient at `index` as complete; send the next buckets in order that are complete."""
+        """Mark the gradient at `index` as complete; send every complete bucket whose turn it is."""
         place = self._bucket_of[index]
         self._missing[place] -= 1
         if self._missing[place] == 0:
@@ -162,7 +163,10 @@ class Reducer:
         return self.reduced and param.passes == 0
 
     def _contribution(self, param: TrackedParameter) -> torch.Tensor | None:
-        """Return what this rank sends. An average takes reduced gradients again: other ranks may add to theirs."""
+        """Return the gradient that this rank sends, if any.
+
+        With op Average, a gradient that was reduced before is sent again, because other ranks may have added to theirs.
+        """
         if change := param.moved():
             self._changes.append(change)
             return None
@@ -174,7 +178,7 @@ class Reducer:
         return grad
 
     def abandon(self, index: int) -> bool:
-        """Wait for what was sent, and start over. Return whether the gradient at `index` was overwritten by then."""
+        """Wait for what was sent, and start over. Return whether that overwrote the gradient at `index`."""
         for sent in self._works:
             sent.work.wait()
         place = self._bucket_of[index]
@@ -189,14 +193,14 @@ class Reducer:
 
         Raises:
             ValueError: parameters were moved or replaced on this rank.
-            HorovodInternalError: they were on other ranks only, or the ranks are out of step.
+            HorovodInternalError: parameters were moved or replaced only on other ranks, or the ranks are out of step.
             CollectiveMismatchError: another rank called something else.
         """
         while len(self._works) < len(self._buckets):
             self._send_next()
         channel = channel_of(self._options.process_set)
         group = channel.gradients
-        if self._works and not channel.has_joined:  # which sends only after the announcement
+        if self._works and not channel.has_joined:  # a joined rank sends only after the announcement
             self._works[-1].work.wait_for(_DATA_FIRST_SECONDS)
         try:
             changed = announce(
@@ -211,14 +215,14 @@ class Reducer:
         self.reduced = True
 
     def report_change(self, change: str) -> None:
-        """Let the next `reduce` raise on all ranks: a parameter was replaced, as the text `change` says."""
+        """Make the next `reduce` raise on all ranks. `change` says in words which parameter was replaced."""
         self._changes.append(change)
 
     def _check_unchanged(self, changes: list[str], ranks: list[int]) -> None:
-        """Raise on every rank when parameters changed on some `ranks`, for this rank as the texts `changes` say."""
+        """Raise on every rank when parameters changed on some `ranks`. changes: descriptions of those on this rank."""
         if changes:
             raise ValueError(
-                f"The parameters of {self._options.owner} must stay what they were when it was made, but "
+                f"The parameters of {self._options.owner} must not change after it was made, but "
                 f"{changes[0]}. Move or change the model first, then wrap it."
             )
         if ranks:

@@ -1,4 +1,4 @@
-"""A parameter, and which part of its gradient the other ranks have not seen yet."""
+"""A parameter, and how much of its gradient the ranks have not combined yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSION = "_dualdist_version"
 class TrackedParameter:
     """One parameter, and how many backward passes added to its gradient since the ranks last combined it.
 
-    When backward need not be counted (see GradSync), `passes` is 0 or 1 and the recorded version may be old.
+    If GradSync does not count passes (see its `set_passes`), `passes` is 0 or 1 and the recorded version may be old.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
@@ -41,8 +41,8 @@ class TrackedParameter:
     def count_pass(self) -> bool:
         """Count one more backward pass; return whether it added to an existing gradient.
 
-        It did when the version of the gradient is one above the recorded one. A new tensor has no recorded version,
-        and a tensor that was zeroed in between is two versions ahead.
+        It did when torch's version counter of the gradient is one above the recorded version. A new tensor has no
+        recorded version, and a tensor that was zeroed in between is two versions ahead.
         """
         grad: torch.Tensor = self.tensor.grad  # type: ignore[assignment]
         version = grad._version
@@ -57,7 +57,7 @@ class TrackedParameter:
             setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
 
     def release(self) -> None:
-        """Remove the hook and let go of the parameter; keep its shape in a tensor without memory."""
+        """Remove the hook, and replace the parameter by a tensor of the same shape without memory."""
         if self.hook is not None:
             self.hook.remove()
         old = self.tensor

@@ -1,9 +1,9 @@
-"""Finds the addresses of a host that other hosts can reach, by connecting to them: nothing else shows it.
+"""Finds the addresses of a host that other hosts can reach. Only an attempt to connect shows this.
 
 A host may have several networks, of which some connect to no other host (a container bridge has the same address on
-every host), and its name may mean 127.0.1.1, as on Debian. Therefore rank 0 listens on all its addresses for a moment,
-and one process of every other host connects to each. The first address that all of them reach is used. The other
-hosts' addresses are those from which they connected.
+every host), and its name may resolve to 127.0.1.1, as on Debian. Therefore rank 0 listens on all its addresses for a
+moment, and one process of every other host connects to each. The first address that all of them reach is used. The
+address of each other host is the one from which it connected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Addresses:
     """The IPv4 addresses at which the processes of a job reach each other."""
 
     first: str
-    """The address at which all reach rank 0."""
+    """The address at which all processes reach rank 0."""
     own: str
     """The address at which the others reach this process; 127.0.0.1 when all share a host."""
 
@@ -60,9 +60,9 @@ def find_addresses(rank: int, gather: Gather, env: Mapping[str, str]) -> Address
         address = mine[0] if env.get(INTERFACE) else LOOPBACK
         return Addresses(address, address)
     with _listening(mine if rank == 0 else ()) as (endpoints, token):
-        # Those of rank 0; the other ranks do not listen.
+        # Only rank 0 listens; every rank receives its endpoints and token.
         endpoints, token = json.loads(gather(json.dumps([endpoints, token]))[0])
-        # One process of each other host tries.
+        # On each other host, one process tries to connect.
         tries = rank == nodes.index(nodes[rank]) and nodes[rank] != nodes[0]
         reached = _reachable([(host, port) for host, port in endpoints], token) if tries else {}
         reports = [json.loads(text) for text in gather(json.dumps(reached))]
@@ -92,7 +92,7 @@ def _choose(
 def _listening(hosts: Sequence[str]) -> Iterator[tuple[list[_Endpoint], str]]:
     """Listen on a free port of each of the addresses `hosts`, and send a random token over every connection.
 
-    Gives the endpoints and the token, by which others recognise this process.
+    Yield the endpoints and the token, by which others recognise this process.
     """
     token = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:

@@ -1,9 +1,8 @@
 """The first contact: before any backend runs, rank 0 starts a server and all processes learn its address.
 
-torchrun and `init_method` give an address, which backends/store.py uses; under the other launchers, rank 0 sends it to
-the others. It goes through what the launcher provides: the key-value server of `dualdist run` and `spawn`, horovodrun's
-HTTP server, files when all processes share a node, MPI, or a key-value server of rank 0 on the first host of a Slurm
-step.
+torchrun and `init_method` give an address, which backends/store.py uses. Under the other launchers, rank 0 sends it to
+the others through what the launcher provides: the key-value server of `dualdist run` and `spawn`, horovodrun's HTTP
+server, files when all processes share a node, MPI, or a key-value server of rank 0 on the first host of a Slurm step.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = ("share_server_address",)
 def share_server_address(
     launch: Launch, env: Mapping[str, str], serve: Callable[[str], int], timeout: float
 ) -> Iterator[tuple[str, int]]:
-    """Give the (host, port) of a server on rank 0. Collective over the launched processes.
+    """Start a server on rank 0 and yield its (host, port) on all ranks. Collective over the launched processes.
 
     serve: starts the server. Called on rank 0 with the address that the others will use; returns the port.
     timeout: seconds to wait for another process.
-    The end of the block removes what was sent, so that a later program of the same job does not find it. By then every
-    process must have connected to the server.
+    When the `with` block ends, the address is removed, so that a later program of the same job does not find it. Every
+    process must have connected to the server by then.
     Raises ConfigurationError when this launcher provides no way to send the address.
     """
     with contextlib.ExitStack() as cleanup:
@@ -75,7 +74,7 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, cleanup: con
 
 
 def _job_folder(launch: Launch, env: Mapping[str, str]) -> Path:
-    """Return a folder whose name only the processes of this job compute."""
+    """Return a folder whose name is the same for all processes of this job, and different for other jobs."""
     names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
     job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]

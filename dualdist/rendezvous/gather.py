@@ -1,7 +1,7 @@
 """Ways to gather short texts from all processes of a job before any backend runs.
 
-Each uses what one kind of launcher provides: a key-value server, horovodrun's HTTP server, or a folder on a common
-node. MPI has its own, mpi.py:gather.
+Each uses what one kind of launcher provides: a key-value server, horovodrun's HTTP server, or a folder if all processes
+share a node. For MPI, see mpi.py:gather.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .keyvalue import KeyValueClient
 __all__ = ("Gather", "gather_through", "gather_through_files", "gather_through_http", "gather_through_server")
 
 Gather = Callable[[str], list[str]]
-"""Return every process's text, in rank order. Collective over the launched processes."""
+"""Sends this process's text; returns every process's text in rank order. Collective over the launched processes."""
 
 _Set = Callable[[str, "str | None"], None]
-"""Set a key's text; None removes it."""
+"""Sets the text of a key; None removes the key."""
 _Get = Callable[[str], "str | None"]
-"""Return a key's text, None when it is not set yet."""
+"""Returns the text of a key; None when it is not set yet."""
 
 _POLL_SECONDS = 0.02
 
@@ -56,10 +56,10 @@ def gather_through(
 def gather_through_server(
     launch: Launch, client: KeyValueClient, timeout: float, cleanup: contextlib.ExitStack
 ) -> Gather:
-    """Return a Gather that uses a KeyValueServer. `cleanup` removes what it has set."""
+    """Return a Gather that uses a KeyValueServer. Closing `cleanup` removes the keys that it has set."""
 
     def remove(key: str) -> None:
-        # Rank 0 may run the server itself, and may have closed it.
+        # If rank 0 runs the server, it may have closed it already.
         with contextlib.suppress(OSError):
             client.set(key, b"")
 

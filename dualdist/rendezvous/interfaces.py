@@ -1,6 +1,6 @@
-"""The network interfaces of this host and their addresses, of which DUALDIST_INTERFACE can select some.
+"""The network interfaces of this host and their addresses. DUALDIST_INTERFACE can select some of them.
 
-Only IPv4, as in Horovod and in Gloo's own choice. The requests are those of Linux, netdevice(7).
+Only IPv4, as in Horovod and in Gloo's own choice. The ioctl requests are specific to Linux, see netdevice(7).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def own_address(host: str) -> str:
 
 
 def own_node() -> str:
-    """Return a name of this host that differs from other hosts' names even if their host names are equal."""
-    # Containers of one machine differ in their network namespaces.
+    """Return a name that no other host has, even if several hosts have the same host name."""
+    # A container with its own network namespace counts as a host.
     network = os.stat("/proc/self/ns/net").st_ino
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return f"{socket.gethostname()[:100]}-{hashlib.sha256(f'{boot}{network}'.encode()).hexdigest()[:8]}"

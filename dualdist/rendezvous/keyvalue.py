@@ -50,8 +50,8 @@ def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
 class KeyValueServer:
     """Serves set and get to clients that know `secret`, until it is closed. A context manager.
 
-    hosts: the addresses to listen on. port: the same on all addresses, 0 for a free one. timeout: seconds for a proof,
-    or for the rest of a request. Raises OSError when the port is not free.
+    hosts: the addresses to listen on. port: the same on all addresses, 0 for a free one. timeout: seconds in which
+    a client must give its proof, or complete a request that it began. Raises OSError when the port is not free.
     """
 
     def __init__(self, *hosts: str, secret: bytes, port: int = 0, timeout: float = _TIMEOUT_SECONDS) -> None:
@@ -94,7 +94,7 @@ class KeyValueServer:
         try:
             asyncio.run(self._run())
         finally:
-            # Also when the server could not start.
+            # Wake the constructor, even if the server could not start.
             self._up.set()
 
     async def _run(self) -> None:
@@ -116,7 +116,7 @@ class KeyValueServer:
             self._shortage_reported = True
             logger.warning(
                 "The key-value server at %s:%d cannot accept connections: %s. It tries again every second. If this "
-                "lasts, raise the limit of open files (ulimit -n), or look at who connects to this port.",
+                "lasts, raise the limit of open files (ulimit -n), or find out which program connects to this port.",
                 self.host,
                 self.port,
                 error.strerror,
@@ -168,7 +168,7 @@ class KeyValueServer:
                 await self._set.wait_for(lambda: key in self._values)
                 return self._values[key]
 
-        # With 0 seconds, waiting would not find it.
+        # wait_for with 0 seconds would not find it.
         if key in self._values:
             return self._values[key]
         with contextlib.suppress(asyncio.TimeoutError):
@@ -182,7 +182,7 @@ class KeyValueClient:
     def __init__(self, host: str, port: int, secret: bytes, *, timeout: float = _TIMEOUT_SECONDS) -> None:
         """Connect within `timeout` seconds.
 
-        Raises ConfigurationError when no server answers there, or when `secret` is not that of the server.
+        Raises ConfigurationError when no server answers there, or when the server has another secret.
         """
         self._where = f"{host}:{port}"
         deadline = time.monotonic() + timeout

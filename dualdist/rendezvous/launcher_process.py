@@ -1,4 +1,4 @@
-"""The process that started the processes of a job on this node. It distinguishes the job from all others."""
+"""The process that started the processes of a job on this node. It identifies the job."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LauncherProcess(NamedTuple):
 
 
 def find_launcher_process(variable: str) -> LauncherProcess:
-    """Return the process that has set `variable` for this one: the nearest ancestor without it in its own environment.
+    """Return the process that set `variable` for this one: the nearest ancestor that does not have it itself.
 
-    Shells between the two inherit the variable.
+    A shell between the two has inherited the variable, so it is not the launcher.
     """
     prefix, pid = f"{variable}=".encode(), os.getppid()
     while True:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 __all__ = ("LAUNCHER_VARIABLES", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
 
 LAUNCHER_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
-"""Variables that MPI launchers set. Without any of them, starting MPI makes a world of one or fails."""
+"""Variables that MPI launchers set. Without any of them, starting MPI fails or makes a world of one process."""
 
 
 @functools.cache

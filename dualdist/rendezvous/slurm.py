@@ -1,8 +1,8 @@
-"""A key-value server of rank 0 for Slurm steps on several hosts, where Slurm provides none.
+"""A key-value server on rank 0, for Slurm steps on several hosts: Slurm itself provides none.
 
 A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a few
-ports are computed from the job's numbers. Rank 0 serves at the first one that is free on all its addresses. The others
-try them in turn; they recognise rank 0 by the proof of its key-value server.
+ports are computed from the IDs of job and step. Rank 0 serves at the first one that is free on all its addresses. The
+others try them in turn; they recognise rank 0 because its key-value server proves that it knows the secret.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def first_host(nodes: str) -> str:
 
 @contextlib.contextmanager
 def connect(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyValueClient]:
-    """Give a client of a key-value server on rank 0. Collective over the step. timeout: seconds to wait for rank 0.
+    """Yield a client of a key-value server on rank 0. Collective over the step. timeout: seconds to wait for rank 0.
 
-    The secret is DUALDIST_SECRET. If it is not set, any process that knows the job's number can connect.
+    The secret is DUALDIST_SECRET. If it is not set, any process that knows the IDs of job and step can connect.
     Raises ConfigurationError when no port is free or rank 0 does not answer.
     """
     job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
@@ -62,7 +62,7 @@ def connect(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyVa
 
 
 def _address(node: str) -> str:
-    """Return an address of `node`. Slurm is asked for it when the name is only known to Slurm."""
+    """Return an address of `node`. Ask Slurm if only Slurm knows the name."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(node)
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -114,7 +114,7 @@ def test_a_model_that_is_changed_after_wrapping_is_an_error_on_every_rank(case: 
             work()
             optimizer.step()
         elif changed:
-            with pytest.raises(ValueError, match="must stay what they were") as caught:
+            with pytest.raises(ValueError, match="must not change after it was made") as caught:
                 work()
             assert words in str(caught.value) and "Move or change the model first" in str(caught.value)
         else:
