@@ -11,7 +11,7 @@ from typing import Any
 
 from .types import REDUCE_OP_NAMES, Average, Max, Min, Product, Sum
 
-__all__ = ("number", "reduce_op", "shown", "wrong")
+__all__ = ("number", "reduce_op", "shown", "text_of", "wrong")
 
 _LONGEST = 100
 """How many characters of a value a message shows."""
@@ -29,6 +29,14 @@ def shown(value: Any) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of `error`, whose class may be the user's."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"a text that cannot be shown, since its class raises {type(another).__name__}"
 
 
 def wrong(name: str, rule: str, value: Any, fix: str = "", error: type[Exception] = ValueError) -> Exception:

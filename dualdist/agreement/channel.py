@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from ..backends.base import Group
+from ..checks import text_of
 from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
 from . import kinds
 from .call import Call
@@ -105,7 +106,7 @@ class Channel:
 
     def fail(self, kind: Kind, error: Exception) -> None:
         """Report to the other members that this rank could not make its call. Does not wait for them."""
-        entry = Entry(FAILED, Call(kind, site=call_site()), str(error))
+        entry = Entry(FAILED, Call(kind, site=call_site()), text_of(error))
         self._enqueue(lambda: self._notify(entry))
 
     def join(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..checks import text_of
 from ..collectives.objects import broadcast_object
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from ..world.numbers import rank
 
 __all__ = ("from_writer", "is_writer")
@@ -22,8 +23,8 @@ def is_writer() -> bool:
 def from_writer(function: Callable[[], T]) -> T:
     """Run `function` on the writer, and return its result on every rank. Collective over the world.
 
-    The result is sent by pickle, so it must be small. When `function` raises, every rank raises CheckpointError, or the
-    subclass of it that `function` raised.
+    The result is sent by pickle, so it must be small. When `function` raises, every rank raises CheckpointError, or
+    DamagedCheckpointError if `function` did.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -40,6 +41,8 @@ def from_writer(function: Callable[[], T]) -> T:
 
 
 def _as_error(failure: Exception) -> CheckpointError:
+    # Of these two classes only: the other ranks must be able to unpickle it.
     if isinstance(failure, CheckpointError):
-        return type(failure)(str(failure))
-    return CheckpointError(f"Rank 0 failed: {type(failure).__name__}: {failure}")
+        kind = DamagedCheckpointError if isinstance(failure, DamagedCheckpointError) else CheckpointError
+        return kind(text_of(failure))
+    return CheckpointError(f"Rank 0 failed: {type(failure).__name__}: {text_of(failure)}")

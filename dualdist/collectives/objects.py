@@ -1,9 +1,16 @@
-"""Collectives of Python objects."""
+"""Collectives of Python objects.
+
+If pickling an object fails, its error is raised on that rank, and HorovodInternalError on the other ranks. If
+unpickling it fails on a rank, its error is raised there alone. In both cases the next call works.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ..world.process_sets import ProcessSet, global_process_set
 from .plans.objects import (
@@ -22,9 +29,11 @@ def broadcast_object(
     """Return rank `root_rank`'s `obj` on every rank: the object itself on the root, a copy elsewhere.
 
     Collective: every member of `process_set` must call it, in the same order; `obj` is ignored on the other ranks.
-    If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks.
+    If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks. If unpickling fails
+    on a rank, its error is raised there alone.
     """
-    return plan_broadcast_object(obj, root_rank, name, process_set=process_set).run()
+    received = plan_broadcast_object(obj, root_rank, name, process_set=process_set).run()
+    return obj if received is None else _load(received, root_rank)
 
 
 def allgather_object(
@@ -32,10 +41,9 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order.
 
-    Collective: every member of `process_set` must call it, in the same order. If pickling fails on a rank, its error
-    is raised there and HorovodInternalError on the other ranks.
+    Collective: every member of `process_set` must call it, in the same order. Errors as for `broadcast_object`.
     """
-    return plan_allgather_object(obj, name, process_set=process_set).run()
+    return _load_all(plan_allgather_object(obj, name, process_set=process_set).run(), process_set)
 
 
 def gather_object(
@@ -43,9 +51,10 @@ def gather_object(
 ) -> list[Any] | None:
     """Return every rank's `obj` in rank order on rank `root_rank`, None elsewhere.
 
-    Collective: every member of `process_set` must call it, in the same order. Errors as for `allgather_object`.
+    Collective: every member of `process_set` must call it, in the same order. Errors as for `broadcast_object`.
     """
-    return plan_gather_object(obj, root_rank, name, process_set=process_set).run()
+    received = plan_gather_object(obj, root_rank, name, process_set=process_set).run()
+    return None if received is None else _load_all(received, process_set)
 
 
 def scatter_object(
@@ -57,6 +66,21 @@ def scatter_object(
     """Return a copy of the object for this rank in rank `root_rank`'s list `objs`, which has one object per rank.
 
     Collective: every member of `process_set` must call it, in the same order; `objs` is ignored on the other ranks.
-    If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks.
+    If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks. Other errors
+    as for `broadcast_object`.
     """
-    return plan_scatter_object(objs, root_rank, name, process_set=process_set).run()
+    return _load(plan_scatter_object(objs, root_rank, name, process_set=process_set).run(), root_rank)
+
+
+def _load_all(pickles: Sequence[torch.Tensor], process_set: ProcessSet) -> list[Any]:
+    return [_load(pickled, rank) for pickled, rank in zip(pickles, process_set.ranks or (), strict=True)]
+
+
+def _load(pickled: torch.Tensor, rank: int) -> Any:
+    """Return the object of `rank`. Raises what unpickling it raises."""
+    try:
+        return pickle.loads(pickled.cpu().numpy().tobytes())
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"The object of rank {rank} could not be unpickled on this rank.")
+        raise

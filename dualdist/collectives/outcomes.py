@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..checks import text_of
+from ..errors import HorovodInternalError
 from ..world.process_sets import ProcessSet, global_process_set
 from .objects import allgather_object
 
-__all__ = ("on_all_ranks",)
+__all__ = ("on_all_ranks", "unpickled_on_all_ranks")
 
 T = TypeVar("T")
 
@@ -28,8 +30,11 @@ def on_all_ranks(
         result = function()
     except Exception as raised:
         failure = raised
-    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = allgather_object((result, problem), process_set=process_set)
+    problem = None if failure is None else f"{type(failure).__name__}: {text_of(failure)}"
+    try:
+        outcomes = allgather_object((result, problem), process_set=process_set)
+    except HorovodInternalError as broken:
+        raise failure or broken from None
     if failure is not None:
         raise failure
     failed = [
@@ -42,3 +47,14 @@ def on_all_ranks(
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise error(f"Rank {rank}{others} failed: {problem}")
     return [result for result, _ in outcomes]
+
+
+def unpickled_on_all_ranks(collective: Callable[[], T]) -> T:
+    """Return `collective()`, such as a broadcast_object, which runs code of the user when it has received everything.
+
+    Collective over the world. If that code raises on some ranks, the others raise RuntimeError, for those that cannot
+    continue without them.
+    """
+    received: list[T] = []
+    on_all_ranks(lambda: received.append(collective()), RuntimeError)
+    return received[0]

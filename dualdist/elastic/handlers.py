@@ -13,6 +13,7 @@ import torch
 
 from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..collectives.objects import broadcast_object
+from ..collectives.outcomes import unpickled_on_all_ranks
 from ..samplers import DealingSampler
 from ..training.parameters import broadcast_optimizer_state, broadcast_parameters
 from ..world.numbers import rank
@@ -87,8 +88,9 @@ class _StatefulHandler(_StateDictHandler):
 
     def sync(self) -> None:
         state = self.value.state_dict() if rank() == 0 else None
+        received = unpickled_on_all_ranks(lambda: broadcast_object(state))
         # The root gets `state` itself back, not a copy.
-        self.value.load_state_dict(copy.deepcopy(broadcast_object(state)))
+        self.value.load_state_dict(copy.deepcopy(received))
 
 
 class SamplerStateHandler(_StatefulHandler):

@@ -21,6 +21,7 @@ import torch
 
 from ..checkpoint.for_elastic import is_stateful
 from ..collectives.objects import broadcast_object
+from ..collectives.outcomes import unpickled_on_all_ranks
 from ..errors import HostsUpdatedInterrupt
 from ..world.numbers import rank
 from .handlers import (
@@ -187,7 +188,8 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._set_attrs(self._bcast_object({name: getattr(self, name) for name in self._saved_state}))
+            values = {name: getattr(self, name) for name in self._saved_state}
+            self._set_attrs(unpickled_on_all_ranks(lambda: self._bcast_object(values)))
             self._save_attrs()
 
     def _persist(self) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..agreement import kinds
 from ..backends.base import Group
 from ..collectives.objects import broadcast_object
+from ..collectives.outcomes import unpickled_on_all_ranks
 from ..collectives.plans.arguments import check_root, check_tensor
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.wire import as_bytes, from_bytes
@@ -124,10 +125,10 @@ def broadcast_optimizer_state(
     """
     is_root = channel_of(global_process_set).group.rank == root_rank
     state = optimizer.state_dict() if is_root else None
-    template = broadcast_object(
-        tree_map_only(torch.Tensor, lambda tensor: _TensorSpec(tuple(tensor.shape), tensor.dtype), state),
-        root_rank,
+    specified = tree_map_only(
+        torch.Tensor, lambda tensor: _TensorSpec(tuple(tensor.shape), tensor.dtype), state
     )
+    template = unpickled_on_all_ranks(lambda: broadcast_object(specified, root_rank))
     if is_root:
         tensors = [leaf.detach().cpu() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     else:

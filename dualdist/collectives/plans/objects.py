@@ -1,4 +1,8 @@
-"""The plans of the collectives of Python objects, sent with pickle, or with cloudpickle if it is installed."""
+"""The plans of the collectives of Python objects, sent with pickle, or with cloudpickle if it is installed.
+
+The results are pickles. The public functions unpickle them after the collective: it runs code of the objects' classes,
+which may raise anything, and that must not look like a failure of the collective.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ from .plan import Plan, make_call, planned
 
 __all__ = ("plan_allgather_object", "plan_broadcast_object", "plan_gather_object", "plan_scatter_object")
 
+Pickles = tuple[torch.Tensor, ...]
+"""The pickled objects of all ranks, in rank order, each (n,) uint8."""
+
 
 def _dump(obj: Any) -> torch.Tensor:
     """Return `obj` pickled, (n,) uint8. Uses cloudpickle if it is installed, as Horovod does."""
@@ -29,39 +36,40 @@ def _dump(obj: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
 
 
-def _load(data: torch.Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())
+def _split(rows: torch.Tensor, counts: Sequence[int]) -> Pickles:
+    pickles: Pickles = rows.split(list(counts))
+    return pickles
 
 
 @planned(kinds.BROADCAST_OBJECT)
 def plan_broadcast_object(
     obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
-) -> Plan[Any]:
-    """Return the plan of a broadcast_object. Its result: the root's object."""
+) -> Plan[torch.Tensor | None]:
+    """Return the plan of a broadcast_object. Its result: the root's object; None on the root, which has it."""
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     is_root = channel.group.rank == root
     data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     call = make_call(kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
-    def execute(group: Group, verdict: Verdict) -> Any:
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor | None:
         sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8)
         sent = sent.to(group.wire_device(sent.device))
         group.broadcast_(sent, root).wait()
-        return obj if is_root else _load(sent)
+        return None if is_root else sent
 
     return Plan(channel, call, execute)
 
 
 @planned(kinds.ALLGATHER_OBJECT)
-def plan_allgather_object(obj: Any, name: str | None = None, *, process_set: ProcessSet) -> Plan[list[Any]]:
+def plan_allgather_object(obj: Any, name: str | None = None, *, process_set: ProcessSet) -> Plan[Pickles]:
     """Return the plan of an allgather_object. Its result: the objects of all ranks."""
     channel = channel_of(process_set)
     data = _dump(obj)
     call = make_call(kinds.ALLGATHER_OBJECT, name, count=data.numel())
 
-    def execute(group: Group, verdict: Verdict) -> list[Any]:
+    def execute(group: Group, verdict: Verdict) -> Pickles:
         (gathered,) = allgather_rows(group, [data], verdict.counts)
-        return [_load(pickled) for pickled in gathered.split(verdict.counts)]
+        return _split(gathered, verdict.counts)
 
     return Plan(channel, call, execute)
 
@@ -69,16 +77,16 @@ def plan_allgather_object(obj: Any, name: str | None = None, *, process_set: Pro
 @planned(kinds.GATHER_OBJECT)
 def plan_gather_object(
     obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
-) -> Plan[list[Any] | None]:
+) -> Plan[Pickles | None]:
     """Return the plan of a gather_object. Its result: the objects of all ranks on the root, None elsewhere."""
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     data = _dump(obj)
     splits = [data.numel() if index == root else 0 for index in range(channel.group.size)]
     call = make_call(kinds.GATHER_OBJECT, name, root_rank=root_rank)
 
-    def execute(group: Group, verdict: Verdict) -> list[Any] | None:
+    def execute(group: Group, verdict: Verdict) -> Pickles | None:
         rows, counts = alltoall_rows(group, data, splits)
-        return [_load(pickled) for pickled in rows.split(counts)] if group.rank == root else None
+        return _split(rows, counts) if group.rank == root else None
 
     return Plan(channel, call, execute)
 
@@ -86,7 +94,7 @@ def plan_gather_object(
 @planned(kinds.SCATTER_OBJECT)
 def plan_scatter_object(
     objs: Sequence[Any] | None, root_rank: int, name: str | None = None, *, process_set: ProcessSet
-) -> Plan[Any]:
+) -> Plan[torch.Tensor]:
     """Return the plan of a scatter_object. Its result: this rank's object."""
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     size, is_root = channel.group.size, channel.group.rank == root
@@ -99,4 +107,4 @@ def plan_scatter_object(
     data = torch.cat(pickled) if pickled else torch.empty(0, dtype=torch.uint8)
     splits = [each.numel() for each in pickled] or [0] * size
     call = make_call(kinds.SCATTER_OBJECT, name, root_rank=root_rank)
-    return Plan(channel, call, lambda group, verdict: _load(alltoall_rows(group, data, splits)[0]))
+    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, data, splits)[0])
