@@ -8,7 +8,7 @@ from typing import Any
 
 from .collectives.join import stand_in
 from .errors import ConfigurationError
-from .world.context import current, is_initialized, join_world, leave_world
+from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, register_world
 
 __all__ = ("init", "shutdown", "start_timeline", "stop_timeline")
@@ -38,8 +38,9 @@ def init(
     Raises:
         ConfigurationError: an argument or the environment is wrong, or the backend is not installed.
         WorldMismatchError: the backend joined a different world from the one that the launcher started.
+        NotInitializedError: this process was forked from one that had joined a world.
     """
-    if is_initialized():
+    if is_initialized() and not is_forked():
         return
     arguments = {
         "comm": comm,
@@ -72,9 +73,13 @@ def _check_comm(comm: Any, size: int) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world. Does nothing if none is joined. Runs automatically when the process ends."""
-    forget_world()
-    leave_world()
+    """Leave the world. Runs automatically when the process ends.
+
+    Does nothing if none is joined, or if this process was forked from one that had joined it.
+    """
+    if not is_forked():
+        forget_world()
+        leave_world()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -131,6 +131,10 @@ class Channel:
         for held in (self.group, self.gradients, self._connections):
             held.close()
 
+    def abandon(self) -> None:
+        """In a forked process, close its descriptors of the connections; the parent keeps them. Local."""
+        self._connections.abandon()
+
     def _enqueue(self, job: Callable[[], None]) -> None:
         with self._counting:
             self._queued += 1

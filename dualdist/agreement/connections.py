@@ -82,6 +82,11 @@ class Connections:
             peer.close()
         self._peers = {}
 
+    def abandon(self) -> None:
+        """Close only the descriptors of this process: in a forked process, the parent keeps the connections. Local."""
+        for peer in self._peers.values():
+            peer.socket.close()
+
     def _connect(self, store: Any, key: str, address: str) -> None:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}

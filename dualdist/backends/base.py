@@ -144,6 +144,9 @@ class Backend(ABC):
     def shutdown(self) -> None:
         """Leave the world. An adopted backend keeps running. Never raises for a broken world."""
 
+    def abandon(self) -> None:  # noqa: B027 - most backends do nothing at exit
+        """In a forked process, keep its exit from affecting the parent's world. Local."""
+
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group:
         """Return a communicator over `ranks`. Collective over the world, also for ranks outside the group."""

@@ -1,8 +1,8 @@
 """The world that this process has joined, and joining and leaving it.
 
-`_context` is the only mutable global in world/. Everything that belongs to a joined world, such as the registered
-process sets, is in its Context. The script's own ProcessSet objects change, too: their IDs, and the ranks of
-`global_process_set`.
+`_context` and `_inherited` are the only mutable globals in world/. Everything that belongs to a joined world, such as
+the registered process sets, is in its Context. The script's own ProcessSet objects change, too: their IDs, and the
+ranks of `global_process_set`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,25 @@ from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import launch_from, topology
 from ..rendezvous import own_node
 from ..types import Launch, Settings, World
+from .forks import never_delete, skip_destructors_at_exit
 from .settings import read_settings
 
-__all__ = ("Context", "current", "is_initialized", "join_world", "leave_world")
+__all__ = (
+    "Context",
+    "current",
+    "current_or_inherited",
+    "is_forked",
+    "is_initialized",
+    "join_world",
+    "leave_world",
+)
 
 logger = logging.getLogger("dualdist")
 
 _context: Context | None = None
+"""The world that this process has joined."""
+_inherited: Context | None = None
+"""In a process that was forked from a rank: the rank's world. Only what needs no communication can be read of it."""
 
 
 class Context:
@@ -43,6 +55,8 @@ class Context:
         self.backend = backend
         self.launch = launch
         self.settings = settings
+        self.process_id = os.getpid()
+        """The process that joined the world, also in processes that are forked from it."""
         self.arguments: Mapping[str, Any] = MappingProxyType({})
         """The arguments of `init`, with which elastic training joins the next world."""
         self.handles = HandleTable()
@@ -91,6 +105,13 @@ class Context:
                 stack.callback(sync.forget_world)
             stack.callback(self.watch.close)
 
+    def abandon(self) -> None:
+        """In a forked process, release what it shares with the parent, without an effect on the parent. Local."""
+        never_delete(self)
+        self.backend.abandon()
+        for channel in self.channels.values():
+            channel.abandon()
+
     def _confirm_world(self) -> World:
         """Return this process's numbers. Collective. Raises WorldMismatchError if the backend joined another world."""
         launched, joined = self.launch, self.backend
@@ -109,15 +130,40 @@ class Context:
 
 
 def current() -> Context:
-    """Return the joined world. Raises NotInitializedError before `init()` and after `shutdown()`."""
+    """Return the joined world, for calls that communicate.
+
+    Raises NotInitializedError before `init()`, after `shutdown()`, and in a process that was forked from a rank.
+    """
     if _context is None:
-        raise NotInitializedError("dualdist has not been initialized; call dualdist.init() first.")
+        raise NotInitializedError(_why_outside())
     return _context
 
 
+def current_or_inherited() -> Context:
+    """Return the joined world, or the one of the rank from which this process was forked: for what needs no
+    communication. Raises NotInitializedError before `init()` and after `shutdown()`.
+    """
+    return _inherited or current()
+
+
 def is_initialized() -> bool:
-    """Return whether this process has joined a world."""
-    return _context is not None
+    """Return whether this process, or the rank from which it was forked, has joined a world."""
+    return (_inherited or _context) is not None
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked from one that had joined a world."""
+    return _inherited is not None
+
+
+def _why_outside() -> str:
+    if _inherited is None:
+        return "dualdist has not been initialized; call dualdist.init() first."
+    return (
+        f"This process was forked from rank {_inherited.backend.rank} (process {_inherited.process_id}), and only that "
+        "process can communicate with the other ranks. Call collectives and init() there: workers of a DataLoader may "
+        "call rank(), size() and the like, but no collectives. dualdist.spawn starts processes that join a world."
+    )
 
 
 def join_world(
@@ -127,10 +173,13 @@ def join_world(
     override: Mapping[str, Any],
     env: Mapping[str, str],
 ) -> Context:
-    """Join the world that `env` and `override` describe, or return the one joined already. Collective."""
+    """Join the world that `env` and `override` describe, or return the one joined already. Collective.
+
+    Raises NotInitializedError in a process that was forked from a rank.
+    """
     global _context
-    if _context is not None:
-        return _context
+    if _context is not None or _inherited is not None:
+        return current()
     settings = read_settings(env)
     launch = launch_from(override, env)
     if launch.ignored:
@@ -143,7 +192,7 @@ def join_world(
     check_transport(transport)
     chosen, reason = choose(backend, transport, launch, env)
     _context = Context(chosen.start(launch, settings, env, transport), launch, settings, stand_in)
-    atexit.register(_leave_at_exit, os.getpid())
+    atexit.register(leave_world)  # torch 2.13 aborts if the interpreter's end destroys a gloo group
     if _context.backend.rank == 0:
         logger.info(
             "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
@@ -161,15 +210,20 @@ def leave_world() -> None:
     """Leave the world, if one is joined. Safe to call twice."""
     global _context
     context, _context = _context, None
-    atexit.unregister(_leave_at_exit)
+    atexit.unregister(leave_world)
     if context is not None:
         context.close()
 
 
-def _leave_at_exit(process_id: int) -> None:
-    """Leave the world when the process ends: torch 2.13 aborts if the interpreter's end destroys a gloo group.
+def _after_fork() -> None:
+    """In the forked process, keep only what can be read of the world."""
+    global _context, _inherited
+    if _context is None:
+        return
+    _inherited, _context = _context, None
+    atexit.unregister(leave_world)
+    skip_destructors_at_exit()
+    _inherited.abandon()
 
-    A child made by fork has this hook too, but the world belongs to its parent.
-    """
-    if os.getpid() == process_id:
-        leave_world()
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .context import current
+from .context import current_or_inherited
 
 __all__ = ("device",)
 
@@ -15,5 +15,5 @@ def device() -> torch.device:
     Raises NotInitializedError before `init()` on a machine with GPUs.
     """
     if torch.cuda.is_available():
-        return torch.device("cuda", current().world.local_rank % torch.cuda.device_count())
+        return torch.device("cuda", current_or_inherited().world.local_rank % torch.cuda.device_count())
     return torch.device("cpu")

@@ -6,7 +6,7 @@ import os
 
 from ..launch import detect
 from ..types import Launch
-from .context import current
+from .context import current_or_inherited
 
 __all__ = (
     "backend_name",
@@ -25,53 +25,53 @@ __all__ = (
 
 def rank() -> int:
     """Return the rank of this process in the world, from 0. Raises NotInitializedError before `init()`."""
-    return current().world.rank
+    return current_or_inherited().world.rank
 
 
 def size() -> int:
     """Return the number of processes in the world. Raises NotInitializedError before `init()`."""
-    return current().world.size
+    return current_or_inherited().world.size
 
 
 def local_rank() -> int:
     """Return the rank of this process on its node, from 0. Raises NotInitializedError before `init()`."""
-    return current().world.local_rank
+    return current_or_inherited().world.local_rank
 
 
 def local_size() -> int:
     """Return the number of processes on this node. Raises NotInitializedError before `init()`."""
-    return current().world.local_size
+    return current_or_inherited().world.local_size
 
 
 def cross_rank() -> int:
     """Return this process's index among those with its local rank. Raises NotInitializedError before `init()`."""
-    return current().world.cross_rank
+    return current_or_inherited().world.cross_rank
 
 
 def cross_size() -> int:
     """Return the number of processes with this local rank, one per node. Raises NotInitializedError before `init()`."""
-    return current().world.cross_size
+    return current_or_inherited().world.cross_size
 
 
 def is_homogeneous() -> bool:
     """Return whether every node runs the same number of processes. Raises NotInitializedError before `init()`."""
-    world = current().world
+    world = current_or_inherited().world
     return world.local_size * world.cross_size == world.size
 
 
 def backend_name() -> str:
     """Return which backend runs: "torch", "horovod" or "local". Raises NotInitializedError before `init()`."""
-    return current().backend.name
+    return current_or_inherited().backend.name
 
 
 def transport_name() -> str:
     """Return what transfers the data: "nccl", "gloo", "mpi" or "local". Raises NotInitializedError before `init()`."""
-    return current().backend.transport
+    return current_or_inherited().backend.transport
 
 
 def launcher_name() -> str:
     """Return what started this process, such as "torchrun". Raises NotInitializedError before `init()`."""
-    return current().launch.launcher
+    return current_or_inherited().launch.launcher
 
 
 def launch_info() -> Launch:

@@ -10,7 +10,7 @@ from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
 from ..checks import wrong
-from .context import current, is_initialized
+from .context import current, current_or_inherited, is_initialized
 
 __all__ = (
     "ProcessSet",
@@ -61,13 +61,13 @@ class ProcessSet:
         """
         if not self._registered():
             return None
-        if current().world.rank not in (self.ranks or ()):
+        if current_or_inherited().world.rank not in (self.ranks or ()):
             raise ValueError("Process is not part of provided process set.")
-        return (self.ranks or []).index(current().world.rank)
+        return (self.ranks or []).index(current_or_inherited().world.rank)
 
     def included(self) -> bool | None:
         """Return whether this process is part of the set."""
-        return None if self.ranks is None else current().world.rank in self.ranks
+        return None if self.ranks is None else current_or_inherited().world.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ..backends import choose
 from ..launch import detect
-from .context import current, is_initialized
+from .context import current_or_inherited, is_initialized
 
 __all__ = (
     "ccl_built",
@@ -28,7 +28,7 @@ __all__ = (
 
 def _facts() -> Mapping[str, bool | int]:
     if is_initialized():
-        return current().backend.facts()
+        return current_or_inherited().backend.facts()
     transport = os.environ.get("DUALDIST_TRANSPORT") or None
     backend, _ = choose(None, transport, detect(os.environ), os.environ)
     return backend.built()

@@ -10,6 +10,7 @@ pass under one name. It lacks four things:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import time
@@ -287,6 +288,9 @@ class HorovodBackend(Backend):
         hvd.shutdown()
         if self._rendezvous is not None:
             self._rendezvous.close()
+
+    def abandon(self) -> None:
+        atexit.unregister(hvd.mpi_ops._basics.shutdown)  # it waits for a thread that only the parent has
 
     @property
     def store(self) -> dist.Store | None:

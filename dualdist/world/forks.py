@@ -1,0 +1,29 @@
+"""Processes that are forked from a rank, such as the workers of a DataLoader.
+
+They have copies of the rank's connections, but not its threads. What one of them sends or receives there is mixed into
+the messages between the rank and its peers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ("never_delete", "skip_destructors_at_exit")
+
+
+def never_delete(thing: object) -> None:
+    """Keep `thing` when the interpreter deletes everything at its end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def skip_destructors_at_exit() -> None:
+    """Let this process end without the destructors of C++ libraries. Python's exit functions and exit code stay.
+
+    Gloo's destructors remove the parent's sockets from the epoll instance that both processes share, and the parent
+    aborts (gloo/transport/tcp/loop.cc:133). Horovod's wait for a thread that only the parent has
+    (horovod/common/global_state.h:117).
+    """
+    libc = ctypes.CDLL(None)
+    # In glibc only. It passes the exit code, and the function that was registered last runs first.
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
