@@ -83,7 +83,7 @@ def shutdown() -> None:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start to write a Chrome trace of all collectives, as HOROVOD_TIMELINE does from `init()` on. Local.
+    """Start writing a Chrome trace of all collectives, as HOROVOD_TIMELINE does from `init()` on. Local.
 
     Only rank 0 writes; the call does nothing on other ranks. Unlike in Horovod, HOROVOD_TIMELINE need not be set.
     chrome://tracing and ui.perfetto.dev can read the file at any time, also after a crash.

@@ -36,7 +36,7 @@ class Work(ABC):
         """Return whether `wait` would return immediately."""
 
     def wait_for(self, seconds: float) -> None:  # noqa: B027 - most backends gain nothing by waiting
-        """Wait at most `seconds` for the result, if leaving the CPU to the collective makes it faster. Never raises."""
+        """Wait at most `seconds` for the result, if the collective is faster while the caller waits. Never raises."""
 
 
 class Group(ABC):
@@ -60,7 +60,7 @@ class Group(ABC):
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         """Start reducing `tensor` (1-D) in place by `op`: Sum, Min, Max or Product.
 
-        tag: distinguishes allreduces in progress at the same time. A repeated allreduce keeps its tag.
+        tag: distinguishes allreduces in progress at the same time. A repeated allreduce has the same tag each time.
         """
 
     @abstractmethod

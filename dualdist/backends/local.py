@@ -1,4 +1,4 @@
-"""A world of one process. Every collective is the identity, so that no other file needs a branch for size 1."""
+"""A world of one process. Every collective returns its input, so no other file needs a branch for size 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A c10d PrefixStore for the current processes only, inside a store that outlives them.
 
-torchrun's store serves all its restarts, each with other ranks and another size, and several programs one after
-another. Old keys look like new ones, and TORCHELASTIC_RESTART_COUNT cannot tell them apart: it counts the failures of
+torchrun keeps one store for all its restarts, which may change ranks and size, and for programs that run one after
+another. Old keys look like new ones. TORCHELASTIC_RESTART_COUNT does not distinguish them: it counts the failures of
 one agent only. Therefore every rank sends a random token, and rank 0 replies to each new token with the prefix to use.
 """
 

@@ -30,7 +30,7 @@ _ADVICE = {
     True: "Look at that rank's output. If hosts join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
     "torchrun: without it, its older processes may get the address of an earlier round's store.",
 }
-"""By whether torchrun restarts processes: its agents keep the address of an earlier round's store
+"""Whether torchrun restarts processes -> advice. If it does, its agents keep the address of an earlier round's store
 (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous)."""
 
 
@@ -53,7 +53,7 @@ def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> Shared
 
 
 def share_store(store: dist.Store, rank: int, size: int, env: Mapping[str, str]) -> SharedStore:
-    """Return an own part of `store`, which these `size` processes share already. Collective."""
+    """Return a new part of `store`, which these `size` processes share already. Collective."""
     own = _own_part(store)
     return SharedStore(own, find_addresses(rank, store_gather(own, rank, size), env))
 

@@ -11,7 +11,7 @@ __all__ = ("temporary_environment",)
 
 @contextlib.contextmanager
 def temporary_environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set `variables` (None: unset) inside the block, and restore them after it for later launch detections."""
+    """Set `variables` (None: unset) in the `with` block, then restore the old values, which launch detection reads."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:

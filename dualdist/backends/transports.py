@@ -27,5 +27,5 @@ def check_transport(transport: str | None) -> None:
     if transport not in (None, *TRANSPORTS):
         raise ConfigurationError(
             f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
-            "Choose one of these, or leave it out to use the fastest of this machine."
+            "Choose one of these, or leave it out to use the fastest one on this machine."
         )

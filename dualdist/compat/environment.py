@@ -1,6 +1,6 @@
 """HOROVOD_RANK and similar variables, which horovodrun sets and scripts read, set under every launcher.
 
-Launch detection would take them for horovodrun's own. DUALDIST_COMPAT shows that they are copies.
+DUALDIST_COMPAT marks them as copies. Without it, launch detection would conclude that horovodrun started the process.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.optimizer": _API,
     "horovod.torch.sync_batch_norm": _API,
 }
-"""Horovod's module -> the modules with its names. If two have a name, the later one wins."""
+"""Horovod's module -> the modules of dualdist with its names. If two have the same name, the later one wins."""
 
 
 class HorovodFinder(MetaPathFinder, Loader):

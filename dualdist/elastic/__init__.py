@@ -1,8 +1,8 @@
 """Training that continues from the last commit after a failed collective, with Horovod's API (horovod/torch/elastic).
 
-When a collective fails while all processes live (a mismatch, a failed call), every rank returns to the last commit,
-joins the world again, and calls the function again. This works on every backend and under every launcher. When
-processes die, or hosts are added or removed, it depends on the launcher. The script is the same:
+When a collective fails but no process dies (a mismatch, a failed call), every rank returns to the last commit,
+joins the world again, and calls the function again. This works on every backend and under every launcher. What
+happens when processes die, or hosts are added or removed, depends on the launcher. The script does not change:
 
 horovodrun --host-discovery-script, Horovod as the backend: the surviving processes keep their memory, and form the new
 world with those that horovodrun starts.

@@ -4,7 +4,7 @@ Each node keeps the newest commits in a folder, as checkpoints; one process of t
 commits or only old ones, and a file may be damaged. So every node reports the newest commit that it can read, and the
 newest of all is sent to every rank. Ranks hold equal states, so any node's file is as good as another's.
 
-The commit is in the file before `commit()` returns on any rank, so a process that dies later cannot take it away. In
+The commit is in the file before `commit()` returns on any rank, so it is not lost when a process dies later. In
 the temporary folder, files are not synced to the disk: they must survive processes, not the machine.
 """
 

@@ -1,7 +1,8 @@
 """How each kind of object in a TorchState is saved, restored and shared (horovod/torch/elastic/state.py).
 
-An object with `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler, is shared by these, so that it
-stays the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the optimizer.)
+An object with `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler, is shared by these methods, so
+that it stays the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the
+optimizer.)
 """
 
 from __future__ import annotations

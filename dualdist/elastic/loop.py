@@ -18,7 +18,7 @@ __all__ = ("run", "run_fn")
 logger = logging.getLogger("dualdist")
 
 _MOST_FAILURES = 10
-"""So many failures in a row without a commit mean that training itself fails. (horovodrun has --reset-limit.)"""
+"""After this many failures in a row without a commit, `run` raises the error. (horovodrun has --reset-limit.)"""
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     The wrapper shares the state and calls `func`. When a collective raises HorovodInternalError, every rank returns
     to the state's last commit; on HostsUpdatedInterrupt every rank keeps its current state. Then every rank leaves the
     world, joins it again with the arguments of the first `init()`, calls the reset callbacks, and calls `func` again.
-    Add process sets that were added after `init()` again in a reset callback. Any other exception ends the process, and
-    so does the tenth HorovodInternalError in a row without a commit in between.
+    If process sets were added after `init()`, add them again in a reset callback. Any other exception ends the
+    process, and so does the tenth HorovodInternalError in a row without a commit in between.
 
     Collective: every rank must call it, after `init()`, with a `State` as first argument. The docstring of this package
     lists the failures that it can recover from.

@@ -29,7 +29,7 @@ _lifelines = itertools.count()
 
 @contextlib.contextmanager
 def restarting(state: State) -> Iterator[Callable[[], None]]:
-    """Resume from the newest commit, write the commits of the body, and yield a function that rejoins the world.
+    """Resume from the newest commit, write the commits of the `with` block, and yield a function to rejoin the world.
 
     Collective. Raises TypeError when a value of `state` cannot be written, CheckpointError when the folder cannot be
     used or the commit does not fit. All errors are raised on every rank.
@@ -54,7 +54,7 @@ def _open_commits(number: int) -> Commits:
 
 
 class _Lifeline:
-    """Idle connections between all ranks that close when a process ends, to tell this from other failures."""
+    """Idle connections between all ranks. If they close, a process has ended; otherwise a failure has another cause."""
 
     def __init__(self) -> None:
         self._connect()

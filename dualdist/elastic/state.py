@@ -75,7 +75,7 @@ class State:
         self._commits_made = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Call `callbacks` each time the world was joined again, for example to scale the learning rate."""
+        """Call `callbacks` each time the world has been joined again, for example to scale the learning rate."""
         if callable(callbacks):
             raise TypeError("`callbacks` must be a list of functions, but is one function instead.")
         self._reset_callbacks.extend(callbacks)
@@ -168,8 +168,8 @@ class ObjectState(State):
     """Plain values, each an attribute. They are shared by pickle; objects that refer to each other need a TorchState.
 
     kwargs: the attributes and their values. Lists, dictionaries, sets, tuples, bytearrays and tensors are copied when
-    they are saved and restored. Of any other value the reference is kept, so changes inside it are not undone. Raises
-    ValueError for a name that State itself has.
+    they are saved and restored. Of any other value only the reference is kept, so `restore` does not undo changes
+    inside it. Raises ValueError for a name that State itself has.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:

@@ -11,9 +11,9 @@ __all__ = ("mpirun_command",)
 
 
 def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
-    """Return what runs `command` in `size` processes of this host, None when mpirun is not on PATH.
+    """Return the command line that runs `command` in `size` processes of this host; None if mpirun is not on PATH.
 
-    Open MPI's mpirun may start more processes than there are cores, and runs as root.
+    Open MPI's mpirun is allowed to start more processes than there are cores, and to run as root.
     """
     mpirun = shutil.which("mpirun")
     if mpirun is None:

@@ -1,6 +1,6 @@
 """torch.distributed as dualdist has started it: its process groups, and torch's own DistributedDataParallel.
 
-dualdist does not communicate on these groups, so that the script's calls and its own cannot be mixed up.
+dualdist itself sends nothing on these groups, so its calls and the script's cannot get mixed up.
 """
 
 from __future__ import annotations

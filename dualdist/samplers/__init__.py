@@ -1,4 +1,4 @@
-"""The samples of each rank: torch's sampler with exact evaluation and resume, any other sampler, and iterables.
+"""Which samples each rank gets: from torch's sampler with exact evaluation and resume, another sampler, or an iterable.
 
 One global sequence is sharded in turns: of its remaining items, rank r gets every `num_replicas`-th item, starting at
 the r-th. So with equal global batch sizes, step k consists of the same samples in a world of any size. One number, the

@@ -25,8 +25,8 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         seed: must be equal on all ranks.
         drop_last: leave out the last samples if there are too few for all ranks.
         pad: repeat the first samples until all ranks have the same number. False: every sample exactly once, so that
-            the ranks' numbers differ by at most one and may be 0. Use False for evaluation without collectives in the
-            loop, or for training with `join`.
+            the numbers of two ranks differ by at most one and may be 0. Use False for evaluation without collectives in
+            the loop, or for training with `join`.
 
     Raises:
         NotInitializedError: num_replicas or rank is None before `init()`.

@@ -30,7 +30,7 @@ def split_by_rank(
     Args:
         iterable: must yield the same items in the same order on all ranks, in every worker. So it must not shuffle with
             the global generators, or depend on the worker. A new pass starts with `iter(iterable)`.
-        num_replicas, rank: None: the values of the joined world, read now, because workers may not know them.
+        num_replicas, rank: None: the values of the joined world, read in this call, because workers may not know them.
         drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
             same number.
 

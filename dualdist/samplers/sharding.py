@@ -2,7 +2,7 @@
 
 A DataLoader with workers draws batches from its sampler before they are trained on. So the number of drawn samples is
 not the offset: the training loop must report the consumed samples with `advance`. The sampler raises an error where it
-can detect that this is forgotten, or that the loop does not count this rank's own samples.
+can detect that the loop forgets this, or counts other samples than those of this rank.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         self.num_samples = len(self._shard())
 
     def _shard(self) -> range:
-        """Return the indices of this rank's items. Indices beyond the sequence mean its first items again."""
+        """Return the indices of this rank's items. Indices after its end mean its first items again."""
         return range(self._offset + self.rank, self._offset + self.total_size, self.num_replicas)
 
     def __len__(self) -> int:

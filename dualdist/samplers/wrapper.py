@@ -20,16 +20,16 @@ T_co = TypeVar("T_co", covariant=True)
 class DistributedSamplerWrapper(DealingSampler[T_co]):
     """Shards the items of another sampler over the ranks: of a weighted sampler, a batch sampler, or your own.
 
-    Catalyst and Lightning have a class of this name for it. All ranks draw the whole sequence of an epoch, with equal
-    results: while the sampler draws, its `generator` is replaced, and the global generators of torch, numpy and random
-    are seeded, by `seed` and epoch. Afterwards all generators are as before. A sampler with a generator that is not
-    torch's must itself draw the same items on all ranks. Its `set_epoch` is called, if it has one.
+    Catalyst and Lightning have a class of the same name and purpose. All ranks draw the whole sequence of an epoch,
+    with equal results: while the sampler draws, its `generator` is replaced, and the global generators of torch, numpy
+    and random are seeded, by `seed` and epoch. Afterwards all generators are as before. If the sampler has a generator
+    that is not torch's, it must itself draw the same items on all ranks. Its `set_epoch` is called, if it has one.
 
     Args:
         sampler: yields indices, or lists of them for `DataLoader(batch_sampler=)`. It must end, and draw from the whole
             dataset: a sampler that is already sharded over the ranks is refused.
-        num_replicas, rank, seed, drop_last, pad: as in DistributedSampler. Items are repeated or dropped, so for a
-            batch sampler whole batches.
+        num_replicas, rank, seed, drop_last, pad: as in DistributedSampler. A batch
+            sampler's items are batches, so whole batches are repeated or dropped.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def _parts(sampler: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
-    """Seed all generators for the body, and restore their states after it."""
+    """Seed all generators in the `with` block, and restore their states after it."""
     held = [part for part in _parts(sampler) if _has_generator(part)]
     own = [part.generator for part in held]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

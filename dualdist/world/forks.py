@@ -1,7 +1,7 @@
 """Processes that are forked from a rank, such as the workers of a DataLoader.
 
-They have copies of the rank's connections, but not its threads. What one of them sends or receives there is mixed into
-the messages between the rank and its peers.
+They have copies of the rank's connections, but not its threads. If one of them sends or receives
+on these connections, it disturbs the messages between the rank and its peers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ("never_delete", "skip_destructors_at_exit")
 
 
 def never_delete(thing: object) -> None:
-    """Keep `thing` when the interpreter deletes everything at its end."""
+    """Keep `thing` from being deleted when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

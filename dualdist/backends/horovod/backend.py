@@ -2,7 +2,7 @@
 
 It guarantees that operations are matched by name, so that any order works, and its coordinator compares what the ranks
 pass under one name. It lacks four things:
-- It starts only under its own launcher. For the others, rendezvous.py provides what the launcher does not.
+- It starts only under its own launchers. Under the others, rendezvous.py provides what is missing.
 - Its Gloo controller never detects a missing rank. Waiting has a deadline here.
 - It reduces only contiguous tensors of five dtypes. The caller converts all others.
 - `horovod.torch.synchronize` spins. Waiting sleeps here.

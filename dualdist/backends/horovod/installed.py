@@ -1,4 +1,4 @@
-"""The installed Horovod, and `dualdist.compat` under the same name: the only module that distinguishes the two.
+"""Distinguishes the installed Horovod from `dualdist.compat`, which can have the same name. No other module does.
 
 Horovod imports itself by absolute names, so it cannot be imported under another name. Instead, while dualdist.compat
 is installed, Horovod's modules are kept here, and they are in `sys.modules` only inside `real_horovod()`. The backend

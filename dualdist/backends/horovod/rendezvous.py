@@ -45,7 +45,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], timeout: float) -> 
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective.
 
     timeout: seconds to wait for another process. The variables are those of
-    horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS prevents that a build with MPI starts MPI too.
+    horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with MPI from starting MPI.
     """
     shared = open_store(launch, env, timeout)
     gather = store_gather(shared.store, launch.rank, launch.size)
@@ -75,7 +75,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], timeout: float) -> 
 
 
 def _serve(address: str, names: list[str], worlds: list[World]) -> Any:
-    """Start Horovod's rendezvous server on a free port of `address`. names, worlds: the node and numbers per rank."""
+    """Start Horovod's rendezvous server on a free port of `address`. names, worlds: node and World of each rank."""
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
     server.init(
         [
