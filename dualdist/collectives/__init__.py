@@ -1,7 +1,7 @@
 """The collectives, under Horovod's names, on any backend: one file per collective.
 
-Public functions are in the files here, what they do in plans/, their gradients in autograd.py. reduction.py and
-movement.py do the work on a Group, in the format of wire.py.
+Public functions are in the files here. plans/ defines what they do, and autograd.py defines their gradients.
+reduction.py and movement.py do the work on a Group, with tensors in the format of wire.py.
 """
 
 from __future__ import annotations

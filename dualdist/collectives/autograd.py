@@ -56,7 +56,8 @@ class Allreduce(torch.autograd.Function):
     """The gradient of allreduce and grouped_allreduce.
 
     Sum, Average and Adasum: the same reduction of the gradients (horovod/torch/mpi_ops.py:194). Min and Max: the sum
-    of the gradients, on the ranks that have the extreme value; ties share it. Product: times the others' product.
+    of the gradients, on the ranks that have the extreme value; several such ranks share it equally. Product: the sum of
+    the gradients, times the product of the other ranks' values.
     """
 
     @staticmethod
@@ -104,7 +105,7 @@ def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSet) -
 class Allgather(torch.autograd.Function):
     """The gradient of allgather and grouped_allgather.
 
-    Own rows of the gradients' average over the ranks (horovod/torch/mpi_ops.py:630).
+    This rank's rows of the average of all ranks' gradients (horovod/torch/mpi_ops.py:630).
     """
 
     @staticmethod

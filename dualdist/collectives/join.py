@@ -1,4 +1,4 @@
-"""join and barrier, and what a rank does that has joined."""
+"""join and barrier, and what a rank does after it has called `join`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def join(device: int = -1) -> int:
     For uneven numbers of batches: a rank joins when it has no more data. It contributes zeros to Sum, Average and
     Adasum, and nothing to Min, Max and Product; Average still divides by the size of the world. The other ranks can
     call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
-    HorovodInternalError there. Collective over the world.
+    HorovodInternalError on those ranks. Collective over the world.
 
-    device: the GPU for the zeros in Horovod; here it has no effect, the current GPU is used.
+    device: the GPU for the zeros in Horovod; it has no effect here: the current GPU is used.
     """
     return channel_of(global_process_set).join()
 
@@ -41,7 +41,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
-    """Take part in `call` of the other ranks, as a rank that has joined."""
+    """Take part in `call` of the other ranks, because this rank has called `join`."""
     arguments = dict(call.arguments)
     if call.kind.when_joined is WhenJoined.REDUCTION:
         _contribute_neutral(group, call)

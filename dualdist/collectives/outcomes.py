@@ -1,4 +1,4 @@
-"""One outcome for all ranks: a function that may fail on some of them returns on all, or raises on all."""
+"""One outcome for all ranks: if a function fails on some ranks, all ranks raise an exception."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def on_all_ranks(
 
 
 def unpickled_on_all_ranks(collective: Callable[[], T]) -> T:
-    """Return `collective()`, such as a broadcast_object, which runs code of the user when it has received everything.
+    """Return `collective()`, such as a broadcast_object, which runs user code (unpickling) after all data has arrived.
 
-    Collective over the world. If that code raises on some ranks, the others raise RuntimeError, for those that cannot
-    continue without them.
+    Collective over the world. If that code raises on some ranks, the others raise RuntimeError, because they cannot
+    continue without those ranks.
     """
     received: list[T] = []
     on_all_ranks(lambda: received.append(collective()), RuntimeError)

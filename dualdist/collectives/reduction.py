@@ -85,7 +85,7 @@ def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:
 
 
 def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> bytes:
-    """Return the prescaled numbers of `tensors`, to be sent with the agreement; nothing if they do not fit into it."""
+    """Return the prescaled numbers of `tensors`, to be sent with the agreement. b"": they cannot be sent with it."""
     first = tensors[0]
     if first.device.type != "cpu" or reduction.op == Adasum or any(t.dtype != first.dtype for t in tensors):
         return b""

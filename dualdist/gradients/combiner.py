@@ -29,7 +29,7 @@ class Combiner:
         """Give zeros to parameters without a gradient, as Horovod does. Local."""
 
     def disabled(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients locally in the body. The next backward after it combines the accumulated gradients."""
+        """Accumulate gradients locally in the `with` block. The next backward combines the accumulated gradients."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:

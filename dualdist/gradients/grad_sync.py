@@ -174,7 +174,7 @@ class GradSync(Combiner):
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Accumulate gradients locally in the body. The next backward after it combines the accumulated gradients."""
+        """Accumulate gradients locally in the `with` block. The next backward combines the accumulated gradients."""
         before, self.enabled = self.enabled, False
         try:
             yield

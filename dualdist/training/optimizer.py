@@ -1,8 +1,8 @@
 """DistributedOptimizer: an optimizer with the combined gradients of all ranks.
 
 The optimizer stays the same object; only its class becomes a subclass with Horovod's extra methods. State, schedulers,
-isinstance and pickling therefore still work. Gradients are complete when `backward()` returns. Hooks before and after
-`step()` do the rest; they are torch's own, which also run when a scheduler has patched `step`.
+isinstance and pickling therefore still work. Gradients are complete when `backward()` returns. What remains is done in
+torch's hooks before and after `step()`, which also run when a scheduler has patched `step`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._combiner.fill()
 
     def __reduce__(self) -> Any:
-        """Pickle and copy as the original class without hooks: the copy belongs to no world until it is wrapped."""
+        """Pickle and copy as the original class, without hooks. The copy trains alone until it is wrapped again."""
         return _restore, (self._base, self.__getstate__())
 
 
@@ -91,8 +91,9 @@ def DistributedOptimizer(
     """Make `optimizer` combine gradients over the ranks, and return it.
 
     Gradients are complete when `backward()` returns: clip, unscale or inspect them as in one process. A closure for
-    LBFGS must return the mean of the ranks' losses (`hvd.allreduce(loss.detach())`), because LBFGS decides by the loss
-    when to stop. Collective: every member of `process_set` must call it with the same parameters; others train alone.
+    LBFGS must return the mean of the ranks' losses (`hvd.allreduce(loss.detach())`), because LBFGS uses the loss to
+    decide when to stop. Collective: every member of `process_set` must call it with the same parameters; other ranks
+    train alone.
 
     Args:
         optimizer: any torch optimizer, new or with state; it is changed and returned.

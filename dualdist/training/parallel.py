@@ -34,7 +34,7 @@ _PREFIX = "module."
 class DistributedDataParallel(torch.nn.Module):
     """Averages the gradients of `module` over the ranks in every backward.
 
-    Gradients are complete when `backward()` returns. Parameters that some ranks or all ranks do not use need no flag.
+    Gradients are complete when `backward()` returns. Parameters that some or all ranks do not use need no option.
     Use either this or DistributedOptimizer, not both. Collective: every member of `process_group` must call it with
     the same parameters; on other ranks the module trains alone.
 
@@ -132,16 +132,16 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in the body. The next backward outside averages the accumulated gradients."""
+        """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients."""
         with self._combiner.disabled():
             yield
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """Train to the end with uneven numbers of batches: a rank that leaves the body still serves the other ranks.
+        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
 
-        It takes part in their backward passes with zeros, and averages still divide by the size of the world. Buffers
-        are not broadcast in the body. At the end every rank has the parameters and buffers of the rank that left last.
+        It contributes zeros to their backward passes, and averages still divide by the size of the world. Buffers are
+        not broadcast in the block. At the end every rank has the parameters and buffers of the rank that left last.
         Collective over the world.
 
         Args:

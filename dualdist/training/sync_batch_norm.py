@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
         """Return `module` with every BatchNorm layer in it replaced by a SyncBatchNorm with its parameters and state.
 
         Like torch.nn.SyncBatchNorm.convert_sync_batchnorm: the module itself changes, unless it is such a layer. Call
-        it before or after you make the optimizer: parameters stay the same objects. Local.
+        it before or after you create the optimizer: parameters stay the same objects. Local.
         """
         if isinstance(module, _BatchNorm):
             return cls._like(module, process_set)

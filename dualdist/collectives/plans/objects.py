@@ -1,7 +1,7 @@
 """The plans of the collectives of Python objects, sent with pickle, or with cloudpickle if it is installed.
 
-The results are pickles. The public functions unpickle them after the collective: it runs code of the objects' classes,
-which may raise anything, and that must not look like a failure of the collective.
+The results are pickles. The public functions unpickle them after the collective: unpickling runs code of the objects'
+classes. If that code raises an exception, it must not look like a failure of the collective.
 """
 
 from __future__ import annotations

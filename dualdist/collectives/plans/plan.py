@@ -31,11 +31,11 @@ class Plan(Generic[T]):
     execute: Execute[T]
 
     def run(self) -> T:
-        """Agree with the other members, then do it. Collective over the process set."""
+        """Agree with the other members, then run the collective. Collective over the process set."""
         return self.channel.run(self.call, self.execute)
 
     def submit(self) -> int:
-        """Queue it and return a handle."""
+        """Queue the collective and return a handle."""
         return current().handles.add(self.channel.submit(self.call, self.execute), self.call.name)
 
     def then(self, change: Callable[[T], U]) -> Plan[U]:
@@ -44,10 +44,10 @@ class Plan(Generic[T]):
 
 
 class reporting:
-    """A context: if its body raises before this rank makes a call of `kind`, the other ranks get an error, too.
+    """A context manager: if its block raises before this rank makes a call of `kind`, the other ranks raise too.
 
-    They do not wait for this rank then. Without a world, or on a rank outside the set, there is nobody to report to.
-    What is no process set is taken for the world.
+    Therefore they do not wait for this rank. Nothing is reported without a world, or on a rank outside the set. If
+    `process_set` is no process set, the error is reported to the whole world.
     """
 
     def __init__(self, kind: Kind, process_set: ProcessSet) -> None:
