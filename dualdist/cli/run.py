@@ -119,8 +119,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         return run_job(options, os.environ)
     except BrokenPipeError:
-        # Nobody reads the output any more. The interpreter flushes it once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Nobody will ever read the output.
         return _PIPE_CODE
 
 

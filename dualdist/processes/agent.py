@@ -6,11 +6,15 @@ orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons
 
 The launcher sends the source of this file to the host's interpreter, so the host needs only Python. Therefore this
 file imports the standard library alone. See agent_connection.py for the launcher's end.
+
+The launcher grants a number of bytes of output. After that many, the agent does not read from the processes until more
+is granted: they wait as in a shell's pipe. The launcher itself always reads, so it always learns that a process ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -18,6 +22,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -64,6 +69,11 @@ class Agent:
         """process id -> (index, process)"""
         self._pipes: dict[int, list[tuple[int, int]]] = {}
         """index -> [(file descriptor, kind)]"""
+        self._granted, self._sent = int(request["window"]), 0
+        """Bytes of output that the launcher takes, and that were sent to it."""
+        self._held = False
+        """Whether the processes' output is not read, because nothing more is granted."""
+        self._wake_reader, self._wake_writer = os.pipe()
         self._last_input = time.monotonic()
         self._leaving = threading.Lock()
 
@@ -94,12 +104,11 @@ class Agent:
         """Leave at a signal that ends this process. Wake the selector when a child ends."""
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, lambda *_: self._thread(self.leave))
-        reader, writer = os.pipe()
-        for end in (reader, writer):
+        for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(reader, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
 
     def _start(self, index: int) -> None:
         process = self._request["processes"][index]
@@ -146,6 +155,7 @@ class Agent:
 
     def _pass_on(self) -> None:
         """Send what the processes have written, and report those that have ended."""
+        self._hold(self._sent >= self._granted)
         ready = [key for key, _ in self._selector.select()]
         for key in ready:
             if key.data is not None:
@@ -157,24 +167,40 @@ class Agent:
                     os.read(key.fd, _CHUNK)
                 self._reap()
 
-    def _copy(self, descriptor: int, index: int, kind: int) -> bool:
-        """Send one chunk of a process's output. Return whether there may be more."""
+    def _hold(self, held: bool) -> None:
+        """Stop to read the processes' output, or read it again."""
+        if held == self._held:
+            return
+        self._held = held
+        for index, pipes in self._pipes.items():
+            for descriptor, kind in pipes:
+                if held:
+                    self._selector.unregister(descriptor)
+                else:
+                    self._selector.register(descriptor, selectors.EVENT_READ, (index, kind))
+
+    def _copy(self, descriptor: int, index: int, kind: int) -> int:
+        """Send one chunk of a process's output. Return its length, 0 when there is none now."""
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         if data:
             _write_all(HEADER.pack(kind, index, len(data)) + data)
-            return True
-        self._selector.unregister(descriptor)
+            self._sent += len(data)
+            return len(data)
+        if not self._held:
+            self._selector.unregister(descriptor)
         self._pipes[index].remove((descriptor, kind))
         os.close(descriptor)
-        return False
+        return 0
 
     def _drain(self, index: int) -> None:
+        """Send what a process has left in its pipes. Not more: its children may still write to them."""
         for descriptor, kind in list(self._pipes[index]):
-            while self._copy(descriptor, index, kind):
-                pass
+            count = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+            while count > 0 and (length := self._copy(descriptor, index, kind)):
+                count -= length
 
     def _reap(self) -> None:
         """Report each process that has ended, after the last of its output. Adopted orphans are not reported."""
@@ -199,11 +225,15 @@ class Agent:
         _write_all(HEADER.pack(kind, index, len(data)) + data)
 
     def _listen(self) -> None:
-        """Follow the launcher's commands: an empty line (it is alive), 'end SIGNAL GRACE', or 'kill'."""
+        """Follow the launcher's commands: an empty line (it is alive), 'grant BYTES', 'end SIGNAL GRACE', or 'kill'."""
         for line in sys.stdin.buffer:
             self._last_input = time.monotonic()
             words = line.split()
-            if words[:1] == [b"end"]:
+            if words[:1] == [b"grant"]:
+                self._granted += int(words[1])
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_writer, b"\0")
+            elif words[:1] == [b"end"]:
                 number, grace = int(words[1]), float(words[2])
                 self._thread(partial(self._end_rest, grace, number))
             elif words[:1] == [b"kill"]:

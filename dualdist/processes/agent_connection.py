@@ -6,6 +6,7 @@ The request to the agent, environment and secret included, goes through its stan
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -52,6 +53,9 @@ _BEAT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
 _LAST_ERRORS_SECONDS = 1.0
 """How long to wait for ssh's exit, and its last error message, after the end of its output."""
 _CHUNK = 1 << 16
+_READ_BYTES = 1 << 20
+"""Size of a read from the agent, and of the pipe to it."""
+
 _LONGEST_GREETING = 1 << 16
 """Bytes that a login shell may print before the agent's first output."""
 
@@ -79,6 +83,8 @@ class HostJob:
     local: bool = True
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
+    window: int = 1 << 20
+    """How many bytes of output the agent may send before the launcher has taken any."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,8 @@ class AgentConnection:
         self._token = secrets.token_hex(16)
         self._buffer = bytearray()
         self._unended = {index: process.rank for index, process in enumerate(job.processes)}
+        self._taken = 0
+        """Bytes of output that were read but not granted again."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         fds = {fd for process in job.processes for fd in process.fds} | set(job.output or ())
         self.popen = subprocess.Popen(
@@ -134,8 +142,12 @@ class AgentConnection:
             pass_fds=tuple(fds),
             bufsize=0,
         )
-        assert self.popen.stderr is not None
+        assert self.popen.stdout is not None and self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
+        if job.local:
+            # Fewer changes between agent and launcher. Unprivileged users may not have many such pipes: pipe(7).
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self.popen.stdout.fileno(), fcntl.F_SETPIPE_SZ, _READ_BYTES)
         self._outbox.put(_first_message(job, self._token))
         self._sender = threading.Thread(target=self._send, name=f"dualdist-{job.host}", daemon=True)
         self._sender.start()
@@ -155,6 +167,12 @@ class AgentConnection:
                 view = memoryview(data)
                 while view:
                     view = view[stream.write(view) :]
+
+    def grant(self) -> None:
+        """Let the agent send as much output as was read."""
+        if self._taken >= self.job.window // 2:
+            self._outbox.put(b"grant %d\n" % self._taken)
+            self._taken = 0
 
     def end(self, number: int, grace: float) -> None:
         """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
@@ -183,7 +201,7 @@ class AgentConnection:
     def read(self) -> Iterator[Event]:
         """Wait for messages and yield them. At the end of the connection, each process that still ran is lost."""
         assert self.popen.stdout is not None
-        data = os.read(self.popen.stdout.fileno(), _CHUNK)
+        data = os.read(self.popen.stdout.fileno(), _READ_BYTES)
         self._buffer += data
         if not self.greeted:
             position = self._buffer.find(self._token.encode())
@@ -223,16 +241,20 @@ class AgentConnection:
         return f"{happened}: {errors}" if errors else happened
 
     def _messages(self) -> Iterator[Event]:
-        while len(self._buffer) >= HEADER.size:
-            kind, index, length = HEADER.unpack_from(self._buffer)
-            if len(self._buffer) < HEADER.size + length:
-                return
-            data = bytes(self._buffer[HEADER.size : HEADER.size + length])
-            del self._buffer[: HEADER.size + length]
+        end = 0
+        while len(self._buffer) >= end + HEADER.size:
+            kind, index, length = HEADER.unpack_from(self._buffer, end)
+            start = end + HEADER.size
+            if len(self._buffer) < start + length:
+                break
+            end = start + length
+            data = bytes(memoryview(self._buffer)[start:end])
             if kind in (STDOUT, STDERR):
+                self._taken += length
                 yield Event(kind, self.job.processes[index].rank, self.job.host, data)
             else:
                 yield self._event(kind, index, json.loads(data))
+        del self._buffer[:end]
 
     def _event(self, kind: int, index: int, facts: dict[str, Any]) -> Event:
         if kind in (ENDED, LOST):
@@ -258,6 +280,7 @@ def _first_message(job: HostJob, token: str) -> bytes:
         "parent": os.getpid() if job.local else None,
         "silence": None if job.local else _SILENCE_SECONDS,
         "output": job.output,
+        "window": job.window,
         "processes": processes,
     }
     source = Path(agent.__file__).read_bytes()

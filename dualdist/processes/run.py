@@ -1,7 +1,7 @@
 """One job of `dualdist run`: the processes on all hosts, their output, and how they end.
 
 When a process fails, all others are ended, and its exit code is that of the job. A signal to the launcher is passed on
-to all processes; a second one kills them.
+to all processes; a second one kills them. Nothing of this waits for a reader of the output.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,10 @@ from .supervisor import Supervisor
 __all__ = ("RunOptions", "run_job")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
+"""How long the unread output delays the end after one signal, and after two."""
+_ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
+"""Bytes of output that all hosts together, and one host, may send before anything is read."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     secret = secrets.token_bytes(32)
     with (
         KeyValueServer(address, secret=secret) as server,
-        Output(len(slots), options.output, timestamps=options.timestamps) as output,
         _signals() as received,
+        Output(len(slots), options.output, timestamps=options.timestamps) as output,
         Supervisor(
             _host_jobs(options, slots, remote, f"{server.host}:{server.port}", secret, env)
         ) as supervisor,
@@ -89,8 +92,10 @@ def _host_jobs(
     """Return the processes of each host and how to start them."""
     # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
     common = {"PYTHONUNBUFFERED": "1"} | without_launchers(env)
+    hosts = list(dict.fromkeys(slot.host for slot in slots))
+    window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(hosts)))
     host_jobs = []
-    for host in dict.fromkeys(slot.host for slot in slots):
+    for host in hosts:
         is_remote = host in remote
         processes = []
         for slot in slots:
@@ -101,7 +106,7 @@ def _host_jobs(
         command = _agent_over_ssh(host, options, env) if is_remote else AGENT_COMMAND
         sent = exportable(common) if is_remote else common
         variables = sent | dict(options.variables)
-        host_jobs.append(HostJob(host, command, processes, variables, local=not is_remote))
+        host_jobs.append(HostJob(host, command, processes, variables, local=not is_remote, window=window))
     return host_jobs
 
 
@@ -129,10 +134,13 @@ class _Job:
         self._signals = signals
         self._code: int | None = None
         """The exit code of the job, None until something ends it."""
+        self._patience = math.inf
+        """Until when to wait for a reader of the output, on the clock time.monotonic()."""
 
     def follow(self) -> int:
-        """Wait for the end of all processes and return the exit code."""
+        """Wait until all processes have ended and their output is written; return the exit code."""
         self._supervisor.watch(self._signals.reader, self._take_signals)
+        self._supervisor.watch(self._output.reader, self._output.empty_reader)
         start = time.monotonic() + self._options.start_timeout
         while self._running and self._supervisor.time_left() > 0:
             silent = [agent for agent in self._supervisor.agents if not agent.greeted]
@@ -142,7 +150,19 @@ class _Job:
                 continue
             for event in self._supervisor.wait(min(limit, self._supervisor.time_left())):
                 self._handle(event)
+            self._output.check()
+            if self._output.has_room():
+                self._supervisor.grant()
+        self._finish_output()
         return self._code or 0
+
+    def _finish_output(self) -> None:
+        """Wait until the output is written. After a signal, only for a short time."""
+        self._output.end_lines()
+        self._patience = max(self._patience, time.monotonic() + _LAST_OUTPUT_SECONDS)
+        while self._output.unwritten() and (left := self._patience - time.monotonic()) > 0:
+            self._supervisor.wait(left)
+            self._output.check()
 
     def _give_up(self, silent: Sequence[AgentConnection]) -> None:
         names = ", ".join(agent.job.host for agent in silent)
@@ -177,14 +197,16 @@ class _Job:
         if self._code is not None:
             return
         self._code = code
-        _print(f"{reason}{'; ending the others' if len(self._running) > 0 else ''}.")
+        self._output.report(f"{reason}{'; ending the others' if len(self._running) > 0 else ''}.")
         self._supervisor.end(signal.SIGTERM)
 
     def _take_signals(self) -> bool:
         for number in self._signals.take():
+            first = math.isinf(self._patience)
+            self._patience = time.monotonic() + (_OUTPUT_SECONDS if first else _LAST_OUTPUT_SECONDS)
             if self._code is None:
                 self._code = 128 + number
-                _print(f"received {signal.Signals(number).name}; ending all processes.")
+                self._output.report(f"received {signal.Signals(number).name}; ending all processes.")
                 self._supervisor.end(number)
             else:
                 self._supervisor.kill()
@@ -194,7 +216,7 @@ class _Job:
         if self._options.verbose:
             threads = event.facts["threads"]
             chosen = "" if threads is None else f", with OMP_NUM_THREADS={threads} because it was not set"
-            _print(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
+            self._output.report(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
 
 
 class _Signals:
@@ -233,8 +255,3 @@ def _signals() -> Iterator[_Signals]:
         for number, handler in before.items():
             signal.signal(number, handler)
         received.close()
-
-
-def _print(text: str) -> None:
-    sys.stderr.write(f"dualdist run: {text}\n")
-    sys.stderr.flush()

@@ -67,6 +67,11 @@ class Supervisor:
         events, self._events = self._events, []
         return events
 
+    def grant(self) -> None:
+        """Let the processes write as much as was read."""
+        for agent in self.agents:
+            agent.grant()
+
     def end(self, number: int, grace: float = _GRACE_SECONDS) -> None:
         """Ask all processes to end by signal `number`. Those alive after `grace` seconds are killed."""
         self._deadline = time.monotonic() + grace + _AGENT_SECONDS

@@ -1,13 +1,19 @@
-"""The clusters that the tests of launchers share; each is started when the first test asks for it."""
+"""What the tests of launchers share. Each cluster is started when the first test asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from dualdist.cli import main
+
 from ..helpers.namespace_hosts import Network, running_network
+from ..helpers.process_watch import Watched
+from ..helpers.run_command import Ended, Families, Run
 from ..helpers.slurm_cluster import Slurm, running_slurm
+from ..helpers.ssh_hosts import start_hosts
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +28,43 @@ def network() -> Iterator[Network]:
     """Two hosts; see helpers/namespace_hosts.py."""
     with running_network() as hosts:
         yield hosts
+
+
+@pytest.fixture
+def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """`dualdist run` in this process: importing torch again would take most of the time."""
+
+    def started(*arguments: str) -> Ended:
+        code = main(["run", *arguments])
+        output, errors = capfdbinary.readouterr()
+        return Ended(code, output, errors.decode(errors="surrogateescape"))
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def ssh_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return start_hosts(tmp_path_factory.mktemp("ssh"))
+
+
+@pytest.fixture
+def hosts(ssh_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make hostA and hostB reachable."""
+    monkeypatch.setenv("DUALDIST_SSH", ssh_folder)
+
+
+@pytest.fixture
+def families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Families:
+    """Return a watch on the FAMILY processes that have started, and on the processes that they have started."""
+    folder = tmp_path / "families"
+    folder.mkdir()
+    monkeypatch.setenv("FAMILIES", str(folder))
+
+    def watched() -> Watched:
+        files = list(folder.iterdir())
+        assert files
+        found = [pid for file in files for pid in (file.name, file.read_text())]
+        # A process may have ended before it wrote the other id.
+        return Watched(int(pid) for pid in found if pid)
+
+    return watched

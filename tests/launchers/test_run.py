@@ -1,26 +1,20 @@
-"""`dualdist run` with real processes: their environment, their output, and how a job ends, here and over ssh."""
+"""`dualdist run` with real processes: their environment, and how a job ends, here and over ssh."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from dualdist.cli import main
 from dualdist.launch import detect
 from dualdist.processes import agent_connection
 
-from ..helpers.process_watch import Watched
-from ..helpers.ssh_hosts import start_hosts
+from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
 from ..helpers.world import ROOT
 
 STALE = {
@@ -42,81 +36,6 @@ STALE = {
     "DUALDIST_RANK": "5",
 }
 """Variables that outer launchers may have set."""
-
-FAMILY = """\
-import os, signal, subprocess, sys
-grandchild = subprocess.Popen([sys.executable, '-c',
-    "import os, signal; os.setsid(); print('up', flush=True); signal.pause()"], stdout=subprocess.PIPE)
-grandchild.stdout.readline()
-with open(f"{os.environ['FAMILIES']}/{os.getpid()}", "w") as file:
-    file.write(str(grandchild.pid))
-print("up", flush=True)
-"""
-"""A process that starts another one in a new session, and writes both process ids into the folder FAMILIES."""
-
-STUBBORN = FAMILY.replace("os.setsid();", "os.setsid(); signal.signal(15, signal.SIG_IGN);")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How `dualdist run` ended. `written` returns the output of one rank, without the prefix."""
-
-    code: int
-    output: bytes
-    errors: str
-
-    def written(self, rank: int, stream: str = "stdout") -> bytes:
-        text = self.output if stream == "stdout" else self.errors.encode(errors="surrogateescape")
-        lines = re.findall(rb"\[1,(\d+)\]<(\w+)>:([^\r\n]*(?:\r\n|\r|\n))", text)
-        return b"".join(line for who, which, line in lines if (int(who), which.decode()) == (rank, stream))
-
-
-Run = Callable[..., Ended]
-Families = Callable[[], Watched]
-
-
-@pytest.fixture
-def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """`dualdist run` in this process: importing torch again would take most of the time."""
-
-    def started(*arguments: str) -> Ended:
-        code = main(["run", *arguments])
-        output, errors = capfdbinary.readouterr()
-        return Ended(code, output, errors.decode(errors="surrogateescape"))
-
-    return started
-
-
-@pytest.fixture(scope="session")
-def ssh_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return start_hosts(tmp_path_factory.mktemp("ssh"))
-
-
-@pytest.fixture
-def hosts(ssh_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make hostA and hostB reachable."""
-    monkeypatch.setenv("DUALDIST_SSH", ssh_folder)
-
-
-@pytest.fixture
-def families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Families:
-    """Return a watch on the FAMILY processes that have started, and on the processes that they have started."""
-    folder = tmp_path / "families"
-    folder.mkdir()
-    monkeypatch.setenv("FAMILIES", str(folder))
-
-    def watched() -> Watched:
-        files = list(folder.iterdir())
-        assert files
-        found = [pid for file in files for pid in (file.name, file.read_text())]
-        # A process may have ended before it wrote the other id.
-        return Watched(int(pid) for pid in found if pid)
-
-    return watched
-
-
-def python(source: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(source), *arguments]
 
 
 def test_processes_get_their_own_numbers_and_no_variables_of_outer_launchers(
@@ -169,39 +88,6 @@ def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytes
         *python(f"import os; print([os.environ.get(name) for name in {names}])"),
     )
     assert ended.written(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
-
-
-def test_output_is_passed_on_in_whole_lines_as_it_was_written(run: Run, tmp_path: Path) -> None:
-    source = """
-    import os, sys
-    rank = os.environ["DUALDIST_RANK"].encode()
-    for stream in (1, 2):
-        for number in range(300):
-            os.write(stream, b"%b:%d:" % (rank, number)); os.write(stream, b"\\xff\\n")
-        with open(stream, "wb", 0, closefd=False) as out:
-            out.write(b"x" * 300000 + b"\\n")
-        for part in (b" 1%\\r", b" 2%\\r", b"dos\\r", b"\\n", b"\\n", b"the end"):
-            os.write(stream, part)
-    """
-    ended = run("-np", "3", "--output", str(tmp_path / "out"), *python(source))
-    assert ended.code == 0
-    for rank in range(3):
-        lines = b"".join(b"%d:%d:\xff\n" % (rank, number) for number in range(300)) + b"x" * 300000 + b"\n"
-        for stream in ("stdout", "stderr"):
-            written = lines + b" 1%\r 2%\rdos\r\n\nthe end"
-            assert (tmp_path / "out" / f"rank.{rank}" / stream).read_bytes() == written
-            assert (
-                ended.written(rank, stream).replace(b"dos\r", b"dos\r\n").replace(b"\n\n\n", b"\n\n")
-                == written + b"\n"
-            )
-
-
-def test_ranks_in_output_folders_are_padded_and_old_output_is_replaced(run: Run, tmp_path: Path) -> None:
-    for _ in range(2):
-        run("-np", "11", "--output-filename", str(tmp_path), "sh", "-c", "echo $DUALDIST_RANK")
-    assert {path.name for path in tmp_path.iterdir()} == {f"rank.{rank:02}" for rank in range(11)}
-    assert (tmp_path / "rank.10" / "stdout").read_text() == "10\n"
-    assert (tmp_path / "rank.10" / "stderr").read_text() == ""
 
 
 def test_the_error_names_a_command_that_does_not_exist(run: Run) -> None:
