@@ -1,4 +1,4 @@
-"""Checkpoints that survive crashes, and load under any backend, style, device and number of ranks.
+"""Checkpoints that survive crashes, and load under any backend, wrapper, device and number of ranks.
 
 `save` and `load` handle one file, `CheckpointManager` the files of a run. storage/format.py describes the file.
 """

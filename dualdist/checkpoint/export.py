@@ -35,7 +35,7 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
 
     A path that ends in .safetensors gets that format, which needs the package safetensors. Any other gets what
     `torch.save(module.state_dict(), path)` writes, for `torch.load(path, weights_only=True)`. The file appears when it
-    is complete. Of an AveragedModel, the averages are written.
+    is complete. For an AveragedModel, the averages are written.
 
     Collective: every rank must call it; rank 0 writes. Raises CheckpointError on every rank when it cannot be written,
     TypeError when `model` is not a module.

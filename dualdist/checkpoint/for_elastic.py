@@ -1,4 +1,4 @@
-"""The inner face of this package: what dualdist.elastic uses of it besides the public names."""
+"""The private part of this package that dualdist.elastic uses, besides the public names."""
 
 from __future__ import annotations
 

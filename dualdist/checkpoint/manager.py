@@ -65,10 +65,11 @@ class CheckpointManager:
             save, by rank 0's clock. None: do not.
         best: a metric and "max" or "min", such as ("val_accuracy", "max"): the best checkpoint by it is never removed.
         asynchronous: a save waits only until the state is copied to host memory, and writes it during the next steps.
-            The next save waits for it. The next call raises its errors. The writer holds one copy of the state.
+            Its errors are raised by the next call. The next save waits for it. The writer holds one copy of the state.
         signals: signals that ask the run to end. The manager finishes the step, saves the state, and `step()` raises
             `Preempted`, a SystemExit, on every rank, also when only one rank received it. Needs the main thread.
-        exit_code: the exit code then; 75 means "try again". Configure the scheduler for it; Slurm: RequeueExit=75.
+        exit_code: that of `Preempted`; 75 means "try again". Configure the scheduler to restart the job on it;
+            Slurm: RequeueExit=75.
         agree_every: exchange a few bytes after every so many steps, for signals, seconds and errors.
         random_state: also save the random number generators of every rank; see RandomState.
         file_system: for tests.
@@ -145,9 +146,9 @@ class CheckpointManager:
     def restore_latest(self, *, strict: bool = True) -> Manifest | None:
         """Load the checkpoint that was saved last, and return its manifest; None when there is none yet.
 
-        Rank 0 chooses it. Files that are damaged, or that only running code could load, are passed over with a warning
-        that names them. strict: as for `checkpoint.load`. Raises DamagedCheckpointError when all files are damaged,
-        CheckpointError when the chosen one does not fit.
+        Rank 0 chooses it. Files that are damaged, or that cannot be loaded without running code in them, are skipped
+        with a warning that names them. strict: as for `checkpoint.load`. Raises DamagedCheckpointError when all files
+        are damaged, CheckpointError when the chosen one does not fit.
         """
         return self._restore(lambda file: self._choose(self._catalog.newest_first, file), strict)
 

@@ -33,8 +33,9 @@ def save(
 ) -> None:
     """Write `state` to the file `path`. The old file stays until the new one is complete and on the disk.
 
-    Rank 0 writes; the other ranks need not see the folder. The file loads under any backend, transport, device, style
-    and number of ranks, and with `torch.load(path, weights_only=True)`.
+    Rank 0 writes; the other ranks need not see the folder. The file loads under any backend, transport, device,
+    wrapper (DistributedOptimizer or DistributedDataParallel) and number of ranks, and with
+    `torch.load(path, weights_only=True)`.
 
     Collective: every rank must call it, with objects of the same names.
 
@@ -81,7 +82,7 @@ def load(
         For each name the saved value, in host memory: the `state_dict` of an object, or the plain value.
 
     Raises:
-        DamagedCheckpointError: the file is not as it was written, or only running code could load it.
+        DamagedCheckpointError: the file is not as it was written, or cannot be loaded without running code in it.
         CheckpointError: there is no file, or it does not fit `state`. Then `state` is unchanged, except modules when
             the `load_state_dict` of a module raised. All errors are raised on every rank.
     """

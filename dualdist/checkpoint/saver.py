@@ -24,9 +24,9 @@ class Saver:
     def save(
         self, values: Mapping[str, Any], step: int, metrics: Mapping[str, float], *, in_background: bool
     ) -> None:
-        """Write `values`; in the background, return when they are copied. The last save must have been finished.
+        """Write `values`. In the background: return when they are copied. The last save must have finished.
 
-        Raises CheckpointError when it cannot be written, in the background from `background.finish`.
+        Raises CheckpointError when they cannot be written. In the background, `background.finish` raises it.
         """
         manifest = make_manifest(step, metrics, self._catalog.next_serial)
         if in_background:

@@ -26,7 +26,7 @@ _PIECE_BYTES = 32 << 20
 
 
 def gather_own(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return on the writer what each rank saves of its own, an empty list elsewhere. Collective over the world."""
+    """Return each rank's own states on the writer, an empty list elsewhere. Collective over the world."""
     problem, own = None, {}
     try:
         own = on_host(collect_own(state), "state")

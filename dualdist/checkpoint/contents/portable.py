@@ -54,7 +54,7 @@ class _Conversion:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._seen: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By memory and layout, the tensor of the state and the one to save. The first keeps its address in use."""
+        """(memory, layout) -> (tensor in the state, the one to save). The first keeps its address from being reused."""
 
     def convert(self, value: Any, where: str) -> Any:
         if isinstance(value, torch.Tensor):

@@ -74,7 +74,7 @@ class Restoration:
         self._modules: dict[str, Load] = {}
         self._plain: dict[str, Any] = {}
         self._former: dict[str, Any] = {}
-        """The objects' states before loading, of those whose `state_dict` did not fail."""
+        """The states of the objects before loading, except where `state_dict` failed."""
         self._begun: list[str] = []
         problems = _name_problems(state, values)
         for name in [name for name in state if name in values]:

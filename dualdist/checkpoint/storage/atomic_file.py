@@ -62,9 +62,9 @@ class NewFile:
 
 @contextlib.contextmanager
 def replacing(path: Path, file_system: FileSystem) -> Iterator[NewFile]:
-    """Open a new file for the body of the `with` statement; at its end, the file replaces `path`.
+    """Open a new file for the `with` block; at its end, the file replaces `path`.
 
-    The body writes to a temporary name in the same folder. Then the file is synced, renamed to `path`, and the folder
+    The block writes to a temporary name in the same folder. Then the file is synced, renamed to `path`, and the folder
     is synced. At any moment `path` is either what it was before or the complete new file. After an exception the
     temporary file is removed, if the file system permits. Raises OSError.
     """

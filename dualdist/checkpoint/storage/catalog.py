@@ -57,7 +57,7 @@ class Catalog:
         self._file_system = file_system
         self._entries: list[Entry] = []
         self._damaged: set[Path] = set()
-        """Files that were passed over. They stay for inspection, and do not count as kept checkpoints."""
+        """Damaged files that were skipped. They stay for inspection, and do not count as kept checkpoints."""
 
     def open(self) -> None:
         """Make the folder, list its checkpoints, and remove the temporary files of a writer that was killed."""
@@ -147,7 +147,7 @@ class Catalog:
 def first_undamaged(entries: Iterable[Entry], damaged: list[str], file: MemoryFile) -> Entry | None:
     """Return the first entry that is undamaged, with its bytes in `file`. None when there are no files at all.
 
-    damaged: error texts of the files that have no entry. Logs a warning for each file that it passes over. Raises
+    damaged: error texts of the files that have no entry. Logs a warning for each file that it skips. Raises
     DamagedCheckpointError when all files are damaged.
     """
     problems = list(damaged)

@@ -12,7 +12,7 @@ PIECE_BYTES = 1 << 20
 
 
 class Checksum:
-    """The CRC-32 of all bytes that were added so far. It finds accidents, not malice."""
+    """The CRC-32 of all bytes that were added so far. It detects accidental damage, not tampering."""
 
     def __init__(self) -> None:
         self._crc = 0

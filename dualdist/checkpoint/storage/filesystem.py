@@ -21,7 +21,7 @@ class FileSystem:
         return os.write(descriptor, data)
 
     def start_writing(self, descriptor: int, start: int, count: int) -> None:
-        """Start to write `count` bytes from `start` to the disk, without waiting, so that `sync` has less to do."""
+        """Start writing `count` bytes from `start` to the disk, without waiting, so that `sync` has less to do."""
         # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
 

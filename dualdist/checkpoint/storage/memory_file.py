@@ -50,7 +50,7 @@ class MemoryFile:
     def load(self, name: object) -> dict[str, Any]:
         """Return the values of the checkpoint in this file. name: of the checkpoint, for messages.
 
-        Raises DamagedCheckpointError when only running code could load it, or when it is not an archive of torch.
+        Raises DamagedCheckpointError when it cannot be loaded without running code in it, or is no archive of torch.
         """
         try:
             with warnings.catch_warnings():
