@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
 
 from ..errors import BackendUnavailableError, ConfigurationError
-from ..launch import detect
 from ..types import Launch
 from .base import Backend, Group, Work
 from .horovod.installed import is_imported, is_installed, real_horovod
@@ -85,7 +83,7 @@ def choose(
     for name in BACKENDS:
         if imported.get(name) and load(name).is_running():
             return load(name), f"{name} already runs in this process"
-    if transport is None and dataclasses.replace(launch, ignored=()) == detect({}):
+    if transport is None and not launch.by_launcher and launch.init_method is None:
         return load("local"), "a single process"
     if _launcher_starts_horovod(launch, env):
         return load("horovod"), f"started by {launch.launcher} with Horovod installed"

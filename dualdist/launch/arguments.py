@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,17 +17,20 @@ _ARGUMENTS = {"rank": "rank", "size": "world_size", "init_method": "init_method"
 """Field of Launch -> argument of `init`."""
 
 
-def launch_from(given: Mapping[str, Any], env: Mapping[str, str]) -> Launch:
+def launch_from(
+    given: Mapping[str, Any], env: Mapping[str, str], mpi_size: Callable[[], int] | None = None
+) -> Launch:
     """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
 
+    mpi_size: as in `detect`.
     Rank and world size together need no launcher. Raises ConfigurationError when arguments are missing or
     contradict each other.
     """
     given = {field: value for field, value in given.items() if value is not None}
     if not given:
-        return detect(env)
+        return detect(env, mpi_size)
     alone = given.keys() >= {"rank", "size"}
-    detected = Launch("init") if alone else detect(env)
+    detected = Launch("init") if alone else detect(env, mpi_size)
     if detected.launcher == "python" and given.get("init_method") != "env://":
         missing = [name for field, name in _ARGUMENTS.items() if field not in given]
         raise ConfigurationError(

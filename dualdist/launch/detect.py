@@ -2,50 +2,142 @@
 
 One launcher can start another (a Slurm step that runs torchrun), so an environment may hold the variables of several.
 The innermost launcher wins: the one that may run inside all others that report another rank or size. See launchers.py.
+A process without a launcher trains alone only if it carries no mark of one. See marks.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..errors import ConfigurationError
 from ..types import Launch
-from .launchers import LAUNCHERS, Launcher
+from .launchers import DUALDIST_RUN, LAUNCHERS, SITE, SPAWN, Launcher
+from .marks import check_marks
+from .site import registered_launchers, site_launcher
 
 __all__ = ("detect",)
 
-_OF_LARGER_WORLDS = ("RANK", "SLURM_NTASKS")
-"""Variables that suggest a larger world, but without others start no process."""
+_OWN = (DUALDIST_RUN, SPAWN)
+_BY_HAND = ("env", SITE)
+"""Launchers whose variables a script or a site can set under another launcher."""
 
 
-def detect(env: Mapping[str, str]) -> Launch:
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """A launcher whose variables are set: the Launch that they describe, or what is wrong with them."""
+
+    row: Launcher
+    launch: Launch | ConfigurationError
+
+
+def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) -> Launch:
     """Return this process's place in the world according to `env`. Plain python is a world of one.
 
-    An incomplete set of variables (SLURM_* outside a step, RANK without WORLD_SIZE) does not count as a launcher.
-    Raises ConfigurationError when a launcher's variables are not numbers or contradict each other, and when two
-    launchers disagree although neither can have started the other.
+    mpi_size: returns the size of MPI's world. Called only where a launcher sets the rank but not the size (PMIx).
+    An allocation or a batch script (SLURM_* outside a step) does not count as a launcher.
+    Raises ConfigurationError when a launcher's variables are incomplete, are not numbers or contradict each other, when
+    two launchers disagree although neither can have started the other, and when a process that has no launcher, or is
+    alone under one, carries the mark of another (marks.py).
     """
-    rows = [row for row in LAUNCHERS if _is_marked(row, env)]
-    launches = [_read(row, env) for row in rows]
-    if not launches:
+    if _is_said_to_be_alone(env):
+        return _world_of_one("DUALDIST_LAUNCHER=python")
+    site = site_launcher(env)
+    candidates = _candidates((*LAUNCHERS, site) if site else LAUNCHERS, env)
+    candidates = candidates or _candidates(registered_launchers(), env)
+    if not candidates:
         return _plain_python(env)
-    conflicts = []
-    for row, launch in zip(rows, launches, strict=True):
-        allowed = (launch.launcher, *row.inside)
-        disagreeing = [
-            other for other in launches if other.launcher not in allowed and not _agree(other, launch)
-        ]
-        if not disagreeing:
-            return _located(launch, row, env)
-        conflicts += disagreeing
-    one, other = launches[0], conflicts[0]
-    raise ConfigurationError(
-        f"Rank and size must be the same from every launcher, but are {one.describe('rank')} and "
-        f"{one.describe('size')} of {one.launcher}, and {other.describe('rank')} and {other.describe('size')} of "
-        f"{other.launcher} instead. Unset the variables of the launcher that did not start this process."
+    for candidate in candidates:
+        launch = candidate.launch
+        if isinstance(launch, Launch) and not _disagreeing(candidate, candidates, env):
+            if launch.size == 1 and candidate.row in LAUNCHERS and launch.launcher not in _OWN:
+                check_marks(candidate.row, env)
+            return _located(launch, candidate.row, env)
+    for candidate in candidates:
+        if isinstance(candidate.launch, ConfigurationError):
+            is_innermost = not _disagreeing(candidate, candidates, env)
+            if candidate.row.asks_mpi and mpi_size and is_innermost and env.get(candidate.row.rank):
+                return _located(_read(candidate.row, env, mpi_size()), candidate.row, env)
+            raise candidate.launch
+    raise _conflict(candidates, env)
+
+
+def _is_said_to_be_alone(env: Mapping[str, str]) -> bool:
+    said = env.get("DUALDIST_LAUNCHER", "")
+    if said not in ("", "python", *_OWN):
+        raise ConfigurationError(
+            f"`DUALDIST_LAUNCHER` must be 'python' where it is set by hand, but is {said!r} instead. "
+            "Unset it to let the launcher's variables decide."
+        )
+    return said == "python"
+
+
+def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Candidate]:
+    """Return the launchers of `rows` that `env` has a marker of, without those whose variables others have set."""
+    found = []
+    for row in rows:
+        if _is_marked(row, env):
+            try:
+                found.append(_Candidate(row, _read(row, env)))
+            except ConfigurationError as error:
+                found.append(_Candidate(row, error))
+    return [candidate for candidate in found if not _is_set_by_another(candidate, found, env)]
+
+
+def _is_set_by_another(candidate: _Candidate, found: list[_Candidate], env: Mapping[str, str]) -> bool:
+    """Return whether another launcher has set the variables of `candidate` beside its own."""
+    namespace = env.get("PMIX_NAMESPACE", "")
+    for other in found:
+        if other.row.name not in candidate.row.set_too_by:
+            continue
+        if (
+            candidate.row.rank == "PMIX_RANK"
+            and namespace
+            and not namespace.startswith(other.row.pmix_namespace)
+        ):
+            continue
+        fields = ["rank", "size"] if candidate.row.size else ["rank"]
+        own, its = (
+            [env.get(getattr(row, field) or "") for field in fields] for row in (candidate.row, other.row)
+        )
+        if all(own) and own == its:
+            return True
+    return False
+
+
+def _disagreeing(
+    candidate: _Candidate, candidates: list[_Candidate], env: Mapping[str, str]
+) -> list[_Candidate]:
+    """Return the candidates that report other numbers and cannot have started `candidate`'s launcher."""
+    allowed = (candidate.row.name, *candidate.row.inside)
+    return [
+        other for other in candidates if other.row.name not in allowed and not _agree(other, candidate, env)
+    ]
+
+
+def _agree(other: _Candidate, candidate: _Candidate, env: Mapping[str, str]) -> bool:
+    launch = candidate.launch
+    if isinstance(launch, ConfigurationError):
+        return False
+    if isinstance(other.launch, Launch):
+        return (launch.rank, launch.size) == (other.launch.rank, other.launch.size)
+    # A size that is set by hand completes a rank of PMIx.
+    return launch.launcher in _BY_HAND and other.row.asks_mpi and env.get(other.row.rank) == str(launch.rank)
+
+
+def _conflict(candidates: list[_Candidate], env: Mapping[str, str]) -> ConfigurationError:
+    one = candidates[0]
+    launches = [one.launch, *(other.launch for other in _disagreeing(one, candidates, env))]
+    described = [
+        f"{launch.describe('rank')} and {launch.describe('size')} of {launch.launcher}"
+        for launch in launches[:2]
+        if isinstance(launch, Launch)
+    ]
+    return ConfigurationError(
+        f"Rank and size must be the same from every launcher, but are {', and '.join(described)} instead. "
+        "Unset the variables of the launcher that did not start this process."
     )
 
 
@@ -62,10 +154,6 @@ def _is_set(env: Mapping[str, str], marker: str) -> bool:
     return bool(env.get(name)) and value in ("", env[name])
 
 
-def _agree(one: Launch, other: Launch) -> bool:
-    return (one.rank, one.size) == (other.rank, other.size)
-
-
 def _are_copies(launcher: Launcher, env: Mapping[str, str]) -> bool:
     """Return whether dualdist.compat, not horovodrun, has set horovodrun's variables.
 
@@ -76,18 +164,15 @@ def _are_copies(launcher: Launcher, env: Mapping[str, str]) -> bool:
     return copied and not env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
 
 
-def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
+def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = None) -> Launch:
+    """Return what the launcher's variables say. mpi_size: the size of MPI's world, for want of a variable."""
     names = {field: getattr(launcher, field) for field in ("rank", "size", "local_rank", "local_size")}
     values = {field: _number(env, name, launcher) for field, name in names.items()}
     rank, size = values["rank"], values["size"]
-    if rank is None or size is None:
-        missing, present = names["rank"], [name for name in launcher.markers if env.get(name)]
-        if rank is not None:
-            missing = names["size"]
-        raise ConfigurationError(
-            f"`{missing}` must be set beside {present[0]}, but is absent. "
-            f"Set both for every process, or unset {present[0]} to run a single process."
-        )
+    if mpi_size is not None and size is None:
+        size, names["size"] = mpi_size, "MPI"
+    if rank is None or size is None or (mpi_size is not None and size < 2):
+        raise _incomplete(launcher, env, mpi_size)
     if not 0 <= rank < size:
         raise ConfigurationError(
             f"`{names['rank']}` must be at least 0 and less than {names['size']}={size}, but is {rank} instead. "
@@ -99,11 +184,28 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> Launch:
         size,
         values["local_rank"],
         values["local_size"],
-        MappingProxyType(names),
+        MappingProxyType({field: name for field, name in names.items() if name}),
         elastic=any(_is_set(env, marker) for marker in launcher.elastic),
         restarts=any(env.get(name, "") not in ("", "0") for name in launcher.restarts),
         starts_mpi=any(env.get(name) for name in launcher.starts_mpi),
         starts_horovod=launcher.starts_horovod,
+    )
+
+
+def _incomplete(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None) -> ConfigurationError:
+    present = next(name for name in launcher.markers if env.get(name.partition("=")[0]))
+    if launcher.asks_mpi and env.get(launcher.rank):
+        reported = "MPI was not asked" if mpi_size is None else f"MPI reports {mpi_size or 'nothing'}"
+        return ConfigurationError(
+            f"The world size must be known beside {launcher.rank}={env[launcher.rank]}, but {launcher.name} sets no "
+            f"variable with it and {reported}. Install an mpi4py that this launcher can start, set DUALDIST_RANK_FROM "
+            "and DUALDIST_SIZE_FROM to the names of variables with rank and size, or set DUALDIST_LAUNCHER=python to "
+            "run a single process."
+        )
+    missing = launcher.size if env.get(launcher.rank) else launcher.rank
+    return ConfigurationError(
+        f"`{missing}` must be set beside {present}, but is absent. "
+        f"Set both for every process, or unset {present} to run a single process."
     )
 
 
@@ -133,16 +235,20 @@ def _plain_python(env: Mapping[str, str]) -> Launch:
             f"`torchrun` must be the command where PET_NNODES={env['PET_NNODES']} is set, but is absent. "
             "Start the script with torchrun, which reads PET_*, or unset it to run a single process."
         )
-    ignored = tuple(
-        f"{name}={env[name]}" for name in _OF_LARGER_WORLDS if env.get(name, "") not in ("", "0", "1")
-    )
-    sources = MappingProxyType({"rank": "plain python", "size": "plain python"})
+    check_marks(None, env)
+    # Without others, this variable starts no process.
+    tasks = env.get("SLURM_NTASKS", "")
+    return _world_of_one("plain python", (f"SLURM_NTASKS={tasks}",) if tasks not in ("", "0", "1") else ())
+
+
+def _world_of_one(source: str, ignored: tuple[str, ...] = ()) -> Launch:
+    sources = MappingProxyType({"rank": source, "size": source})
     return Launch("python", sources=sources, by_launcher=False, ignored=ignored)
 
 
-def _number(env: Mapping[str, str], name: str, launcher: Launcher) -> int | None:
+def _number(env: Mapping[str, str], name: str | None, launcher: Launcher) -> int | None:
     """Return the number in the variable `name`, None when it has none."""
-    text = env.get(name, "")
+    text = env.get(name, "") if name else ""
     if launcher.node is not None and name == launcher.local_size:
         text = _of_node(text, env.get(launcher.node, ""))
     if not text:

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 
 from ..errors import ConfigurationError
 from .launchers import LAUNCHERS
+from .site import NAMED_BY, registered_launchers
 
 __all__ = ("RENDEZVOUS", "exportable", "process_variables", "secret_in", "without_launchers")
 
 RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size")
-_LAUNCHER_VARIABLES = {getattr(row, field) for row in LAUNCHERS for field in _NUMBERS} | {
-    marker.partition("=")[0] for row in LAUNCHERS for marker in row.markers
-}
 _MORE_LAUNCHER_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET|COMPAT)"
     r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
@@ -32,10 +30,14 @@ _HOST_VARIABLES = re.compile(
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
+    rows = (*LAUNCHERS, *registered_launchers())
+    known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in _NUMBERS}
+    known |= {marker.partition("=")[0] for row in rows for marker in row.markers}
+    known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
     return {
         name: value
         for name, value in env.items()
-        if name not in _LAUNCHER_VARIABLES and not _MORE_LAUNCHER_VARIABLES.fullmatch(name)
+        if name not in known and not _MORE_LAUNCHER_VARIABLES.fullmatch(name)
     }
 
 

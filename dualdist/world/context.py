@@ -25,7 +25,7 @@ from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import launch_from, topology
-from ..rendezvous import own_node
+from ..rendezvous import mpi, own_node
 from ..types import Launch, Settings, World
 from .forks import never_delete, skip_destructors_at_exit
 from .settings import read_settings
@@ -181,7 +181,7 @@ def join_world(
     if _context is not None or _inherited is not None:
         return current()
     settings = read_settings(env)
-    launch = launch_from(override, env)
+    launch = launch_from(override, env, mpi.world_size)
     if launch.ignored:
         logger.warning(
             "%s is ignored: no launcher started this process, so it trains alone. Start it with srun, "

@@ -62,6 +62,20 @@ OWN = {
     "DUALDIST_SECRET": "00",
 }
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "6",
+    "FLUX_TASK_LOCAL_ID": "1",
+}
+PALS = {
+    "PALS_RANKID": "3",
+    "PMI_SIZE": "6",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+}
+PRTERUN = {"PRTE_LAUNCHED": "1", "PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-node1-7@1"}
+PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "7"}
 ENV = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
 ROWS = {
     "torchrun": TORCHRUN,
@@ -70,7 +84,11 @@ ROWS = {
     "mpirun": MPIRUN,
     "mpirun_rsh": MPIRUN_RSH,
     "srun": SRUN,
+    "flux": FLUX,
+    "PALS": PALS,
     "mpiexec": MPIEXEC,
+    "prterun": PRTERUN,
+    "PMIx": PMIX,
     "dualdist run": OWN | {"DUALDIST_LAUNCHER": "dualdist run"},
     "spawn": OWN | {"DUALDIST_LAUNCHER": "spawn"},
     "env": ENV,
@@ -79,18 +97,22 @@ OTHER = {"1": "0", "3": "1", "6": "2", "2": "1", "2(x3)": "1(x2)"}
 """Number of the inner launcher's world -> number of the outer launcher's world."""
 
 
+FIXTURES = sorted((Path(__file__).parent / "environments").glob("*.json"))
+
+
 def test_every_row_of_the_table_is_tested() -> None:
     assert [launcher.name for launcher in LAUNCHERS] == list(ROWS)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_launcher_is_recognised_by_its_variables(name: str) -> None:
-    launch = detect(ROWS[name])
+    launch = detect(ROWS[name], lambda: 6)
     assert (launch.launcher, launch.rank, launch.size) == (name, 3, 6)
-    assert (launch.local_rank, launch.local_size) == (1, 2)
+    row = next(row for row in LAUNCHERS if row.name == name)
+    assert (launch.local_rank, launch.local_size) == (row.local_rank and 1, row.local_size and 2)
     assert launch.init_method == ("env://" if "MASTER_ADDR" in ROWS[name] else None)
     for field in ("rank", "size", "local_rank", "local_size"):
-        assert launch.sources[field] in ROWS[name]
+        assert launch.sources.get(field, "MPI") in {*ROWS[name], "MPI"}
 
 
 def test_plain_python_is_a_world_of_one() -> None:
@@ -103,12 +125,15 @@ def of_another_world(name: str) -> dict[str, str]:
     return {key: OTHER.get(value, value) for key, value in ROWS[name].items()}
 
 
+MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
+SCHEDULERS = ("jsrun", "srun", "flux", "PALS")
 NESTED = [
     (inner, outer)
     for inner in ROWS
     for outer in ROWS
-    if (inner in ("torchrun", "horovodrun") and outer in ("mpirun", "mpirun_rsh", "mpiexec", "jsrun", "srun"))
-    or (inner in ("mpirun", "mpirun_rsh", "mpiexec") and outer in ("jsrun", "srun"))
+    if (inner in ("torchrun", "horovodrun") and outer in (*MPI, *SCHEDULERS))
+    or (inner in MPI and outer in SCHEDULERS)
+    or (inner == "flux" and outer in ("jsrun", "srun", "PALS"))
     or (outer == "dualdist run" and inner not in (outer, "spawn", "env"))
     or (outer == "spawn" and inner not in (outer, "env", "dualdist run"))
 ]
@@ -116,7 +141,7 @@ NESTED = [
 
 @pytest.mark.parametrize(("inner", "outer"), NESTED)
 def test_the_launcher_nearest_to_the_process_wins(inner: str, outer: str) -> None:
-    launch = detect(of_another_world(outer) | ROWS[inner])
+    launch = detect(of_another_world(outer) | ROWS[inner], lambda: 6)
     assert (launch.launcher, launch.rank, launch.size) == (inner, 3, 6)
 
 
@@ -152,13 +177,10 @@ def test_a_world_size_that_a_batch_script_exports_is_ignored_under_srun() -> Non
     assert detect(SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}).launcher == "srun"
 
 
-@pytest.mark.parametrize(
-    "stale", [{"RANK": "3"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}]
-)
-def test_variables_that_start_no_process_are_listed_as_ignored(stale: dict[str, str]) -> None:
-    launch = detect(stale)
+def test_the_tasks_of_an_allocation_are_listed_as_ignored() -> None:
+    launch = detect({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert (launch.launcher, launch.rank, launch.size) == ("python", 0, 1)
-    assert launch.ignored == (("RANK=3",) if "RANK" in stale else ("SLURM_NTASKS=4",))
+    assert launch.ignored == ("SLURM_NTASKS=4",)
 
 
 def test_nodes_meant_for_torchrun_are_an_error_without_it() -> None:
@@ -172,12 +194,15 @@ def test_a_world_size_without_a_rank_is_an_error() -> None:
     assert detect({"WORLD_SIZE": "1"}).size == 1
 
 
-RECORDED = sorted((Path(__file__).parent / "environments").glob("*.json"))
-
-
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
 def test_recorded_environments_are_detected(path: Path) -> None:
     record = json.loads(path.read_text())
+    assert record["source"].startswith(("Recorded", "From recordings", "From documentation", "Written down"))
+    if "error" in record["expected"]:
+        with pytest.raises(ConfigurationError) as caught:
+            detect(record["environment"])
+        assert [word for word in record["expected"]["error"] if word not in str(caught.value)] == []
+        return
     launch = detect(record["environment"])
     found = {field: getattr(launch, field) for field in record["expected"]}
     assert found == record["expected"]
@@ -185,14 +210,14 @@ def test_recorded_environments_are_detected(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_mpi_starts_under_its_own_launchers_and_srun_with_pmix(name: str) -> None:
-    assert detect(ROWS[name]).starts_mpi == (name in ("jsrun", "mpirun", "mpirun_rsh", "mpiexec"))
-    assert detect(SRUN | {"PMIX_RANK": "3"}).starts_mpi
+    assert detect(ROWS[name], lambda: 6).starts_mpi == (name in ("jsrun", "PALS", *MPI))
+    assert detect(SRUN | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.7.0"}).starts_mpi
     assert not detect(of_another_world("mpirun") | TORCHRUN).starts_mpi
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_horovod_starts_under_its_own_launchers_alone(name: str) -> None:
-    assert detect(ROWS[name]).starts_horovod == (name in ("horovodrun", "mpirun"))
+    assert detect(ROWS[name], lambda: 6).starts_horovod == (name in ("horovodrun", "mpirun"))
 
 
 def test_the_address_of_rank_0_is_the_meeting_point_under_any_launcher() -> None:

@@ -82,7 +82,7 @@ def _with_mpi_default(handler: Callable[..., Iterator[Any]]) -> Callable[..., It
 
 def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
     """Yield (store, rank, size) once, as a rendezvous handler does. Collective over MPI's world."""
-    launch = detect(os.environ)
+    launch = detect(os.environ, mpi.world_size)
     require(launch if launch.by_launcher else Launch("MPI", size=max(1, mpi.world_size())))
     world = mpi.library().COMM_WORLD  # type: ignore[union-attr]
     rank, size = world.Get_rank(), world.Get_size()

@@ -1,0 +1,116 @@
+"""A site's own launchers: variables named by DUALDIST_RANK_FROM and others, and rows that packages register."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dualdist.errors import ConfigurationError
+from dualdist.launch import Launcher, detect
+from dualdist.launch.environment import without_launchers
+from dualdist.launch.site import registered_launchers
+
+NAMED = {
+    "DUALDIST_RANK_FROM": "MY_RANK",
+    "DUALDIST_SIZE_FROM": "MY_SIZE",
+    "DUALDIST_LOCAL_RANK_FROM": "MY_LOCAL_RANK",
+    "DUALDIST_LOCAL_SIZE_FROM": "MY_LOCAL_SIZE",
+    "MY_RANK": "3",
+    "MY_SIZE": "6",
+    "MY_LOCAL_RANK": "1",
+    "MY_LOCAL_SIZE": "2",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+ROW = Launcher("mylauncher", "MY_RANK", "MY_SIZE", None, None, markers=("MY_JOB",))
+Register = Callable[[object], None]
+
+
+def test_named_variables_describe_the_process() -> None:
+    launch = detect(NAMED)
+    assert (launch.launcher, launch.rank, launch.size) == ("site", 3, 6)
+    assert (launch.local_rank, launch.local_size) == (1, 2)
+    assert launch.describe("rank") == "3 (from MY_RANK)"
+
+
+def test_the_local_numbers_need_not_be_named() -> None:
+    launch = detect({name: value for name, value in NAMED.items() if "LOCAL" not in name})
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (3, 6, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"DUALDIST_SIZE_FROM": ""}, "`DUALDIST_SIZE_FROM` must be set beside DUALDIST_RANK_FROM"),
+        ({"DUALDIST_RANK_FROM": ""}, "`DUALDIST_RANK_FROM` must be set beside DUALDIST_SIZE_FROM"),
+        ({"MY_RANK": ""}, "`MY_RANK` must be set, because DUALDIST_RANK_FROM names it"),
+        ({"MY_LOCAL_SIZE": ""}, "`MY_LOCAL_SIZE` must be set, because DUALDIST_LOCAL_SIZE_FROM names it"),
+        ({"MY_SIZE": "six"}, "`MY_SIZE` must be a whole number, but is 'six'"),
+        ({"MY_RANK": "6"}, "`MY_RANK` must be at least 0 and less than MY_SIZE=6"),
+    ],
+)
+def test_each_mistake_is_an_error_that_names_the_variable(change: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        detect(NAMED | change)
+
+
+def test_torchrun_inside_the_launcher_of_a_site_wins() -> None:
+    assert detect(NAMED | TORCHRUN).launcher == "torchrun"
+
+
+def test_another_launcher_that_disagrees_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"of srun, and 3 .* of site instead"):
+        detect(NAMED | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+
+
+def test_processes_of_dualdist_run_inherit_none_of_the_variables() -> None:
+    assert without_launchers(NAMED | {"KEPT": "yes"}) == {"KEPT": "yes"}
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+    """Return what makes its argument an entry point of an installed package."""
+
+    class Point:
+        name, value = "mine", "my_package:ROW"
+
+        def __init__(self, loaded: object) -> None:
+            self.loaded = loaded
+
+        def load(self) -> object:
+            return self.loaded
+
+    def install(loaded: object) -> None:
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point(loaded)])
+        registered_launchers.cache_clear()
+
+    yield install
+    registered_launchers.cache_clear()
+
+
+@pytest.mark.parametrize("loaded", [ROW, (ROW,)], ids=["row", "tuple"])
+def test_a_package_can_register_a_launcher(register: Register, loaded: object) -> None:
+    register(loaded)
+    launch = detect({"MY_JOB": "7", "MY_RANK": "3", "MY_SIZE": "6"})
+    assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("mylauncher", 3, 6, None)
+    assert without_launchers({"MY_JOB": "7", "MY_RANK": "3"}) == {}
+    with pytest.raises(ConfigurationError, match="`MY_SIZE` must be set beside MY_JOB"):
+        detect({"MY_JOB": "7", "MY_RANK": "3"})
+
+
+def test_a_launcher_of_the_table_comes_before_those_of_packages(register: Register) -> None:
+    register(ROW)
+    assert detect(TORCHRUN | {"MY_JOB": "7", "MY_RANK": "3", "MY_SIZE": "6"}).launcher == "torchrun"
+
+
+def test_something_else_as_an_entry_point_is_an_error(register: Register) -> None:
+    register("my_package")
+    with pytest.raises(ConfigurationError, match=r"`mine` of the entry points .* but is str instead"):
+        detect({})
