@@ -88,21 +88,12 @@ def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Can
 
 def _is_set_by_another(candidate: _Candidate, found: list[_Candidate], env: Mapping[str, str]) -> bool:
     """Return whether another launcher has set the variables of `candidate` beside its own."""
-    namespace = env.get("PMIX_NAMESPACE", "")
-    for other in found:
-        if other.row.name not in candidate.row.set_too_by:
-            continue
-        if (
-            candidate.row.rank == "PMIX_RANK"
-            and namespace
-            and not namespace.startswith(other.row.pmix_namespace)
-        ):
-            continue
-        fields = ["rank", "size"] if candidate.row.size else ["rank"]
-        own, its = (
-            [env.get(getattr(row, field) or "") for field in fields] for row in (candidate.row, other.row)
-        )
-        if all(own) and own == its:
+    fields = ["rank", "size"] if candidate.row.size else ["rank"]
+    own = [env.get(getattr(candidate.row, field)) for field in fields]
+    for other in (other.row for other in found if other.row.name in candidate.row.set_too_by):
+        has_namespace = env.get("PMIX_NAMESPACE", "").startswith(other.pmix_namespace)
+        theirs = [env.get(getattr(other, field) or "") for field in fields]
+        if all(own) and own == theirs and (has_namespace or candidate.row.rank != "PMIX_RANK"):
             return True
     return False
 
