@@ -3,11 +3,10 @@
 A process without a launcher of the table that carries one is one of several processes, and must not train alone.
 Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
 
-Sources: PBS, pbsdsh(1B) (the batch script is task 1); LSF, PRRTE src/mca/ess/lsf/ess_lsf_module.c; Cray's aprun,
-ALPS_APP_PE in aprun(1); HPE MPI (MPT), MPT_LRANK in https://docs.lammps.org/Run_options.html; Platform MPI, MPI_RANKID
-in its user's guide; MVAPICH's old mpirun_rsh, MPIRUN_RANK in its mpispawn.c; hydra,
-MPICH src/pm/hydra/proxy/pmip_cb.c; SageMaker, ENVIRONMENT_VARIABLES.md of sagemaker-training-toolkit; Kubeflow
-Trainer 2, pkg/runtime/framework/plugins/torch/torch.go.
+Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
+aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
+Platform MPI and MPIRUN_RANK, libfabric prov/psm3 (psm_utils.c); hydra and Open MPI, the recorded environments of the
+tests; SageMaker, the names in sagemaker-training-toolkit; Kubeflow Trainer 2, pkg/constants/constants.go.
 """
 
 from __future__ import annotations
