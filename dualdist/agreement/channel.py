@@ -11,8 +11,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..backends.base import Group
 from ..checks import text_of
@@ -22,8 +21,10 @@ from .call import Call
 from .call_site import call_site
 from .connections import Connections
 from .kinds import Kind
+from .result import Result
 from .stall import StallWatch
 from .timeline import Timeline
+from .turn import in_turn
 from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
 
 __all__ = ("Channel", "Execute", "StandIn")
@@ -60,7 +61,7 @@ class Channel:
         self._stand_in = stand_in
         self._running = threading.Lock()
         """Held by the thread that runs a call."""
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Result[Any] | None] = queue.SimpleQueue()
         self._queued = 0
         """How many calls are in the queue or in the worker thread."""
         self._counting = threading.Lock()
@@ -82,46 +83,33 @@ class Channel:
         """Run `call` and return what `execute` returns. Collective over the process set.
 
         Raises CollectiveMismatchError when the members made different calls, StallError when a member made no call
-        in time, HorovodInternalError when the backend failed.
+        in time, HorovodInternalError when the backend failed. This method, `submit`, `fail` and `join` raise
+        RuntimeError in a signal handler that has interrupted one of them in the same thread.
         """
+        return in_turn(call, functools.partial(self._run, call, execute))
+
+    def _run(self, call: Call, execute: Execute[T]) -> T:
         if self._queued == 0 and self._running.acquire(blocking=False):
             try:
                 return self._perform(call, execute)
             finally:
                 self._running.release()
-        return self.submit(call, execute).result()
+        return self._enqueue(call, functools.partial(self._perform, call, execute)).get()
 
-    def submit(self, call: Call, execute: Execute[T]) -> Future[T]:
+    def submit(self, call: Call, execute: Execute[T]) -> Result[T]:
         """Queue `call` and return at once."""
-        future: Future[T] = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(self._perform(call, execute))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._enqueue(job)
-        return future
+        step = functools.partial(self._perform, call, execute)
+        return in_turn(call, lambda: self._enqueue(call, step))
 
     def fail(self, kind: Kind, error: Exception) -> None:
         """Report to the other members that this rank could not make its call. Does not wait for them."""
         entry = Entry(FAILED, Call(kind, site=call_site()), text_of(error))
-        self._enqueue(lambda: self._notify(entry))
+        in_turn(entry.call, lambda: self._enqueue(entry.call, lambda: self._notify(entry)))
 
     def join(self) -> int:
         """Take part in the other members' collectives until all have joined; return the rank that joined last."""
-        done: Future[int] = Future()
         call = Call(kinds.JOIN, site=call_site())
-
-        def job() -> None:
-            try:
-                done.set_result(self._answer(call))
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._enqueue(job)
-        return done.result()
+        return in_turn(call, lambda: self._enqueue(call, lambda: self._answer(call)).get())
 
     def close(self) -> None:
         """End the worker thread after the queued calls, but wait at most 1 s for it, and close the connections."""
@@ -135,20 +123,23 @@ class Channel:
         """In a forked process, close its descriptors of the connections; the parent keeps them. Local."""
         self._connections.abandon()
 
-    def _enqueue(self, job: Callable[[], None]) -> None:
+    def _enqueue(self, call: Call, step: Callable[[], T]) -> Result[T]:
+        result = Result(lambda: in_turn(call, step))
         with self._counting:
             self._queued += 1
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"dualdist-{self._name}", daemon=True)
                 self._worker.start()
-            self._queue.put(job)
+            self._queue.put(result)
+        return result
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (result := self._queue.get()) is not None:
             with self._running:
-                job()
+                result.run()
             with self._counting:
                 self._queued -= 1
+            del result  # the next call may come much later
 
     def _perform(self, call: Call, execute: Execute[T]) -> T:
         while True:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import Future
+import weakref
 from typing import Any
+
+from .result import Result
 
 __all__ = ("HandleTable",)
 
@@ -14,31 +16,31 @@ class HandleTable:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._futures: dict[int, Future[Any]] = {}
-        self._names: dict[str, Future[Any]] = {}
+        self._results: dict[int, Result[Any]] = {}
+        self._names: weakref.WeakValueDictionary[str, Result[Any]] = weakref.WeakValueDictionary()
 
-    def add(self, future: Future[Any], name: str | None = None) -> int:
-        """Return a new handle for `future`, a collective called `name`."""
+    def add(self, result: Result[Any], name: str | None = None) -> int:
+        """Return a new handle for `result`, that of a collective called `name`."""
         handle = next(self._numbers)
-        self._futures[handle] = future
+        self._results[handle] = result
         if name is not None:
-            self._names[name] = future
-            future.add_done_callback(lambda done: self._names.pop(name, None))
+            self._names[name] = result
         return handle
 
     def is_outstanding(self, name: str) -> bool:
         """Return whether a collective called `name` has not finished yet."""
-        return name in self._names
+        result = self._names.get(name)
+        return result is not None and not result.done()
 
     def poll(self, handle: int) -> bool:
         """Return whether the result is ready. Raises ValueError for a handle that is unknown or was used."""
-        if handle not in self._futures:
+        if handle not in self._results:
             raise ValueError(
                 f"`handle` must be outstanding, but {handle} is unknown or was synchronized already."
             )
-        return self._futures[handle].done()
+        return self._results[handle].done()
 
     def synchronize(self, handle: int) -> Any:
         """Wait and return the result; None for a handle that is unknown or was used (mpi_ops.py:1281)."""
-        future = self._futures.pop(handle, None)
-        return None if future is None else future.result()
+        result = self._results.pop(handle, None)
+        return None if result is None else result.get()

@@ -1,0 +1,52 @@
+"""The result of a call that runs in another thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ("Result",)
+
+T = TypeVar("T")
+
+
+class Result(Generic[T]):
+    """What `compute` returns or raises, once `run` has called it in another thread.
+
+    Python runs signal handlers between any two instructions of the main thread. `concurrent.futures.Future` holds a
+    lock in some of them: a handler that waits there for a later call stops the thread that runs both. Here only the
+    wait itself holds a lock, for no instruction of Python.
+    """
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute: Callable[[], T] | None = compute
+        self._value: T
+        self._error: BaseException | None = None
+        self._ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        """Compute the result. Never raises."""
+        assert self._compute is not None
+        try:
+            self._value = self._compute()
+        except BaseException as error:
+            self._error = error
+        self._compute = None  # it may hold tensors
+        self._ended = True
+        self._running.release()
+
+    def done(self) -> bool:
+        """Return whether `get` would return at once."""
+        return self._ended
+
+    def get(self) -> T:
+        """Wait for the result, and return it or raise its exception."""
+        if not self._ended:
+            with self._running:
+                pass
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -1,0 +1,65 @@
+"""A result that another thread computes, waited for while signals arrive."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from dualdist.agreement.result import Result
+
+jobs: queue.SimpleQueue[Result[object] | None] = queue.SimpleQueue()
+
+
+def compute(function: Callable[[], object]) -> object:
+    """Compute `function()` in the other thread."""
+    result = Result(function)
+    jobs.put(result)
+    return result.get()
+
+
+@pytest.fixture(autouse=True)
+def other_thread() -> object:
+    def work() -> None:
+        while (job := jobs.get()) is not None:
+            job.run()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    jobs.put(None)
+    thread.join()
+
+
+def test_the_result_or_exception_reaches_the_waiting_thread() -> None:
+    assert compute(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        compute(lambda: 1 // 0)
+    result = Result(lambda: 7)
+    assert not result.done()
+    result.run()
+    assert result.done() and (result.get(), result.get()) == (7, 7)
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_wait_for_another_result_at_any_moment() -> None:
+    answers = []
+
+    def handle(number: int, frame: object) -> None:
+        answers.append(compute(lambda: "handler"))
+        signal.setitimer(signal.ITIMER_REAL, 0.0002)
+
+    former = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.0002)
+    try:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            assert compute(lambda: "main") == "main"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    assert len(answers) > 100 and set(answers) == {"handler"}
