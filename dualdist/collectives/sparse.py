@@ -12,10 +12,9 @@ from ..backends.base import Group
 from ..checks import reduce_op, wrong
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.context import current
-from ..world.process_sets import ProcessSet, global_process_set
+from ..world.process_sets import ProcessSet, global_process_set, reporting
 from .movement import allgather_rows
 from .plans.allgather import plan_allgather
-from .plans.plan import reporting
 
 __all__ = ("sparse_allreduce_async", "sum_sparse")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from ..agreement import kinds
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
+from ..agreement.kinds import Kind
 from ..checks import wrong
 from .context import current, current_or_inherited, is_initialized
 
@@ -20,6 +22,7 @@ __all__ = (
     "global_process_set",
     "register_world",
     "remove_process_set",
+    "reporting",
 )
 
 
@@ -110,10 +113,20 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises ValueError if the set is registered already, is empty or contains a rank that does not exist.
     """
+    with reporting(kinds.ADD_PROCESS_SET):
+        added = _checked(process_set)
+    context, ranks = current(), added.ranks or []
+    call = Call(kinds.ADD_PROCESS_SET, (("ranks", tuple(ranks)),), site=call_site())
+    added.process_set_id = context.channels[0].run(call, lambda group, verdict: context.add_channel(ranks))
+    context.process_sets[added.process_set_id] = added
+    return added
+
+
+def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Return `process_set` as a ProcessSet. Raises ValueError if it cannot be registered."""
     context = current()
-    if not isinstance(process_set, ProcessSet):
-        process_set = ProcessSet(process_set)
-    ranks = process_set.ranks or []
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
         raise ValueError(
             f"`process_set` must name at least one rank, all below {context.world.size}, but has {ranks} instead."
@@ -122,20 +135,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(
             f"A process set with ranks {ranks} is registered already; every set must be registered once."
         )
-    call = Call(kinds.ADD_PROCESS_SET, (("ranks", tuple(ranks)),), site=call_site())
-    process_set.process_set_id = context.channels[0].run(
-        call, lambda group, verdict: context.add_channel(ranks)
-    )
-    context.process_sets[process_set.process_set_id] = process_set
-    return process_set
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set and return whether it was registered. Collective: every rank of the world must call it.
 
-    The global process set cannot be removed.
+    The global process set cannot be removed. Raises TypeError if `process_set` is no ProcessSet.
     """
     context = current()
+    with reporting(kinds.REMOVE_PROCESS_SET):
+        _check_type(process_set)
     set_id = process_set.process_set_id
     if set_id is None or set_id == 0 or context.process_sets.get(set_id) is not process_set:
         return False
@@ -152,10 +162,7 @@ def channel_of(process_set: ProcessSet) -> Channel:
     Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
-    if not isinstance(process_set, ProcessSet):
-        raise wrong(
-            "process_set", "a ProcessSet", process_set, "Make one with add_process_set(ranks).", TypeError
-        )
+    _check_type(process_set)
     if process_set.process_set_id is None:
         raise TypeError(
             f"`process_set` must be registered, but is {process_set} instead. "
@@ -167,3 +174,30 @@ def channel_of(process_set: ProcessSet) -> Channel:
     if channel.group.rank < 0:
         raise ValueError(f"Process {context.world.rank} is not part of {process_set}.")
     return channel
+
+
+def _check_type(process_set: Any) -> None:
+    if not isinstance(process_set, ProcessSet):
+        raise wrong(
+            "process_set", "a ProcessSet", process_set, "Make one with add_process_set(ranks).", TypeError
+        )
+
+
+class reporting:
+    """A context manager: if its block raises before this rank makes a call of `kind`, the other ranks raise too.
+
+    Therefore they do not wait for this rank. Nothing is reported without a world, or on a rank outside the set. If
+    `process_set` is no process set, the error is reported to the whole world.
+    """
+
+    def __init__(self, kind: Kind, process_set: Any = None) -> None:
+        self._kind = kind
+        self._process_set = process_set if isinstance(process_set, ProcessSet) else global_process_set
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            with contextlib.suppress(TypeError, ValueError):
+                channel_of(self._process_set).fail(self._kind, error)

@@ -31,6 +31,8 @@ CALLS: dict[str, Callable[[bool], object]] = {
     "reduce": lambda wrong: hvd.reduce(torch.ones(6), 99 if wrong else 0),
     "broadcast_parameters": lambda wrong: hvd.broadcast_parameters({"x": torch.ones(6)}, 99 if wrong else 0),
     "broadcast_object": lambda wrong: hvd.broadcast_object(1, 99 if wrong else 0),
+    "add_process_set": lambda wrong: hvd.add_process_set([99] if wrong else [0]),
+    "add_process_set again": lambda wrong: hvd.add_process_set(hvd.global_process_set if wrong else [0]),
 }
 
 
@@ -80,3 +82,13 @@ def test_a_failed_call_before_a_join_disturbs_nobody() -> None:
             hvd.broadcast(torch.ones(2), 99)
     assert 0 <= hvd.join() < hvd.size()
     check_next_calls_work()
+
+
+@everywhere
+def test_a_process_set_that_one_rank_cannot_remove_stays() -> None:
+    chosen = hvd.add_process_set([0])
+    error: type[Exception] = TypeError if last() else hvd.HorovodInternalError
+    with pytest.raises(error, match="`process_set` must be a ProcessSet"):
+        hvd.remove_process_set([0] if last() else chosen)  # type: ignore[arg-type]
+    check_next_calls_work()
+    assert hvd.remove_process_set(chosen)

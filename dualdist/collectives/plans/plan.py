@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from ...agreement.call_site import call_site
 from ...agreement.channel import Channel, Execute
 from ...agreement.kinds import Kind
 from ...world.context import current
-from ...world.process_sets import ProcessSet, channel_of, global_process_set
+from ...world.process_sets import reporting
 
-__all__ = ("Plan", "make_call", "planned", "reporting")
+__all__ = ("Plan", "make_call", "planned")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -43,33 +42,13 @@ class Plan(Generic[T]):
         return Plan(self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)))
 
 
-class reporting:
-    """A context manager: if its block raises before this rank makes a call of `kind`, the other ranks raise too.
-
-    Therefore they do not wait for this rank. Nothing is reported without a world, or on a rank outside the set. If
-    `process_set` is no process set, the error is reported to the whole world.
-    """
-
-    def __init__(self, kind: Kind, process_set: ProcessSet) -> None:
-        self._kind = kind
-        self._process_set = process_set if isinstance(process_set, ProcessSet) else global_process_set
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            with contextlib.suppress(TypeError, ValueError):
-                channel_of(self._process_set).fail(self._kind, error)
-
-
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
     """Decorate a function that makes a Plan of `kind`: if it raises, the other ranks get an error and do not wait."""
 
     def decorate(make: Callable[P, Plan[T]]) -> Callable[P, Plan[T]]:
         @functools.wraps(make)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
-            with reporting(kind, kwargs["process_set"]):  # type: ignore[arg-type]
+            with reporting(kind, kwargs["process_set"]):
                 return make(*args, **kwargs)
 
         return wrapper
