@@ -3,7 +3,7 @@
 Sources: torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; horovodrun,
 horovod/runner/gloo_run.py:66; Open MPI, https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and
 Intel MPI, hydra's PMI; MVAPICH, its user guide 9.8; LSF's jsrun, JSM_NAMESPACE_* (horovod/runner/util/lsf.py and
-Spectrum MPI); Slurm, srun(1) OUTPUT ENVIRONMENT VARIABLES; Flux, flux-environment(7); PALS, its header pals.h 1.2;
+Spectrum MPI); Slurm, srun(1) OUTPUT ENVIRONMENT VARIABLES; Flux, flux-environment(7); PALS, its header pals.h;
 prterun, PRRTE src/mca/schizo/prte/schizo_prte.c:setup_fork. tests/unit/environments has one environment of each.
 """
 

@@ -5,7 +5,7 @@ Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HO
 
 Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
 aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
-Platform MPI and MPIRUN_RANK, libfabric prov/psm3 (psm_utils.c); hydra and Open MPI, the recorded environments of the
+Platform MPI and MPIRUN_RANK, libfabric prov/psm3; hydra and Open MPI, the recorded environments of the
 tests; SageMaker, the names in sagemaker-training-toolkit; Kubeflow Trainer 2, pkg/constants/constants.go.
 """
 
