@@ -1,4 +1,4 @@
-"""Data that several parts of the package share: immutable, and made of the standard library alone."""
+"""Immutable data types that several parts of the package share. They import only the standard library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Op = int | TorchOp
 
 @dataclass(frozen=True)
 class Launch:
-    """The numbers of this process, and the source of each. Independent of the backend."""
+    """Rank, size and other facts that the launcher passed to this process. Independent of the backend."""
 
     launcher: str
     rank: int = 0
@@ -50,9 +50,9 @@ class Launch:
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The source of each number: an environment variable or an argument of `init`."""
     init_method: str | None = None
-    """Where the processes meet, as in torch.distributed; None if not given."""
+    """The URL through which the processes find each other, as in torch.distributed; None if not given."""
     elastic: bool = False
-    """Whether the launcher can change the world while it runs. Then the numbers are those at its start."""
+    """Whether the launcher can add or remove processes during the job. Then rank and size are those at its start."""
     restarts: bool = False
     """Whether the launcher restarts all processes if one fails or the hosts change."""
     starts_mpi: bool = False
@@ -86,6 +86,9 @@ class Settings:
     """What the user can set through environment variables. `init` reads them once."""
 
     stall_warn_seconds: float = 60.0
+    """If a collective waits longer, rank 0 logs which ranks are missing."""
     stall_timeout_seconds: float = 600.0
+    """If a collective waits longer, it fails."""
     timeline: str | None = None
+    """The path of the timeline (agreement/timeline.py); None to write none."""
     timeline_mark_cycles: bool = False

@@ -1,13 +1,15 @@
-"""A c10d process group in Python over mpi4py, so that torch.distributed runs over MPI without a rebuilt PyTorch.
+"""A process group for torch.distributed over mpi4py. It works with a PyTorch that was built without MPI.
 
     import dualdist.backends.mpi
     torch.distributed.init_process_group("mpi4py")    # under mpirun; rank and size are MPI's
 
-Every collective is a non-blocking one, on a communicator that the group has for itself. A progress thread moves the
-data while Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are supported.
+Every collective is non-blocking and uses a communicator that belongs to its process group alone. A progress thread
+moves the data while Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are
+supported.
 
-group.py has the process group, communicator.py the collectives as MPI requests, buffers.py the tensors as MPI needs
-them, work.py the objects that calls return, progress.py the thread, and startup.py the start of MPI and its rendezvous.
+group.py has the process group, communicator.py the collectives as MPI requests, buffers.py the preparation of tensors
+for MPI, work.py the objects that calls return, progress.py the thread, and startup.py the start of MPI and the
+rendezvous through it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tensors as MPI needs them: contiguous, on the CPU, and for reductions of a dtype that MPI can combine.
+"""Prepares tensors for MPI: contiguous, on the CPU, and, for a reduction, of a dtype that MPI can combine.
 
-MPI counts in 32-bit integers, and Open MPI 4 multiplies counts by ranks in them. Therefore no message is larger than
-`LARGEST_BYTES`.
+MPI counts in 32-bit integers, and Open MPI 4 also computes count times rank in 32 bits. Therefore no message is larger
+than `LARGEST_BYTES`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _OPS: dict[str, dict[Any, str]] = {
         **_BITS,
     },
 }
-"""kind of dtype -> c10d's op -> MPI's op. A sum of bools is BOR, as in NCCL: a uint8 sum over 256 ranks would be 0."""
+"""kind of dtype -> torch's op -> MPI's op. A sum of bools is a bitwise or (BOR), as in NCCL:
+added as uint8, 256 times True would overflow to 0."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class MpiReduction:
     """How MPI combines tensors of one dtype by one operation."""
 
     dtype: torch.dtype
-    """The dtype that MPI combines: float32 for the smaller floating types, whose result is rounded once."""
+    """The dtype in which MPI combines: float32 for smaller floating types, so that the result is rounded only once."""
     datatype: Any
     op: Any
     averages: bool
@@ -114,7 +115,7 @@ class Buffer:
         self._item_bytes = 1 if how is None else how.dtype.itemsize
         library: Any = mpi.library()
         self._datatype = library.BYTE if how is None else how.datatype
-        memory = getattr(library, "buffer", None) or library.memory  # `memory` is its name in mpi4py 3
+        memory = getattr(library, "buffer", None) or library.memory  # mpi4py 3 calls it `memory`
         self._view = memory.fromaddress
 
     def whole(self) -> list[Any]:
@@ -125,12 +126,15 @@ class Buffer:
         return [self._view(self.address + start, num_bytes), self._datatype]
 
     def parts(self, start: int = 0, num_bytes: int | None = None) -> Iterator[list[Any]]:
-        """Return these bytes in pieces of at most `LARGEST_BYTES`. An empty buffer is one empty piece."""
+        """Return `num_bytes` bytes from `start`, by default all, in pieces of at most `LARGEST_BYTES`.
+
+        An empty buffer is one empty piece.
+        """
         left = self.num_bytes if num_bytes is None else num_bytes
         yield from self._cut(start, left, LARGEST_BYTES)
 
     def concurrent_parts(self, start: int = 0, num_bytes: int | None = None) -> Iterator[list[Any]]:
-        """Return these bytes in pieces that are reduced concurrently."""
+        """Return `num_bytes` bytes from `start`, by default all, in pieces that are reduced concurrently."""
         left = self.num_bytes if num_bytes is None else num_bytes
         yield from self._cut(start, left, max(PIECE_BYTES, -(-left // _MOST_PIECES)))
 
@@ -145,7 +149,7 @@ class Buffer:
         self._wire.div_(size, rounding_mode="trunc" if is_integer else None)
 
     def rows(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Return these bytes as a tensor (uint8)."""
+        """Return `num_bytes` bytes from `start` as a tensor (uint8)."""
         return self._wire.view(-1).view(torch.uint8)[start : start + num_bytes]
 
     def finish(self) -> None:

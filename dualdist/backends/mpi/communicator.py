@@ -1,7 +1,8 @@
 """The collectives as MPI requests.
 
-MPI's own non-blocking collective is used if it can do the whole in one call. Tensors that differ in size, are separate
-in memory or are too large for one call go from member to member by point-to-point messages, on a reserved tag.
+Each is MPI's own non-blocking collective if possible. But gathers, scatters and all-to-alls of tensors that differ in
+size, are separate in memory or are too large for one call use point-to-point messages between the members, with a
+reserved tag.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Communicator:
         library: Any = mpi.library()
         self._mpi = library
         self.own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB))
+        """The tag that is reserved for our own messages: the largest that MPI allows."""
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> Operation:
         how = mpi_reduction(tensor.dtype, op)
@@ -72,7 +74,7 @@ class Communicator:
         if any(overlap(buffer, received) for buffer in sent):
             sent = [Buffer(tensor.clone(), how) for tensor in inputs]
         if whole and fits(sent[0].num_bytes, PIECE_BYTES):
-            # Only small ones: Open MPI sends everything through one member.
+            # Only for small inputs, because here Open MPI sends all data through one member.
             def post() -> Iterator[Any]:
                 yield self.comm.Ireduce_scatter_block(sent[0].whole(), received.whole(), op=how.op)
 
@@ -148,7 +150,7 @@ class Communicator:
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Operation:
-        """Exchange rows. received, sent: the number of rows per member; empty for the same number with each."""
+        """Exchange rows. received, sent: the number of rows per member; empty: the same number for each."""
         into, out = Buffer(output), Buffer(tensor)
         if not received and not sent and fits(out.num_bytes):
             _check(into.num_bytes, out.num_bytes)
@@ -198,7 +200,7 @@ class Communicator:
         return Operation(lambda: self._send((buffer, 0, buffer.num_bytes), to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int | None, tag: int, status: Any) -> Operation:
-        """source: None for any. status: an MPI status to fill; it must report the size of `tensor`."""
+        """source: the sender, None for any. status: an MPI status to fill; it must report the size of `tensor`."""
         buffer = Buffer(tensor)
         self._check_tag(tag)
         if source is None and not fits(buffer.num_bytes):

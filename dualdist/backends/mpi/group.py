@@ -1,6 +1,6 @@
-"""The process group: c10d's interface to the collectives of communicator.py.
+"""The process group: the methods that torch.distributed calls, with the collectives of communicator.py.
 
-c10d renamed some of its methods in torch 2.14 (`_allgather_base` became `all_gather_single`). Both names are here.
+torch 2.14 renamed some of these methods (`_allgather_base` became `all_gather_single`). Both names are here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._backend_name = backend
         self.seconds = timeout.total_seconds()
         self._coalesced: list[MpiWork] | None = None
-        """The works since `_start_coalescing`; None outside of it."""
+        """What was started between `_start_coalescing` and `_end_coalescing`; None outside of them."""
         self.unsettled = False
         """Whether MPI may still work on requests that were given up. Then the communicator must not be freed."""
         progress.enter(self)
@@ -75,7 +75,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Free the communicator. Collective, except on a rank that is failing: there MPI's end frees it."""
+        """Free the communicator. Collective, except on a rank that is failing: there it is freed when MPI ends."""
         communicator, self._communicator = self._communicator, None
         if communicator is None or progress.forked:
             return

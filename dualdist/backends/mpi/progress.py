@@ -1,7 +1,8 @@
 """The progress thread: it moves data while Python computes, since MPI moves data only inside its own calls.
 
-A thread that waits for a work tests the work itself, which saves a thread switch. Meanwhile the progress thread tests
-less often. Without pending works it sleeps until the next one.
+A call that has started is a "work" (work.py). To "test" it is to ask MPI whether it has ended, and MPI moves its data
+meanwhile. A thread that waits for a work tests it itself, which saves a thread switch, and the progress thread then
+tests less often. When no work is pending, the progress thread sleeps until the next one starts.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Progress:
         """Keep the thread until `owner` leaves."""
         if not self._owners:
             atexit.unregister(self.stop)
-            atexit.register(self.stop)  # the last handler runs first: before MPI is finalized
+            atexit.register(self.stop)  # the newest handler runs first: before MPI's
         self._owners.add(owner)
 
     def leave(self, owner: object) -> None:
@@ -99,7 +100,7 @@ class Progress:
             return
         self._stopping = True
         self._wake_event.set()
-        if thread is not threading.current_thread():  # it is, if a future's callback leaves the world
+        if thread is not threading.current_thread():  # equal if a callback of a future leaves the world
             thread.join(_JOIN_SECONDS)
         self._awake = False
 
@@ -126,7 +127,7 @@ class Progress:
     def _sleep(self) -> None:
         self._wake_event.clear()
         self._awake = False
-        # `add` sets _pending before it reads _awake, in the other order than here: no wake-up is lost.
+        # `add` writes _pending and then reads _awake. Here the order is reversed, so no wake-up is lost.
         if not self._pending and not self._stopping:
             self._wake_event.wait()
         self._awake = True

@@ -53,16 +53,17 @@ def require(launch: Launch) -> None:
     raise BackendUnavailableError(
         f"`transport` is 'mpi', but MPI's world has {mpi.world_size()} processes while the world size is "
         f"{launch.describe('size')}: mpi4py runs on {version}, which {launch.launcher} did not start. Start with the "
-        "mpirun of that library, build mpi4py for the launcher's (pip install --force-reinstall --no-binary mpi4py "
-        "mpi4py), or choose gloo."
+        "mpirun of that library, build mpi4py for the launcher's library (pip install --force-reinstall --no-binary "
+        "mpi4py mpi4py), or choose gloo."
     )
 
 
 def register_rendezvous() -> None:
     """Let `init_process_group` without an `init_method` get rank, size and store from MPI.
 
-    Its default, env://, already has a handler, which raises when RANK and the other variables are absent. torch has no
-    public way to replace it. Therefore our handler calls torch's, except in exactly that case.
+    The default `init_method` is env://. torch's handler for it raises when RANK and the other variables are absent, and
+    torch has no public way to replace a handler. Our handler takes its place and calls it, unless these variables are
+    absent and an MPI launcher started this process.
     """
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     dist.register_rendezvous_handler(NAME, _meet)

@@ -27,7 +27,7 @@ _unfinished: list[Any] = []
 
 
 class MpiWork(dist.Work):
-    """Pending MPI requests. The progress thread and threads that wait test them; one of these finishes the work."""
+    """Pending MPI requests. The progress thread and waiting threads test them."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class MpiWork(dist.Work):
         """Take over `requests`, which are tested from the last to the first.
 
         what: the call, for error messages. kept: what must stay alive while MPI may use it. status: an MPI status that
-        the last request fills. expires: whether the group's timeout counts from now; it always counts from `wait`.
+        the last request fills. expires: whether the work fails once the group's timeout has passed since its start. A
+        call of `wait` always fails once the timeout has passed since that call.
         """
         super().__init__()
         self.owner = owner
