@@ -1,26 +1,41 @@
-"""Every behaviour runs on every backend: the fixture `world` has one parameter per world (backend, transport, size)."""
+"""Every behaviour runs in several worlds: `world` has one parameter per backend, transport and number of ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from .default_worlds import ABOVE_THE_BACKENDS, DEFAULT_WORLDS
 from .helpers import fork_server
 from .helpers.world import WORLDS, World
+
+TESTS = Path(__file__).parent
+
+GROUPS = {"launchers/test_matrix.py": "Slurm", "launchers/test_cluster_examples.py": "Slurm"}
+"""Files whose tests share what is slow to start. The tests of every other file of launchers are a group."""
+
+FIRST = ("launchers/test_hosts.py", "Slurm", "horovod-gloo-2")
+"""The groups that take longest, so that no process has one left when the others are done."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--worlds", help="run behaviours on these worlds alone, such as torch-gloo-2,horovod-mpi-3"
+        "--worlds", help="run behaviours in these worlds alone, such as torch-gloo-2,horovod-mpi-3"
     )
-    parser.addoption("--all", action="store_true", help="start every process as a new interpreter")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run every behaviour in every world, and start every process as a new interpreter",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
+    config.addinivalue_line("markers", "xdist_group(name): tests that one process of pytest-xdist runs")
     fork_server.use(not config.getoption("--all"))
     chosen = config.getoption("--worlds")
     if chosen and set(chosen.split(",")) - WORLDS.keys():
@@ -30,28 +45,45 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
-    chosen = (metafunc.config.getoption("--worlds") or ",".join(WORLDS)).split(",")
     ranks, kinds = (metafunc.definition.get_closest_marker(name) for name in ("ranks", "world_kinds"))
     names = [
         name
         for name, (kind, size) in WORLDS.items()
-        if name in chosen
+        if name in _chosen_worlds(metafunc)
         and (ranks is None or size in ranks.args)
         and (kinds is None or kind.name in kinds.args)
     ]
     metafunc.parametrize("world", names, indirect=True, scope="session")
 
 
-@pytest.hookimpl(trylast=True)
+def _chosen_worlds(metafunc: pytest.Metafunc) -> tuple[str, ...]:
+    if worlds := metafunc.config.getoption("--worlds"):
+        return tuple(worlds.split(","))
+    fewer = not metafunc.config.getoption("--all") and _file(metafunc.definition) in ABOVE_THE_BACKENDS
+    return DEFAULT_WORLDS if fewer else tuple(WORLDS)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of one world together, so that one world is up at a time."""
-    order = {name: place for place, name in enumerate(WORLDS)}
+    """Run the tests of a group together, so that what they share is started once, and is up alone."""
+    order = {name: place for place, name in enumerate([*FIRST, *WORLDS])}
+    for item in items:
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: order.get(_group(item), len(order)))
 
-    def place(item: pytest.Item) -> int:
-        callspec = getattr(item, "callspec", None)
-        return -1 if callspec is None else order.get(callspec.params.get("world"), -1)
 
-    items.sort(key=place)
+def _group(item: pytest.Item) -> str:
+    """Return the name of the group of a test, or ''."""
+    callspec = getattr(item, "callspec", None)
+    worlds = [str(value) for value in callspec.params.values()] if callspec is not None else []
+    file = _file(item)
+    of_launchers = GROUPS.get(file, file if file.startswith("launchers/") else "")
+    return next((world for world in worlds if world in WORLDS), of_launchers)
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,22 @@
-"""What a test needs of the machine: without it the test is skipped on a laptop, and fails in CI."""
+"""What a test needs of the machine. Without it, the test is skipped with the reason; in CI it fails."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-__all__ = ("need", "need_programs", "need_root", "program")
+__all__ = ("need", "need_modules", "need_programs", "need_root", "program")
 
 _FOLDERS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-"""The path of those who are not root lacks the folders of the servers."""
+"""PATH and the folders of servers, which PATH has for root alone."""
 
 
 def need(there: bool, what: str) -> None:
-    """Skip the test, with `what` it lacks; with CI=true fail instead, so that nothing is left out in silence there."""
+    """Skip the test if something is not there. With CI=true it fails instead, so that CI tests everything."""
     if not there:
         reason = f"{what} (ci/setup installs what the tests need)"
         if os.environ.get("CI") == "true":
@@ -27,6 +28,14 @@ def need_programs(*names: str) -> None:
     """Need every program in the path."""
     missing = [name for name in names if shutil.which(name, path=_FOLDERS) is None]
     need(not missing, f"needs {', '.join(missing)}")
+
+
+def need_modules(*names: str) -> None:
+    """Need every Python module, and the program that comes with it: mpi4py without mpirun has no MPI."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    need(not missing, f"needs {', '.join(missing)}")
+    if "mpi4py" in names:
+        need_programs("mpirun")
 
 
 def need_root() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .fork_server import BIN, forked, variables
+from .requirements import need_modules
 from .world import MPIRUN, ROOT
 
 __all__ = ("LAUNCHERS", "SECONDS", "Ended", "Launcher", "finish", "launch")
@@ -23,11 +24,12 @@ SECONDS = 100.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """How to start a script, and how many processes that makes."""
+    """How to start a script, the number of processes, and the Python modules that this needs."""
 
     command: tuple[str, ...]
     size: int = 2
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    modules: tuple[str, ...] = ()
 
 
 _MPIRUN = tuple(part.format(size=2) for part in MPIRUN)
@@ -36,12 +38,15 @@ _TORCHRUN = (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2")
 LAUNCHERS = {
     "python": Launcher((sys.executable,), 1),
     "torchrun": Launcher(_TORCHRUN),
-    "torchrun-horovod": Launcher(_TORCHRUN, environment=MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
-    "horovodrun": Launcher((f"{BIN}/horovodrun", "--gloo", "-np", "2", sys.executable)),
-    "mpirun": Launcher((*_MPIRUN, sys.executable)),
+    "torchrun-horovod": Launcher(
+        _TORCHRUN, environment=MappingProxyType({"DUALDIST_BACKEND": "horovod"}), modules=("horovod",)
+    ),
+    "horovodrun": Launcher((f"{BIN}/horovodrun", "--gloo", "-np", "2", sys.executable), modules=("horovod",)),
+    "mpirun": Launcher((*_MPIRUN, sys.executable), modules=("horovod", "mpi4py")),
     "mpirun-torch": Launcher(
         (*_MPIRUN, sys.executable),
         environment=MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "gloo"}),
+        modules=("mpi4py",),
     ),
 }
 """Every launcher with the backend it chooses by default, and with the other one."""
@@ -60,6 +65,7 @@ def launch(
 ) -> Ended:
     """Run a script to its end; see `finish`."""
     launcher = LAUNCHERS[name]
+    need_modules(*launcher.modules)
     return finish(
         [*launcher.command, *arguments], {**launcher.environment, **(environment or {})}, forks=forks
     )

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
 from .fork_server import BIN, forked
+from .requirements import need_modules
 from .world_worker import ADDRESS, KEY, STACKS
 
 __all__ = ("WORLDS", "World", "WorldFailure", "WorldKind", "everywhere", "started")
@@ -64,16 +65,26 @@ class WorldKind:
     launcher: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     sizes: tuple[int, ...] = (2, 3)
+    modules: tuple[str, ...] = ()
+    """The Python modules that it needs."""
 
 
 WORLD_KINDS = (
     WorldKind("local", (), sizes=(1,)),
     WorldKind("torch-gloo", (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "{size}", "--no-python")),
     WorldKind(
-        "torch-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"})
+        "torch-mpi",
+        MPIRUN,
+        MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}),
+        modules=("mpi4py",),
     ),
-    WorldKind("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")),
-    WorldKind("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+    WorldKind("horovod-gloo", (f"{BIN}/horovodrun", "--gloo", "-np", "{size}"), modules=("horovod",)),
+    WorldKind(
+        "horovod-mpi",
+        MPIRUN,
+        MappingProxyType({"DUALDIST_BACKEND": "horovod"}),
+        modules=("horovod", "mpi4py"),
+    ),
 )
 
 WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size in kind.sizes}
@@ -141,6 +152,7 @@ class World:
         return answers
 
     def _start(self) -> None:
+        need_modules(*self.kind.modules)
         self._folder = tempfile.TemporaryDirectory(prefix="dualdist-test-")
         key = secrets.token_hex(16)
         with (

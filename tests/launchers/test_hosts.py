@@ -9,6 +9,7 @@ import pytest
 
 from ..helpers.fork_server import BIN
 from ..helpers.namespace_hosts import SUBNETS, Network
+from ..helpers.requirements import need_modules
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
 
@@ -125,6 +126,7 @@ def launches(request: pytest.FixtureRequest, network: Network) -> Iterator[Launc
 @pytest.fixture
 def reports(launches: Launches, case: tuple[str, str]) -> tuple[list[Report], str]:
     """What every process reports of a case, and the output of the launch, which must exit with 0."""
+    need_modules("mpi4py", "horovod")
     future, place = launches[case]
     outcome = future.result()
     assert not any(outcome.codes), outcome.output

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from ..helpers.fork_server import BIN
+from ..helpers.requirements import need_modules, need_programs
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
@@ -150,6 +151,9 @@ def launches(request: pytest.FixtureRequest) -> Iterator[Launches]:
 @pytest.fixture
 def reports(launches: Launches, pair: tuple[str, str]) -> tuple[list[Report], str]:
     """What every process reports of a pair, and the output of the launch, which must exit with 0."""
+    start, backend = pair
+    need_programs(STARTS[start].commands[0][0])
+    need_modules("mpi4py", *["horovod"] * backend.startswith("horovod"))
     future, place = launches[pair]
     outcome = future.result()
     assert outcome.codes == [0], outcome.output

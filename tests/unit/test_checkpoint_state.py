@@ -100,7 +100,9 @@ def test_tensors_load_equal(tensor: torch.Tensor, way: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "value", [object(), np.zeros(2), lambda: 0, nn.Linear(1, 1), {object(): 1}], ids=repr
+    "value",
+    [object(), np.zeros(2), lambda: 0, nn.Linear(1, 1), {object(): 1}],
+    ids=["object", "array", "function", "module", "key"],
 )
 def test_saving_refuses_a_value_that_could_not_be_loaded(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`state\['a'\]\[1\]` must "):

@@ -1,0 +1,44 @@
+"""Which tests run in fewer worlds by default, and why. `pytest --all` runs every test in every world.
+
+A file that is not here runs everywhere: what a backend or a transport does itself may differ in each world. What is
+written once, above the backends, may differ with the kind of backend and with the number of ranks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ("ABOVE_THE_BACKENDS", "DEFAULT_WORLDS")
+
+DEFAULT_WORLDS = ("local-1", "torch-gloo-2", "torch-gloo-3", "horovod-gloo-2")
+"""One process, both backends, and a number of ranks that is no power of two."""
+
+ABOVE_THE_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {
+        "behaviours/test_autograd.py": "gradients of collectives are made of collectives, which test_allreduce.py, "
+        "test_allgather.py, ... test everywhere",
+        "behaviours/test_average_argument.py": "an argument that is translated before a collective is called",
+        "behaviours/test_backward_passes.py": "counts backward passes; test_training.py reduces gradients everywhere",
+        "behaviours/test_checkpoint.py": "files, and what the ranks agree on with objects",
+        "behaviours/test_checkpointed_layers.py": "the order in which backward runs",
+        "behaviours/test_commits.py": "files, and what the ranks agree on with objects",
+        "behaviours/test_elastic.py": "states and restarts; test_lifecycle.py leaves and joins worlds everywhere",
+        "behaviours/test_failed_backward.py": "the state of the reducer after an exception",
+        "behaviours/test_gradient_dtypes.py": "buckets by dtype; test_allreduce.py reduces every dtype everywhere",
+        "behaviours/test_kept_gradients.py": "the memory of gradients in one process",
+        "behaviours/test_metrics.py": "arithmetic on what one allgather and one allreduce return",
+        "behaviours/test_objects.py": "pickled bytes; test_broadcast.py and test_allgather.py run everywhere",
+        "behaviours/test_optimizer.py": "the wrapper of the optimizer in one process",
+        "behaviours/test_parallel.py": "the wrapper of the module in one process",
+        "behaviours/test_parameters.py": "the order of parameters; test_broadcast.py runs everywhere",
+        "behaviours/test_several_optimizers.py": "which reducer gets which gradient",
+        "behaviours/test_sparse_gradients.py": "rows and values, which test_allgather.py gathers everywhere",
+        "behaviours/test_sync_batch_norm.py": "arithmetic on what one allreduce returns",
+        "behaviours/test_timeline.py": "events that are written above the backends",
+        "behaviours/test_unused_parameters.py": "zeros in buckets; test_training.py reduces buckets everywhere",
+        "behaviours/test_wrong_use.py": "arguments that are checked before a backend is called",
+        "parity/test_training.py": "twenty steps with every feature; behaviours/test_training.py runs everywhere",
+    }
+)
+"""Files below tests/, and what their tests are about."""
