@@ -59,9 +59,22 @@ from .training.parallel import DistributedDataParallel
 from .training.parameters import broadcast_optimizer_state, broadcast_parameters
 from .training.sync_batch_norm import SyncBatchNorm
 from .types import Adasum, Average, Max, Min, Product, Sum
+from .world.build_queries import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from .world.context import is_initialized
 from .world.device import device
-from .world.numbers import (
+from .world.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from .world.ranks import (
     backend_name,
     cross_rank,
     cross_size,
@@ -73,19 +86,6 @@ from .world.numbers import (
     rank,
     size,
     transport_name,
-)
-from .world.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .world.queries import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
 )
 
 __all__ = (

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from .world.numbers import size
+from .world.ranks import size
 
 __all__ = ("scaled", "warmup")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .world.numbers import rank, size
+from .world.ranks import rank, size
 
 __all__ = ("seed_everything", "worker_init_fn")
 

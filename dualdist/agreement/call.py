@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .kinds import Kind
+from .call_kinds import Kind
 
 __all__ = ("Call",)
 

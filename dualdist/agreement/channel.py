@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from ..backends.base import Group
 from ..checks import text_of
 from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
-from . import kinds
+from . import call_kinds
 from .call import Call
+from .call_kinds import Kind
 from .call_site import call_site
 from .connections import Connections
-from .kinds import Kind
 from .result import Result
 from .stall import StallWatch
 from .timeline import Timeline
@@ -108,7 +108,7 @@ class Channel:
 
     def join(self) -> int:
         """Take part in the other members' collectives until all have joined; return the rank that joined last."""
-        call = Call(kinds.JOIN, site=call_site())
+        call = Call(call_kinds.JOIN, site=call_site())
         return in_turn(call, lambda: self._enqueue(call, lambda: self._answer(call)).get())
 
     def close(self) -> None:

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 
 from ..backends.base import Backend, Work
 from ..errors import ConfigurationError
-from . import kinds
+from . import call_kinds
 from .call import Call
-from .kinds import Data
+from .call_kinds import Data
 from .trace_file import TraceFile
 
 __all__ = ("Timeline",)
@@ -171,7 +171,7 @@ def _event_name(call: Call) -> str:
 
 
 def _track_name(call: Call) -> str:
-    if call.kind == kinds.GRADIENTS:
+    if call.kind == call_kinds.GRADIENTS:
         return f"allreduce.gradients.{dict(call.arguments)['grad_sync']}"
     return f"{call.kind}.{call.name or 'noname'}"
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .call import Call
+from .call_kinds import Data, WhenJoined
 from .connections import Connections
-from .kinds import Data, WhenJoined
 
 __all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
 

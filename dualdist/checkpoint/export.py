@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
 from ..training.parallel import DistributedDataParallel
 from .contents.host_copy import on_host

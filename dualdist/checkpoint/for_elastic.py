@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
-from ..world.numbers import rank
+from ..world.ranks import rank
 from .contents.collecting import collect, is_per_rank, is_stateful
 from .contents.host_copy import on_host
 from .contents.portable import check_portable

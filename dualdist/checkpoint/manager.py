@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..collectives import allreduce
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
 from ..types import Max
 from .contents.collecting import check_state, collect

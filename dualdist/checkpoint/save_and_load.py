@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
 from .contents.collecting import check_state, collect
 from .contents.host_copy import on_host

@@ -10,9 +10,9 @@ import torch
 
 from ..collectives import broadcast_
 from ..collectives.objects import broadcast_object, gather_object
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
-from ..world.numbers import rank
+from ..world.ranks import rank
 from .contents.collecting import collect_own
 from .contents.host_copy import on_host
 from .storage.format import copy_verified

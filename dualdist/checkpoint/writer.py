@@ -8,7 +8,7 @@ from typing import TypeVar
 from ..checks import text_of
 from ..collectives.objects import broadcast_object
 from ..errors import CheckpointError, DamagedCheckpointError
-from ..world.numbers import rank
+from ..world.ranks import rank
 
 __all__ = ("from_writer", "is_writer")
 

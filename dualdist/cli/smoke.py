@@ -22,7 +22,7 @@ from ..launch.mpirun import mpirun_command
 from ..lifecycle import init, shutdown
 from ..processes.spawn import spawn
 from ..types import Sum
-from ..world.numbers import backend_name, rank, size, transport_name
+from ..world.ranks import backend_name, rank, size, transport_name
 
 __all__ = ("attempt", "smoke")
 

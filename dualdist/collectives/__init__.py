@@ -20,7 +20,6 @@ from .allreduce import (
 from .alltoall import alltoall, alltoall_async
 from .broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from .gather import gather
-from .handles import poll, synchronize
 from .join import barrier, join
 from .reduce import reduce
 from .reducescatter import (
@@ -31,6 +30,7 @@ from .reducescatter import (
 )
 from .scatter import scatter
 from .sparse import sparse_allreduce_async
+from .synchronize import poll, synchronize
 
 __all__ = (
     "allgather",

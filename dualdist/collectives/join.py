@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..agreement import kinds
+from ..agreement import call_kinds
 from ..agreement.call import Call
-from ..agreement.kinds import WhenJoined
+from ..agreement.call_kinds import WhenJoined
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..world.context import current
@@ -37,7 +37,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Ranks that have joined count as having called it. Raises HorovodInternalError as `allreduce` does.
     """
     channel = channel_of(process_set)
-    Plan(channel, make_call(kinds.BARRIER, None), lambda group, verdict: None).run()
+    Plan(channel, make_call(call_kinds.BARRIER, None), lambda group, verdict: None).run()
 
 
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:

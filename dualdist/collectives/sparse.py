@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..agreement import kinds
+from ..agreement import call_kinds
 from ..backends.base import Group
 from ..checks import reduce_op, wrong
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
@@ -27,7 +27,7 @@ def sparse_allreduce_async(
     Gathers the indices and values of all ranks (horovod/torch/mpi_ops.py:567); Average divides the values.
     op: Sum or Average. Otherwise as `allreduce`.
     """
-    with reporting(kinds.GROUPED_ALLGATHER, process_set):
+    with reporting(call_kinds.GROUPED_ALLGATHER, process_set):
         averages = _is_average(op)
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             raise wrong("tensor", "a sparse COO tensor", tensor, "Use allreduce_async for others.", TypeError)

@@ -18,9 +18,9 @@ from typing import Any
 
 from ..checkpoint import FileSystem
 from ..checkpoint.for_elastic import NumberedFiles, check_values, from_writer, is_stateful
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
-from ..world.numbers import rank
+from ..world.ranks import rank
 
 __all__ = ("Commits", "InMemory")
 

@@ -14,10 +14,10 @@ import torch
 
 from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..collectives.objects import broadcast_object
-from ..collectives.outcomes import unpickled_on_all_ranks
+from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..samplers import DealingSampler
 from ..training.parameters import broadcast_optimizer_state, broadcast_parameters
-from ..world.numbers import rank
+from ..world.ranks import rank
 from .sampler import ElasticSampler
 
 __all__ = (

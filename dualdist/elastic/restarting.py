@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ..agreement.connections import Connections
 from ..checkpoint import FileSystem
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError, HorovodInternalError
 from ..launch import ELASTIC_DIR
 from ..lifecycle import init, shutdown

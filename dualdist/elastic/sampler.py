@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..world.numbers import rank, size
+from ..world.ranks import rank, size
 
 __all__ = ("ElasticSampler",)
 

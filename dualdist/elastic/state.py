@@ -21,9 +21,9 @@ import torch
 
 from ..checkpoint.for_elastic import is_stateful
 from ..collectives.objects import broadcast_object
-from ..collectives.outcomes import unpickled_on_all_ranks
+from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..errors import HostsUpdatedInterrupt
-from ..world.numbers import rank
+from ..world.ranks import rank
 from .handlers import (
     ModelStateHandler,
     OptimizerStateHandler,

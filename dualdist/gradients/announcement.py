@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..agreement import kinds
+from ..agreement import call_kinds
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.verdict import Verdict
@@ -29,7 +29,7 @@ def announce(process_set: ProcessSet, grad_sync: int, buckets_sent: int, *, is_w
         HorovodInternalError: the ranks are out of step.
     """
     call = Call(
-        kinds.GRADIENTS,
+        call_kinds.GRADIENTS,
         (("process_set", process_set.process_set_id), ("grad_sync", grad_sync)),
         site=call_site(),
         count=buckets_sent,

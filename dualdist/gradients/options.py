@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..agreement import kinds
-from ..agreement.kinds import Kind
+from ..agreement import call_kinds
+from ..agreement.call_kinds import Kind
 from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction
@@ -33,7 +33,7 @@ class SyncOptions:
     """Size of a bucket in MiB; None: DDP's sizes."""
     groups: Sequence[Sequence[int]] | None = None
     """Indices of the parameters that share a bucket; None: buckets are formed by size."""
-    owner: Kind = kinds.OPTIMIZER
+    owner: Kind = call_kinds.OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
 
     @property

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from ..collectives import allgather, grouped_allgather
-from ..collectives.outcomes import on_all_ranks
+from ..collectives.on_all_ranks import on_all_ranks
 from ..collectives.plans.arguments import check_tensor
 from ..world.device import device
 from ..world.process_sets import ProcessSet, channel_of, global_process_set

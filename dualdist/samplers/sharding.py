@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..world.numbers import rank as own_rank
-from ..world.numbers import size
+from ..world.ranks import rank as own_rank
+from ..world.ranks import size
 
 __all__ = ("DealingSampler", "given_or_joined_world")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..agreement import kinds
+from ..agreement import call_kinds
 from ..collectives.compression import Compression
 from ..collectives.join import join
 from ..collectives.reduction import Reduction
@@ -88,7 +88,7 @@ class DistributedDataParallel(torch.nn.Module):
                 Compression.none,
                 self._process_set,
                 bucket_cap_mb=bucket_cap_mb,
-                owner=kinds.DATA_PARALLEL,
+                owner=call_kinds.DATA_PARALLEL,
             )
             self._combiner = GradSync(list(module.named_parameters()), options, self)
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..agreement import kinds
+from ..agreement import call_kinds
 from ..backends.base import Group
 from ..collectives.objects import broadcast_object
-from ..collectives.outcomes import unpickled_on_all_ranks
+from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..collectives.plans.arguments import check_root, check_tensor
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.wire import as_bytes, from_bytes
@@ -44,14 +44,14 @@ def broadcast_parameters(
     plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
 
 
-@planned(kinds.BROADCAST_PARAMETERS)
+@planned(call_kinds.BROADCAST_PARAMETERS)
 def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     named = _named(params)
     for name, tensor in named:
         check_tensor(tensor, name)
     call = make_call(
-        kinds.BROADCAST_PARAMETERS,
+        call_kinds.BROADCAST_PARAMETERS,
         None,
         root_rank=root_rank,
         parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),

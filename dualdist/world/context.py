@@ -19,7 +19,7 @@ from typing import Any
 
 from ..agreement.channel import Channel, StandIn
 from ..agreement.connections import Connections
-from ..agreement.handles import HandleTable
+from ..agreement.handle_table import HandleTable
 from ..agreement.stall import StallWatch
 from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..agreement import kinds
+from ..agreement import call_kinds
 from ..agreement.call import Call
+from ..agreement.call_kinds import Kind
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
-from ..agreement.kinds import Kind
 from ..checks import wrong
 from .context import current, current_or_inherited, is_initialized
 
@@ -113,10 +113,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises ValueError if the set is registered already, is empty or contains a rank that does not exist.
     """
-    with reporting(kinds.ADD_PROCESS_SET):
+    with reporting(call_kinds.ADD_PROCESS_SET):
         added = _checked(process_set)
     context, ranks = current(), added.ranks or []
-    call = Call(kinds.ADD_PROCESS_SET, (("ranks", tuple(ranks)),), site=call_site())
+    call = Call(call_kinds.ADD_PROCESS_SET, (("ranks", tuple(ranks)),), site=call_site())
     added.process_set_id = context.channels[0].run(call, lambda group, verdict: context.add_channel(ranks))
     context.process_sets[added.process_set_id] = added
     return added
@@ -144,12 +144,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     The global process set cannot be removed. Raises TypeError if `process_set` is no ProcessSet.
     """
     context = current()
-    with reporting(kinds.REMOVE_PROCESS_SET):
+    with reporting(call_kinds.REMOVE_PROCESS_SET):
         _check_type(process_set)
     set_id = process_set.process_set_id
     if set_id is None or set_id == 0 or context.process_sets.get(set_id) is not process_set:
         return False
-    call = Call(kinds.REMOVE_PROCESS_SET, (("ranks", tuple(process_set.ranks or ())),), site=call_site())
+    call = Call(call_kinds.REMOVE_PROCESS_SET, (("ranks", tuple(process_set.ranks or ())),), site=call_site())
     context.channels[0].run(call, lambda group, verdict: context.channels.pop(set_id).close())
     del context.process_sets[set_id]
     process_set.process_set_id = None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualdist.agreement import kinds
+from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
-from dualdist.agreement.kinds import Kind
+from dualdist.agreement.call_kinds import Kind
 from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, Entry, payload_capacity, resolve
 
 RANKS = (0, 2, 5)
 
 
 def call(
-    kind: Kind = kinds.ALLREDUCE, line: int = 1, count: int = 0, flag: bool = False, **arguments: Any
+    kind: Kind = call_kinds.ALLREDUCE, line: int = 1, count: int = 0, flag: bool = False, **arguments: Any
 ) -> Call:
     return Call(kind, tuple(arguments.items()), site=("train.py", line), count=count, flag=flag)
 
@@ -22,13 +22,13 @@ def active(made: Call) -> Entry:
     return Entry(ACTIVE, made)
 
 
-JOIN = Entry(JOINED, Call(kinds.JOIN, site=("train.py", 9)))
+JOIN = Entry(JOINED, Call(call_kinds.JOIN, site=("train.py", 9)))
 
 
 def test_equal_calls_run_with_every_count_and_flag() -> None:
     calls = [call(count=number, flag=number == 1, line=number) for number in (3, 1, 2)]
     verdict = resolve([active(made) for made in calls], RANKS)
-    assert verdict.call is not None and verdict.call.kind == kinds.ALLREDUCE
+    assert verdict.call is not None and verdict.call.kind == call_kinds.ALLREDUCE
     assert verdict.counts == (3, 1, 2) and verdict.flags == (False, True, False)
     assert not verdict.joined and not verdict.raising and verdict.error is None
 
@@ -47,9 +47,9 @@ def test_different_calls_raise_on_all_and_show_each_group_once() -> None:
 
 def test_the_first_difference_is_named() -> None:
     cases = [
-        (call(kinds.ALLREDUCE), call(kinds.BROADCAST), "collectives"),
+        (call(call_kinds.ALLREDUCE), call(call_kinds.BROADCAST), "collectives"),
         (call(shape=1, op="Sum"), call(shape=1, op="Max"), "op"),
-        (Call(kinds.ALLREDUCE, (), "a"), Call(kinds.ALLREDUCE, (), "b"), "name"),
+        (Call(call_kinds.ALLREDUCE, (), "a"), Call(call_kinds.ALLREDUCE, (), "b"), "name"),
         (call(factor=1), call(factor=1.0), "factor"),
     ]
     for one, other, difference in cases:
@@ -70,14 +70,14 @@ def test_the_active_members_run_their_call_while_others_have_joined() -> None:
 
 
 def test_calls_that_cannot_run_with_joined_members_raise_on_the_active_ones() -> None:
-    verdict = resolve([active(call(kinds.BROADCAST)), JOIN, JOIN], RANKS)
+    verdict = resolve([active(call(call_kinds.BROADCAST)), JOIN, JOIN], RANKS)
     assert verdict.call is None and verdict.raising == {0}
     assert verdict.error is not None and "not supported with Join" in verdict.error
     assert "ranks 2, 5 have joined" in verdict.error
 
 
 def test_a_mismatch_raises_on_the_active_members_alone() -> None:
-    verdict = resolve([JOIN, active(call(kinds.ALLREDUCE)), active(call(kinds.BARRIER))], RANKS)
+    verdict = resolve([JOIN, active(call(call_kinds.ALLREDUCE)), active(call(call_kinds.BARRIER))], RANKS)
     assert verdict.raising == {1, 2} and verdict.joined == {0}
 
 
@@ -100,8 +100,8 @@ def test_a_failed_call_that_no_other_member_made_raises_nowhere() -> None:
 
 
 def test_gradients_already_sent_are_received_in_spite_of_a_mismatch() -> None:
-    gradients = call(kinds.GRADIENTS, grad_sync=0)
-    verdict = resolve([active(gradients), active(call(kinds.BARRIER)), active(gradients)], RANKS)
+    gradients = call(call_kinds.GRADIENTS, grad_sync=0)
+    verdict = resolve([active(gradients), active(call(call_kinds.BARRIER)), active(gradients)], RANKS)
     assert verdict.raising == {0, 1, 2} and verdict.drained == (gradients,)
 
 
@@ -112,5 +112,5 @@ def test_payloads_of_all_members_together_stay_small() -> None:
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
-    rows = [row for row in vars(kinds).values() if isinstance(row, Kind)]
+    rows = [row for row in vars(call_kinds).values() if isinstance(row, Kind)]
     assert len({row.name for row in rows}) == len(rows)

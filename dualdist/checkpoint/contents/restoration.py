@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...collectives.outcomes import on_all_ranks
+from ...collectives.on_all_ranks import on_all_ranks
 from ...errors import CheckpointError
-from ...world.numbers import rank
+from ...world.ranks import rank
 from .collecting import RANKS, is_per_rank, is_stateful
 from .host_copy import cloned
 from .tensor_names import few, match

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
-from ...world.numbers import backend_name, size, transport_name
+from ...world.ranks import backend_name, size, transport_name
 from .checksum import LINE_BYTES
 from .opening import damaged, open_checkpoint
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
@@ -17,7 +17,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_allgather",)
 
 
-@planned(kinds.ALLGATHER)
+@planned(call_kinds.ALLGATHER)
 def plan_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -32,7 +32,7 @@ def plan_allgather(
         check_tensor(tensor)
     tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     call = make_call(
-        kinds.GROUPED_ALLGATHER if grouped else kinds.ALLGATHER,
+        call_kinds.GROUPED_ALLGATHER if grouped else call_kinds.ALLGATHER,
         name,
         count=tables[0].shape[0],
         trailing_shapes=tuple(tuple(table.shape[1:]) for table in tables),

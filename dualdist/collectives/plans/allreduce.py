@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...types import Average
@@ -18,7 +18,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_allreduce",)
 
 
-@planned(kinds.ALLREDUCE)
+@planned(call_kinds.ALLREDUCE)
 def plan_allreduce(
     tensors: Sequence[torch.Tensor],
     arguments: ReductionArguments,
@@ -33,7 +33,7 @@ def plan_allreduce(
     check_not_empty(tensors)
     check_reduction(tensors, reduction, process_set)
     payload = payload_of(channel.group, tensors, reduction)
-    kind = kinds.GROUPED_ALLREDUCE if grouped else kinds.ALLREDUCE
+    kind = call_kinds.GROUPED_ALLREDUCE if grouped else call_kinds.ALLREDUCE
     call = make_call(kind, name, payload=payload, **describe_reduction(tensors, reduction))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:

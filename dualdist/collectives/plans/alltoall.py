@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
@@ -17,7 +17,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_alltoall",)
 
 
-@planned(kinds.ALLTOALL)
+@planned(call_kinds.ALLTOALL)
 def plan_alltoall(
     tensor: torch.Tensor, splits: Any, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
@@ -25,7 +25,7 @@ def plan_alltoall(
     channel = channel_of(process_set)
     check_rows(tensor)
     counts = check_splits(tensor, splits, channel.group.size)
-    call = make_call(kinds.ALLTOALL, name, **describe_rows(tensor))
+    call = make_call(call_kinds.ALLTOALL, name, **describe_rows(tensor))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
         rows, received = alltoall_rows(group, tensor, counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
@@ -15,7 +15,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_broadcast",)
 
 
-@planned(kinds.BROADCAST)
+@planned(call_kinds.BROADCAST)
 def plan_broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -28,7 +28,7 @@ def plan_broadcast(
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     check_tensor(tensor)
     call = make_call(
-        kinds.BROADCAST,
+        call_kinds.BROADCAST,
         name,
         root_rank=root_rank,
         shape=tuple(tensor.shape),

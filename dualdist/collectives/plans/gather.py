@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
@@ -15,7 +15,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_gather",)
 
 
-@planned(kinds.GATHER)
+@planned(call_kinds.GATHER)
 def plan_gather(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
@@ -23,7 +23,7 @@ def plan_gather(
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
-    call = make_call(kinds.GATHER, name, root_rank=root_rank, **describe_rows(table))
+    call = make_call(call_kinds.GATHER, name, root_rank=root_rank, **describe_rows(table))
     splits = [table.shape[0] if index == root else 0 for index in range(channel.group.size)]
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:

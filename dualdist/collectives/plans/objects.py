@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
@@ -41,7 +41,7 @@ def _split(rows: torch.Tensor, counts: Sequence[int]) -> Pickles:
     return pickles
 
 
-@planned(kinds.BROADCAST_OBJECT)
+@planned(call_kinds.BROADCAST_OBJECT)
 def plan_broadcast_object(
     obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor | None]:
@@ -49,7 +49,7 @@ def plan_broadcast_object(
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     is_root = channel.group.rank == root
     data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    call = make_call(kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
+    call = make_call(call_kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor | None:
         sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8)
@@ -60,12 +60,12 @@ def plan_broadcast_object(
     return Plan(channel, call, execute)
 
 
-@planned(kinds.ALLGATHER_OBJECT)
+@planned(call_kinds.ALLGATHER_OBJECT)
 def plan_allgather_object(obj: Any, name: str | None = None, *, process_set: ProcessSet) -> Plan[Pickles]:
     """Return the plan of an allgather_object. Its result: the objects of all ranks."""
     channel = channel_of(process_set)
     data = _dump(obj)
-    call = make_call(kinds.ALLGATHER_OBJECT, name, count=data.numel())
+    call = make_call(call_kinds.ALLGATHER_OBJECT, name, count=data.numel())
 
     def execute(group: Group, verdict: Verdict) -> Pickles:
         (gathered,) = allgather_rows(group, [data], verdict.counts)
@@ -74,7 +74,7 @@ def plan_allgather_object(obj: Any, name: str | None = None, *, process_set: Pro
     return Plan(channel, call, execute)
 
 
-@planned(kinds.GATHER_OBJECT)
+@planned(call_kinds.GATHER_OBJECT)
 def plan_gather_object(
     obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[Pickles | None]:
@@ -82,7 +82,7 @@ def plan_gather_object(
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     data = _dump(obj)
     splits = [data.numel() if index == root else 0 for index in range(channel.group.size)]
-    call = make_call(kinds.GATHER_OBJECT, name, root_rank=root_rank)
+    call = make_call(call_kinds.GATHER_OBJECT, name, root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> Pickles | None:
         rows, counts = alltoall_rows(group, data, splits)
@@ -91,7 +91,7 @@ def plan_gather_object(
     return Plan(channel, call, execute)
 
 
-@planned(kinds.SCATTER_OBJECT)
+@planned(call_kinds.SCATTER_OBJECT)
 def plan_scatter_object(
     objs: Sequence[Any] | None, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
@@ -106,5 +106,5 @@ def plan_scatter_object(
     pickled = [_dump(obj) for obj in objs] if is_root and objs is not None else []
     data = torch.cat(pickled) if pickled else torch.empty(0, dtype=torch.uint8)
     splits = [each.numel() for each in pickled] or [0] * size
-    call = make_call(kinds.SCATTER_OBJECT, name, root_rank=root_rank)
+    call = make_call(call_kinds.SCATTER_OBJECT, name, root_rank=root_rank)
     return Plan(channel, call, lambda group, verdict: alltoall_rows(group, data, splits)[0])

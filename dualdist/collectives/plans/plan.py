@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from ...agreement.call import Call
+from ...agreement.call_kinds import Kind
 from ...agreement.call_site import call_site
 from ...agreement.channel import Channel, Execute
-from ...agreement.kinds import Kind
 from ...world.context import current
 from ...world.process_sets import reporting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
@@ -15,7 +15,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_reduce",)
 
 
-@planned(kinds.REDUCE)
+@planned(call_kinds.REDUCE)
 def plan_reduce(
     tensor: torch.Tensor,
     root_rank: int,
@@ -28,7 +28,7 @@ def plan_reduce(
     root, channel = check_root(root_rank, process_set), channel_of(process_set)
     reduction = arguments.reduction()
     check_reduction([tensor], reduction, process_set)
-    call = make_call(kinds.REDUCE, name, root_rank=root_rank, **describe_reduction([tensor], reduction))
+    call = make_call(call_kinds.REDUCE, name, root_rank=root_rank, **describe_reduction([tensor], reduction))
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
         output = tensor.detach().clone()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...errors import HorovodInternalError
@@ -20,7 +20,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_reducescatter",)
 
 
-@planned(kinds.REDUCESCATTER)
+@planned(call_kinds.REDUCESCATTER)
 def plan_reducescatter(
     tensors: Sequence[torch.Tensor],
     arguments: ReductionArguments,
@@ -41,7 +41,7 @@ def plan_reducescatter(
             f"`op` must be Sum or Average for reducescatter, but is {REDUCE_OP_NAMES[reduction.op]} instead."
         )
     check_reduction(tensors, reduction, process_set)
-    kind = kinds.GROUPED_REDUCESCATTER if grouped else kinds.REDUCESCATTER
+    kind = call_kinds.GROUPED_REDUCESCATTER if grouped else call_kinds.REDUCESCATTER
     call = make_call(kind, name, **describe_reduction(tensors, reduction))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...agreement import kinds
+from ...agreement import call_kinds
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import alltoall_rows
 from .arguments import check_root, check_rows, check_splits, check_tensor, describe_rows
@@ -15,7 +15,7 @@ from .plan import Plan, make_call, planned
 __all__ = ("plan_scatter",)
 
 
-@planned(kinds.SCATTER)
+@planned(call_kinds.SCATTER)
 def plan_scatter(
     tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
@@ -28,5 +28,5 @@ def plan_scatter(
         counts = check_splits(tensor, splits, size)
     else:
         check_tensor(tensor)
-    call = make_call(kinds.SCATTER, name, root_rank=root_rank, **describe_rows(tensor))
+    call = make_call(call_kinds.SCATTER, name, root_rank=root_rank, **describe_rows(tensor))
     return Plan(channel, call, lambda group, verdict: alltoall_rows(group, tensor, counts)[0])
