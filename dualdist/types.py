@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 __all__ = (
+    "NEVER_SECONDS",
     "REDUCE_OP_NAMES",
     "Adasum",
     "Average",
@@ -79,6 +80,10 @@ class World:
     local_size: int
     cross_rank: int
     cross_size: int
+
+
+NEVER_SECONDS = 31_536_000
+"""A year: the time of a limit that is turned off."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import Any
 
 from ..backends import DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS
 from ..errors import ConfigurationError
+from ..types import NEVER_SECONDS
 
 __all__ = ("REFUSED", "TUNING", "Refused", "Tuning", "add_horovodrun_options", "refuse", "variables_of")
 
-_NEVER = "31536000"
+_NEVER = str(NEVER_SECONDS)
 """A year in seconds, where Horovod says 0 or off."""
 
 

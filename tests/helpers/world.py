@@ -188,6 +188,8 @@ class World:
             "PYTHONPATH": path,
             # Otherwise Horovod keeps warning of calls that a test has left pending.
             "HOROVOD_STALL_CHECK_DISABLE": "1",
+            "DUALDIST_STALL_WARN_SECONDS": "60",
+            "DUALDIST_STALL_TIMEOUT_SECONDS": "600",
             **self.kind.environment,
             **self._environment,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.types import Settings
+from dualdist.types import NEVER_SECONDS, Settings
 from dualdist.world.settings import read_settings
 
 
@@ -25,6 +25,37 @@ def test_what_is_not_a_positive_number_of_seconds_is_an_error(name: str, value: 
     with pytest.raises(ConfigurationError, match=name) as caught:
         read_settings({name: value})
     assert repr(value) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def seconds(env: dict[str, str]) -> tuple[float, float]:
+    read = read_settings(env)
+    return read.stall_warn_seconds, read.stall_timeout_seconds
+
+
+def test_horovods_stall_variables_are_the_defaults() -> None:
+    warn, timeout = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    assert seconds({warn: "5", timeout: "9"}) == (5, 9)
+    assert seconds({warn: "5"}) == (5, 600)
+    assert seconds({timeout: "9"}) == (60, 9)
+    assert seconds({warn: "0", timeout: "0"}) == seconds({warn: "", timeout: ""}) == (60, 600)
+    assert seconds({warn: "5", timeout: "9", "DUALDIST_STALL_WARN_SECONDS": "1"}) == (1, 9)
+    assert seconds({warn: "5", timeout: "9", "DUALDIST_STALL_TIMEOUT_SECONDS": "1"}) == (5, 1)
+
+
+def test_horovods_switch_turns_stalls_off() -> None:
+    off = {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}
+    assert seconds(off) == (NEVER_SECONDS, NEVER_SECONDS)
+    assert seconds(off | {"DUALDIST_STALL_TIMEOUT_SECONDS": "7"}) == (NEVER_SECONDS, 7)
+    for value in ("0", ""):
+        assert seconds(off | {"HOROVOD_STALL_CHECK_DISABLE": value}) == (5, 600)
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"])
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
+def test_horovods_seconds_must_be_numbers(name: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        read_settings({name: value})
+    assert repr(value) in str(caught.value)
 
 
 def test_the_timeline_has_the_names_of_horovod() -> None:
