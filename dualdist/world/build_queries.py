@@ -1,6 +1,6 @@
 """What is built into the backend and what is in use, under Horovod's names.
 
-Before `init()` the functions answer for the backend that `init()` would choose, and nothing is in use.
+Before `init()` the functions describe the backend that `init()` would choose, and report that nothing is in use.
 """
 
 from __future__ import annotations

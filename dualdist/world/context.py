@@ -45,7 +45,7 @@ logger = logging.getLogger("dualdist")
 _context: Context | None = None
 """The world that this process has joined."""
 _inherited: Context | None = None
-"""In a process that was forked from a rank: the rank's world. Only what needs no communication can be read of it."""
+"""In a process that was forked from a rank: the rank's world. It serves only calls that need no communication."""
 
 
 class Context:
@@ -56,7 +56,7 @@ class Context:
         self.launch = launch
         self.settings = settings
         self.process_id = os.getpid()
-        """The process that joined the world, also in processes that are forked from it."""
+        """The ID of the process that joined the world; the same in processes that are forked from it."""
         self.arguments: Mapping[str, Any] = MappingProxyType({})
         """The arguments of `init`, with which elastic training joins the next world."""
         self.handles = HandleTable()
@@ -65,7 +65,7 @@ class Context:
         self.process_sets: dict[int, Any] = {}
         """The registered ProcessSet objects, by their ID. See process_sets.py."""
         self.grad_syncs: dict[int | None, list[Any]] = defaultdict(list)
-        """The gradient synchronisations of each process set, by its ID. Each has the same index on all members."""
+        """The GradSync objects (gradients/) of each process set, by its ID. Their order is the same on all members."""
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0
@@ -95,7 +95,7 @@ class Context:
 
     def close(self) -> None:
         """Leave the world."""
-        # Calls all of them, the last one first, even if one raises.
+        # The stack calls these functions, the last one first, even if one raises.
         with contextlib.ExitStack() as stack:
             stack.callback(self.backend.shutdown)
             stack.callback(self.timeline.close)
@@ -106,7 +106,7 @@ class Context:
             stack.callback(self.watch.close)
 
     def abandon(self) -> None:
-        """In a forked process, release what it shares with the parent, without an effect on the parent. Local."""
+        """In a forked process, release what it shares with the parent, without affecting the parent. Local."""
         never_delete(self)
         self.backend.abandon()
         for channel in self.channels.values():
@@ -140,8 +140,9 @@ def current() -> Context:
 
 
 def current_or_inherited() -> Context:
-    """Return the joined world, or the one of the rank from which this process was forked: for what needs no
-    communication. Raises NotInitializedError before `init()` and after `shutdown()`.
+    """Return the joined world, or in a process that was forked from a rank, that rank's world.
+
+    For calls that need no communication. Raises NotInitializedError before `init()` and after `shutdown()`.
     """
     return _inherited or current()
 
@@ -192,7 +193,7 @@ def join_world(
     check_transport(transport)
     chosen, reason = choose(backend, transport, launch, env)
     _context = Context(chosen.start(launch, settings, env, transport), launch, settings, stand_in)
-    atexit.register(leave_world)  # torch 2.13 aborts if the interpreter's end destroys a gloo group
+    atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
     if _context.backend.rank == 0:
         logger.info(
             "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
@@ -216,7 +217,7 @@ def leave_world() -> None:
 
 
 def _after_fork() -> None:
-    """In the forked process, keep only what can be read of the world."""
+    """In the forked process, keep the world only for calls that need no communication."""
     global _context, _inherited
     if _context is None:
         return

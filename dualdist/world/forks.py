@@ -17,13 +17,13 @@ def never_delete(thing: object) -> None:
 
 
 def skip_destructors_at_exit() -> None:
-    """Let this process end without the destructors of C++ libraries. Python's exit functions and exit code stay.
+    """Let this process end without the destructors of C++ libraries, but with Python's exit functions and exit code.
 
     Gloo's destructors remove the parent's sockets from the epoll instance that both processes share, and the parent
-    aborts (gloo/transport/tcp/loop.cc:133). Horovod's wait for a thread that only the parent has
+    aborts (gloo/transport/tcp/loop.cc:133). Horovod's destructors wait for a thread that only the parent has
     (horovod/common/global_state.h:117).
     """
     libc = ctypes.CDLL(None)
-    # In glibc only. It passes the exit code, and the function that was registered last runs first.
+    # Only glibc has on_exit. The newest function runs first: _exit, with the exit code, before any destructor.
     if hasattr(libc, "on_exit"):
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

@@ -58,7 +58,7 @@ class ProcessSet:
         return len(self.ranks or ()) if self._registered() else None
 
     def rank(self) -> int | None:
-        """Return this process's place in the set, None while it is not registered.
+        """Return this process's index in the set, None while the set is not registered.
 
         Raises ValueError when this process is not part of the set.
         """

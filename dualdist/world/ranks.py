@@ -44,7 +44,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this process's index among those with its local rank. Raises NotInitializedError before `init()`."""
+    """Return this process's index among those with the same local rank. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.cross_rank
 
 
