@@ -1,4 +1,4 @@
-"""The kinds of calls: one row per kind, with what the agreement, the timeline and joined ranks need to know."""
+"""The kinds of calls: one row per kind, with what the agreement, the timeline and ranks in `join` need to know."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Kind:
     """One kind of call."""
 
     name: str
-    """As errors show it."""
+    """Its name in error messages."""
     event: str
     """Its name on the timeline, as Horovod writes it (horovod/common/timeline.cc)."""
     data: Data = Data.AFTER
@@ -96,7 +96,7 @@ JOIN = Kind("join", "JOIN", Data.NONE)
 ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
 REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
 
-# The first two compare the layout of the gradients when a wrapper is made. GRADIENTS is the end of each backward.
+# The first two compare the layout of the gradients when a wrapper is made. GRADIENTS ends each backward pass.
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
 GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS)

@@ -24,8 +24,8 @@ def call_site() -> tuple[str, int]:
 def warn_deprecated(message: str) -> None:
     """Issue a DeprecationWarning for the user's line (see `call_site`), in the user's module.
 
-    Python shows a DeprecationWarning by default only if it belongs to `__main__`. `warnings.warn` is no help: it needs
-    the number of frames between this function and the user's line, which differs between the public functions.
+    Python shows a DeprecationWarning by default only if it belongs to `__main__`. `warnings.warn` cannot do this: it
+    needs the number of frames between this function and the user's line, which differs between the public functions.
     """
     frame = _user_frame()
     warnings.warn_explicit(

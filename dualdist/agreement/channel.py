@@ -1,4 +1,6 @@
-"""Runs the collectives of one process set in the order of the calls. In each, the members agree, then send data.
+"""Runs the collectives of one process set in the order of the calls.
+
+In each, the members first agree that they make the same call (verdict.py), and then send its data.
 
 A synchronous call runs in the caller's thread when nothing is queued. An asynchronous call, and every call queued
 after it, runs in one worker thread.
@@ -67,11 +69,11 @@ class Channel:
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._number = 0
-        """How many agreements and data transfers began here. The stall watch compares it between the members."""
+        """How many agreements and data transfers this member began. The stall watch compares it between members."""
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         self._broken: str | None = None
-        """Why no call can run any more."""
+        """Why no call can run any more; None while calls can run."""
         watch.add_channel(name, data.ranks)
 
     @property
@@ -120,7 +122,7 @@ class Channel:
             held.close()
 
     def abandon(self) -> None:
-        """In a forked process, close its descriptors of the connections; the parent keeps them. Local."""
+        """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
         self._connections.abandon()
 
     def _enqueue(self, call: Call, step: Callable[[], T]) -> Result[T]:

@@ -83,7 +83,7 @@ class Connections:
         self._peers = {}
 
     def abandon(self) -> None:
-        """Close only the descriptors of this process: in a forked process, the parent keeps the connections. Local."""
+        """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
         for peer in self._peers.values():
             peer.socket.close()
 
@@ -199,7 +199,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: float) -> list[bytes]:
-    """Send `messages` to `target` and return as many messages from `source`; both may be one peer."""
+    """Send `messages` to `target` and return as many messages from `source`; both may be the same peer."""
     unsent = memoryview(b"".join([_LENGTH.pack(len(message)) + message for message in messages]))
     taken: list[bytes] = []
     try:

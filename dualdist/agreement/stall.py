@@ -45,7 +45,7 @@ class StallWatch:
         self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
         """(channel, number) -> the report of each rank."""
         self._due: dict[tuple[str, int], float] = {}
-        """When rank 0 logs. Until then, the other ranks can see the first report and write their own."""
+        """(channel, number) -> when rank 0 logs. Until then, other ranks can see the report and write theirs."""
         self._logged: set[tuple[str, int]] = set()
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
         self._changed = threading.Condition()

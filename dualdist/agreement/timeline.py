@@ -26,7 +26,7 @@ from .trace_file import TraceFile
 __all__ = ("Timeline",)
 
 _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
-"""Event -> what Horovod calls the work of the transport, where the two differ."""
+"""Event -> its name after the transport's, as in GLOO_BCAST, where Horovod writes another name there."""
 
 MarkArrivals = Callable[[Sequence[int]], None]
 """Takes the time of each member's call, in nanoseconds since the epoch by that member's clock."""
@@ -47,7 +47,7 @@ class Timeline:
         self._recorded: dict[str, _RecordedWork] = {}
 
     def open(self, path: str, mark_cycles: bool) -> None:
-        """On rank 0, write to `path` from now on. If it is open, writing continues; another open file is closed.
+        """On rank 0, write to `path` from now on. If `path` is open already, continue it; close any other open file.
 
         Raises ConfigurationError when the file cannot be written.
         """
@@ -73,7 +73,7 @@ class Timeline:
     def negotiation(
         self, channel: str, ranks: Sequence[int], call: Call
     ) -> AbstractContextManager[MarkArrivals]:
-        """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks arrivals."""
+        """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
         return _NO_MARKS if self._file is None else self._negotiation(self._file, channel, ranks, call)
 
     @contextlib.contextmanager

@@ -133,7 +133,7 @@ def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:
 
 
 def _difference(calls: Sequence[Call]) -> str:
-    """Return the name of the first thing in which `calls` differ."""
+    """Return in what `calls` differ: 'collectives', the name of the first argument that differs, or 'name'."""
     if len({call.kind for call in calls}) > 1:
         return "collectives"
     for key, _ in calls[0].arguments:
@@ -143,9 +143,9 @@ def _difference(calls: Sequence[Call]) -> str:
 
 
 def _first_entry(values: Sequence[object]) -> int | None:
-    """Return the index of the first difference in `values`, if these are sequences of named entries, else None.
+    """Return the index of the first entry in which `values` differ; None unless each is a tuple of (name, ...) entries.
 
-    An example is the parameters of a model.
+    An example of such a value is the list of a model's parameters.
     """
     lists = [value for value in values if isinstance(value, tuple)]
     named = all(isinstance(entry, tuple) and isinstance(entry[0], str) for each in lists for entry in each)
