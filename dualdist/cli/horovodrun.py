@@ -18,7 +18,7 @@ from ..types import NEVER_SECONDS
 __all__ = ("REFUSED", "TUNING", "Refused", "Tuning", "add_horovodrun_options", "refuse", "variables_of")
 
 _NEVER = str(NEVER_SECONDS)
-"""A year in seconds, where Horovod says 0 or off."""
+"""A year in seconds, for limits that Horovod can switch off."""
 
 
 @dataclass(frozen=True)

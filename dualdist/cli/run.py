@@ -48,7 +48,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     ),
     (
         ("--transport",),
-        {"choices": TRANSPORTS, "help": "what carries the backend's data (DUALDIST_TRANSPORT)"},
+        {"choices": TRANSPORTS, "help": "what transfers the backend's data (DUALDIST_TRANSPORT)"},
     ),
     (("--gloo",), {"action": "store_const", "const": "gloo", "help": "the same as --transport gloo"}),
     (
@@ -65,7 +65,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "action": "append",
             "default": [],
             "metavar": "NAME[=VALUE]",
-            "help": "set this variable in all processes; without VALUE, to its value here; may be repeated",
+            "help": "set this variable in all processes; without VALUE, to its value in this shell; may be repeated",
         },
     ),
     (
@@ -119,7 +119,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         return run_job(options, os.environ)
     except BrokenPipeError:
-        # Nobody will ever read the output.
+        # The reader of the output has closed it.
         return _PIPE_CODE
 
 

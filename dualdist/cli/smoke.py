@@ -1,6 +1,6 @@
 """The smoke test of `dualdist doctor`: two real processes join a world and exchange a few numbers.
 
-Where mpirun starts the processes, each one runs
+If mpirun starts the processes, each of them runs
 
     python -m dualdist.cli.smoke BACKEND TRANSPORT
 """

@@ -5,10 +5,11 @@ end of its input means that the launcher or the connection is gone; then the age
 orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons that left their session.
 
 The launcher sends the source of this file to the host's interpreter, so the host needs only Python. Therefore this
-file imports the standard library alone. See agent_connection.py for the launcher's end.
+file imports the standard library alone. See agent_connection.py for the launcher's side.
 
-The launcher grants a number of bytes of output. After that many, the agent does not read from the processes until more
-is granted: they wait as in a shell's pipe. The launcher itself always reads, so it always learns that a process ended.
+The launcher grants a number of bytes of output. When the agent has sent that many, it stops reading from the processes
+until it receives another grant. Meanwhile their writes block, as in a shell's pipe. The launcher always reads what an
+agent sends, so it always learns that a process has ended.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ class Agent:
         self._pipes: dict[int, list[tuple[int, int]]] = {}
         """index -> [(file descriptor, kind)]"""
         self._granted, self._sent = int(request["window"]), 0
-        """Bytes of output that the launcher takes, and that were sent to it."""
+        """How many bytes of output the launcher has granted in total, and how many were sent to it."""
         self._held = False
-        """Whether the processes' output is not read, because nothing more is granted."""
+        """Whether the agent does not read the processes' output, because the grant is used up."""
         self._wake_reader, self._wake_writer = os.pipe()
         self._last_input = time.monotonic()
         self._leaving = threading.Lock()
@@ -101,7 +102,7 @@ class Agent:
             self._drain(index)
 
     def _take_signals(self) -> None:
-        """Leave at a signal that ends this process. Wake the selector when a child ends."""
+        """Call `leave` at SIGTERM, SIGHUP and SIGINT. Wake the selector when a child ends."""
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, lambda *_: self._thread(self.leave))
         for end in (self._wake_reader, self._wake_writer):
@@ -168,7 +169,7 @@ class Agent:
                 self._reap()
 
     def _hold(self, held: bool) -> None:
-        """Stop to read the processes' output, or read it again."""
+        """Stop reading the processes' output, or start again."""
         if held == self._held:
             return
         self._held = held
@@ -305,7 +306,7 @@ def _write_all(data: bytes) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    # Without prctl, the agent does not find the orphans of orphans.
+    # Without prctl, the agent does not find descendants whose parent has ended.
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

@@ -1,6 +1,6 @@
-"""The launcher's end of one agent: the program of agent.py, started here or over ssh.
+"""The launcher's side of the connection to one agent, the program of agent.py, which is started here or over ssh.
 
-The request to the agent, environment and secret included, goes through its standard input: `ps` does not show it.
+The agent reads its request from the standard input, so `ps` shows neither the environment nor the secret in it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class HostJob:
     """Starts the host's agent: AGENT_COMMAND, over ssh for another host."""
     processes: Sequence[Process]
     env: Mapping[str, str]
-    """Variables of all the processes: the whole environment on this host, additions to the login's on another."""
+    """Variables of all the processes: on this host the whole environment, on another what is added to the login's."""
     local: bool = True
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
@@ -130,7 +130,7 @@ class AgentConnection:
         self._buffer = bytearray()
         self._unended = {index: process.rank for index, process in enumerate(job.processes)}
         self._taken = 0
-        """Bytes of output that were read but not granted again."""
+        """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         fds = {fd for process in job.processes for fd in process.fds} | set(job.output or ())
         self.popen = subprocess.Popen(
@@ -145,7 +145,7 @@ class AgentConnection:
         assert self.popen.stdout is not None and self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
         if job.local:
-            # Fewer changes between agent and launcher. Unprivileged users may not have many such pipes: pipe(7).
+            # With a larger pipe, agent and launcher take turns less often. Some users may not enlarge it: pipe(7).
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.popen.stdout.fileno(), fcntl.F_SETPIPE_SZ, _READ_BYTES)
         self._outbox.put(_first_message(job, self._token))
@@ -169,7 +169,7 @@ class AgentConnection:
                     view = view[stream.write(view) :]
 
     def grant(self) -> None:
-        """Let the agent send as much output as was read."""
+        """Let the agent send as many more bytes of output as were read since the last grant."""
         if self._taken >= self.job.window // 2:
             self._outbox.put(b"grant %d\n" % self._taken)
             self._taken = 0
@@ -177,7 +177,7 @@ class AgentConnection:
     def end(self, number: int, grace: float) -> None:
         """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
         if not self.greeted:
-            # The agent does not read commands yet. If it starts later, it ends at the end of its input.
+            # Ends the agent or its ssh. An agent that still starts on another host finds the end of its input and ends.
             self.popen.kill()
         self._outbox.put(b"end %d %f\n" % (number, grace))
 

@@ -1,7 +1,7 @@
 """Host lists, and the host of each rank.
 
 The formats are those of horovodrun, `-H host1:4,host2:4` and lines of `host slots=4`, and of the host files of Open MPI
-and MPICH. Hosts are filled in their order, as in horovod/runner/common/util/hosts.py:get_host_assignments.
+and MPICH. Ranks fill the hosts in the given order, as in horovod/runner/common/util/hosts.py:get_host_assignments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the output of all processes to the launcher's own output, in whole lines with the rank before each.
 
 The form of a line is that of horovodrun and mpirun, `[1,0]<stdout>:text`. As in horovodrun, a carriage return also ends
-a line, so that progress bars move. Nothing here waits for a reader; see sink.py.
+a line, so that progress bars move. A write never blocks, even while nobody reads; see sink.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CUT = b" [the line continues]\n"
 
 _NAMES = {1: "stdout", 2: "stderr"}
 _MOST_UNWRITTEN = 4 << 20
-"""Bytes that may wait for a reader before the processes must wait, too."""
+"""How many bytes may be unwritten before the processes must wait."""
 _LAST_SECONDS = 1.0
 """How long to wait for the last writes after an error."""
 
@@ -80,7 +80,7 @@ class _Lines:
         if text.endswith(b"\n"):
             self._put(b"".join((context, text[:-1].replace(b"\n", b"\n" + context), b"\n")))
         else:
-            # It ends with a carriage return, and with the context of a line that has not begun.
+            # The text ends with \r. The prefix that was added after it is removed: that line has not begun.
             self._put((context + text.replace(b"\n", b"\n" + context))[: -len(context)])
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Output:
                     f"`--output` must be a writable folder, but is not: {error}."
                 ) from error
         self.reader, self._writer = os.pipe()
-        """`reader` is readable when something was written, or could not be."""
+        """`reader` is readable when something was written, or when writing failed."""
         for end in (self.reader, self._writer):
             os.set_blocking(end, False)
         self._sinks = self._open_sinks()
@@ -134,7 +134,7 @@ class Output:
         self.end_lines()
         seconds = 0.0 if error is None and self.unwritten() else _LAST_SECONDS
         if all([sink.close(seconds) for sink in set(self._sinks.values())]):
-            # A thread that is still writing uses them.
+            # Not otherwise: a thread that still writes uses them.
             os.close(self.reader)
             os.close(self._writer)
 
@@ -150,7 +150,7 @@ class Output:
         self._sinks[2].put(f"dualdist run: {text}\n".encode(errors="surrogateescape"))
 
     def unwritten(self) -> int:
-        """Return how many bytes wait for a reader."""
+        """Return how many bytes are not written yet."""
         return sum(sink.size for sink in set(self._sinks.values()))
 
     def has_room(self) -> bool:

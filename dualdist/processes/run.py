@@ -1,7 +1,7 @@
 """One job of `dualdist run`: the processes on all hosts, their output, and how they end.
 
 When a process fails, all others are ended, and its exit code is that of the job. A signal to the launcher is passed on
-to all processes; a second one kills them. Nothing of this waits for a reader of the output.
+to all processes; a second one kills them. All this works even while nobody reads the output.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ("RunOptions", "run_job")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
-"""How long the unread output delays the end after one signal, and after two."""
+"""How long the launcher waits for its output to be read after the first signal, and after a later one."""
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
-"""Bytes of output that all hosts together, and one host, may send before anything is read."""
+"""Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Job:
         self._code: int | None = None
         """The exit code of the job, None until something ends it."""
         self._patience = math.inf
-        """Until when to wait for a reader of the output, on the clock time.monotonic()."""
+        """Until when to wait for the output to be read, on the clock time.monotonic()."""
 
     def follow(self) -> int:
         """Wait until all processes have ended and their output is written; return the exit code."""

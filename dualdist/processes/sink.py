@@ -1,7 +1,7 @@
 """Writes to one open file in a thread of its own, because a write blocks while nobody reads from a pipe or terminal.
 
 The launcher must honour signals, and notice the ends of processes, whatever happens to its output. Non-blocking writes
-are no way: O_NONBLOCK belongs to the open file, which the launcher shares with the shell and other programs.
+cannot be used: O_NONBLOCK belongs to the open file, which the launcher shares with the shell and other programs.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _run(task: bytes, size: int, variables: Mapping[str, str], timeout: float | 
 def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Return what spawn_child.py needs to prepare its process and to call `fn(*args)`."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    # The main module was typed into a prompt or a notebook, or read from the standard input.
+    # Whether the main module was typed into a prompt or a notebook, or read from the standard input.
     typed = file is None or not os.path.exists(file)
     if typed and getattr(fn, "__module__", None) == "__main__":
         raise ConfigurationError(
@@ -116,7 +116,7 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     preparation = multiprocessing_spawn.get_preparation_data("dualdist")
     if typed:
         preparation.pop("init_main_from_path", None)
-    # As an AuthenticationString, it refuses to be pickled.
+    # The original type, AuthenticationString, refuses to be pickled.
     preparation["authkey"] = bytes(preparation["authkey"])
     return pickle.dumps((preparation, work))
 

@@ -1,6 +1,6 @@
 """The program of one process of `spawn`: reads the task, runs it, and sends back the result or the exception.
 
-It imports the standard library alone, because it starts before sys.path is that of the parent.
+It imports only the standard library, because it starts before it receives the parent's sys.path.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 _SETTLE_SECONDS = 0.2
 """How long to wait for other failures after one: the first to be reported is not always the first to happen."""
 _REAPING_SECONDS = 0.02
-"""By how much the reported time of a death is too late. Its peers may raise within that time."""
+"""The reported time of a death may be late by this much. Other ranks may raise meanwhile, because of it."""
 
 
 class _RankTraceback(Exception):

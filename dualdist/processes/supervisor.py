@@ -68,7 +68,7 @@ class Supervisor:
         return events
 
     def grant(self) -> None:
-        """Let the processes write as much as was read."""
+        """Let the processes write as many more bytes as were read since the last grant."""
         for agent in self.agents:
             agent.grant()
 
