@@ -1,17 +1,37 @@
 """Checks of arguments. Each one returns the value, or raises an error that names the parameter.
 
 Messages have one form: "`x` must be <rule>, but is {x} instead.", then what to do. A wrong type is a TypeError, a wrong
-value a ValueError.
+value a ValueError. Truth values are no numbers, except for `flag`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
 
+from .errors import ConfigurationError
 from .types import REDUCE_OP_NAMES, Average, Max, Min, Product, Sum
 
-__all__ = ("number", "reduce_op", "shown", "text_of", "wrong")
+__all__ = (
+    "configuration",
+    "flag",
+    "function",
+    "instance",
+    "integer",
+    "items",
+    "mapping",
+    "number",
+    "path",
+    "reduce_op",
+    "shown",
+    "text",
+    "text_of",
+    "wrong",
+)
 
 _LONGEST = 100
 """How many characters of a value a message shows."""
@@ -44,20 +64,137 @@ def wrong(name: str, rule: str, value: Any, fix: str = "", error: type[Exception
     return error(f"`{name}` must be {rule}, but is {shown(value)} instead.{' ' * bool(fix)}{fix}")
 
 
-def number(name: str, value: Any) -> float:
-    """Return `value` as a float. It must be a finite number, or convert to one as a tensor with one element does."""
-    if type(value) is float and math.isfinite(value):
+def integer(
+    name: str, value: Any, least: int | None = None, below: int | None = None, fix: str = "Pass an int."
+) -> int:
+    """Return `value` as an int of at least `least` and below `below`. A tensor with one integer is an integer."""
+    if type(value) is not int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = operator.index(value)
+        except Exception:  # the class of `value` may raise anything
+            raise wrong(name, _range("a whole number", least, below), value, fix, TypeError) from None
+    if (least is not None and value < least) or (below is not None and value >= below):
+        raise wrong(name, _range("a whole number", least, below), value, fix)
+    return int(value)
+
+
+def number(
+    name: str,
+    value: Any,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    fix: str = "Pass a float.",
+) -> float:
+    """Return `value` as a finite float within the bounds. A tensor with one number is a number."""
+    if type(value) is float and math.isfinite(value) and least is most is above is None:
         return value
-    rule, fix = "a finite number", "Pass a float."
-    if isinstance(value, bool | str | bytes):
-        raise wrong(name, rule, value, fix, TypeError)
+    rule = _range("a finite number", least, None, most, above)
     try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
         converted = float(value)
-    except Exception as error:  # any class may raise anything
-        raise wrong(name, rule, value, fix, TypeError) from error
-    if not math.isfinite(converted):
+    except Exception:  # the class of `value` may raise anything
+        raise wrong(name, rule, value, fix, TypeError) from None
+    in_range = (
+        (least is None or converted >= least)
+        and (most is None or converted <= most)
+        and (above is None or converted > above)
+    )
+    if not (math.isfinite(converted) and in_range):
         raise wrong(name, rule, value, fix)
     return converted
+
+
+def _range(
+    kind: str,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+) -> str:
+    bounds = {"of at least": least, "below": below, "of at most": most, "above": above}
+    limits = [f"{words} {_power(bound)}" for words, bound in bounds.items() if bound is not None]
+    return " ".join([kind, " and ".join(limits)]).strip()
+
+
+def _power(bound: float) -> str:
+    """Return a large power of two as such, any other number as it is."""
+    is_power = isinstance(bound, int) and bound > 1 << 20 and bound.bit_count() == 1
+    return f"2**{int(bound).bit_length() - 1}" if is_power else f"{bound}"
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False, as a bool. 0 and 1 count as such, and so do NumPy's."""
+    is_flag = isinstance(value, int) and value in (0, 1)
+    if is_flag or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")):
+        return bool(value)
+    raise wrong(name, "True or False", value, error=TypeError)
+
+
+def text(name: str, value: Any, fix: str = "Pass a string.") -> str:
+    """Return `value`, which must be a string."""
+    if isinstance(value, str):
+        return value
+    raise wrong(name, "a string", value, fix, TypeError)
+
+
+def path(name: str, value: Any) -> Path:
+    """Return `value`, a string or another path of text, as a Path."""
+    try:
+        return Path(value)
+    except Exception:  # the class of `value` may raise anything
+        raise wrong(name, "a path", value, "Pass a string or a Path.", TypeError) from None
+
+
+def instance(name: str, value: Any, kind: type | tuple[type, ...], rule: str, fix: str = "") -> Any:
+    """Return `value`, which must be of class `kind`. rule: the class as the message shows it."""
+    if isinstance(value, kind):
+        return value
+    raise wrong(name, rule, value, fix, TypeError)
+
+
+def function(name: str, value: Any, fix: str = "Pass a function.") -> Callable[..., Any]:
+    """Return `value`, which must be callable."""
+    if callable(value):
+        return cast("Callable[..., Any]", value)
+    raise wrong(name, "a function", value, fix, TypeError)
+
+
+def items(name: str, value: Any, rule: str, fix: str = "") -> list[Any]:
+    """Return the items of `value`, which must be iterable, but no string and no dictionary. rule: for the message."""
+    try:
+        if isinstance(value, str | bytes | Mapping):
+            raise TypeError
+        return list(value)
+    except TypeError:
+        raise wrong(name, rule, value, fix, TypeError) from None
+
+
+def mapping(name: str, value: Any, *keys: str, fix: str = "") -> Mapping[Any, Any]:
+    """Return `value`, which must be a dictionary with `keys`."""
+    rule = f"a dictionary with {', '.join(map(repr, keys))}" if keys else "a dictionary"
+    if not isinstance(value, Mapping):
+        raise wrong(name, rule, value, fix, TypeError)
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise ValueError(
+            f"`{name}` must be {rule}, but has no {', '.join(map(repr, missing))}.{' ' * bool(fix)}{fix}"
+        )
+    return value
+
+
+@contextlib.contextmanager
+def configuration() -> Iterator[None]:
+    """Raise the errors of the checks in the body as ConfigurationError."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def reduce_op(op: Any) -> int:

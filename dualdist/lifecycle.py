@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from .checks import flag, path
 from .collectives.join import stand_in
 from .errors import ConfigurationError
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
@@ -96,7 +97,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         ConfigurationError: the file cannot be written.
         NotInitializedError: before `init()`.
     """
-    current().timeline.open(os.fspath(file_path), mark_cycles)
+    current().timeline.open(str(path("file_path", file_path)), flag("mark_cycles", mark_cycles))
 
 
 def stop_timeline() -> None:

@@ -36,7 +36,8 @@ class HandleTable:
         """Return whether the result is ready. Raises ValueError for a handle that is unknown or was used."""
         if handle not in self._results:
             raise ValueError(
-                f"`handle` must be outstanding, but {handle} is unknown or was synchronized already."
+                f"`handle` must be outstanding, but {handle} is unknown or was synchronized already. Pass what an "
+                "asynchronous call has returned."
             )
         return self._results[handle].done()
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..world.process_sets import ProcessSet, global_process_set
+from ..agreement import call_kinds
+from ..world.process_sets import ProcessSet, global_process_set, reporting
 from .autograd import Allgather, record
 from .plans.allgather import plan_allgather
+from .plans.arguments import check_tensors
 
 __all__ = ("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async")
 
@@ -50,7 +52,8 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable."""
-    tensors = list(tensors)
+    with reporting(call_kinds.GROUPED_ALLGATHER, process_set):
+        tensors = check_tensors(tensors, grouped=True)
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
     return record(Allgather, plan, tensors, process_set)
 
@@ -59,4 +62,4 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors."""
-    return plan_allgather(list(tensors), name, grouped=True, process_set=process_set).submit()
+    return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ..agreement import call_kinds
 from ..types import Op
 from ..world.process_sets import ProcessSet, global_process_set
 from .autograd import Allreduce, record
-from .compression import Compression, Compressor
+from .compression import Compression, Compressor, compressed
 from .plans.allreduce import plan_allreduce
 from .plans.arguments import ReductionArguments
 
@@ -56,10 +57,10 @@ def allreduce(
         ValueError: an argument is wrong on this rank (dtype, op, name in use, not a member).
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
-    sent, ctx = compression.compress(tensor)
+    sent, (ctx,) = compressed([tensor], compression, call_kinds.ALLREDUCE, process_set)
     arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce([sent], arguments, name, process_set=process_set)
-    (reduced,) = record(Allreduce, plan, [sent], process_set)
+    plan = plan_allreduce(sent, arguments, name, process_set=process_set)
+    (reduced,) = record(Allreduce, plan, sent, process_set)
     return compression.decompress(reduced, ctx)
 
 
@@ -129,12 +130,11 @@ def grouped_allreduce(
 
     The tensors may differ in shape and dtype but not in device. Otherwise as `allreduce`.
     """
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    sent = [compressed for compressed, _ in pairs]
+    sent, contexts = compressed(tensors, compression, call_kinds.GROUPED_ALLREDUCE, process_set, grouped=True)
     arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce(sent, arguments, name, grouped=True, process_set=process_set)
     reduced = record(Allreduce, plan, sent, process_set)
-    return [compression.decompress(output, ctx) for output, (_, ctx) in zip(reduced, pairs, strict=True)]
+    return [compression.decompress(output, ctx) for output, ctx in zip(reduced, contexts, strict=True)]
 
 
 def grouped_allreduce_async(
@@ -148,7 +148,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors."""
     arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    return plan_allreduce(list(tensors), arguments, name, grouped=True, process_set=process_set).submit()
+    return plan_allreduce(tensors, arguments, name, grouped=True, process_set=process_set).submit()
 
 
 def grouped_allreduce_(
@@ -162,9 +162,7 @@ def grouped_allreduce_(
 ) -> tuple[torch.Tensor, ...]:
     """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does)."""
     arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce(
-        list(tensors), arguments, name, in_place=True, grouped=True, process_set=process_set
-    )
+    plan = plan_allreduce(tensors, arguments, name, in_place=True, grouped=True, process_set=process_set)
     return plan.run()
 
 
@@ -179,7 +177,5 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`."""
     arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce(
-        list(tensors), arguments, name, in_place=True, grouped=True, process_set=process_set
-    )
+    plan = plan_allreduce(tensors, arguments, name, in_place=True, grouped=True, process_set=process_set)
     return plan.submit()

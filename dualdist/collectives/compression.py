@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-__all__ = ("Compression", "Compressor")
+from ..agreement.call_kinds import Kind
+from ..checks import wrong
+from ..world.process_sets import ProcessSet, reporting
+from .plans.arguments import check_tensors
+
+__all__ = ("Compression", "Compressor", "check_compression", "compressed")
 
 
 class Compressor:
@@ -43,6 +48,27 @@ class _Float16(_Cast):
 
 class _BFloat16(_Cast):
     sent = torch.bfloat16
+
+
+def compressed(
+    tensors: Any, compression: Any, kind: Kind, process_set: ProcessSet, *, grouped: bool = False
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the compressed `tensors`, and the `ctx` of each. The other ranks get an error of `kind` if it fails."""
+    with reporting(kind, process_set):
+        check_compression(compression)
+        pairs = [compression.compress(tensor) for tensor in check_tensors(tensors, grouped=grouped)]
+        return [sent for sent, _ in pairs], [ctx for _, ctx in pairs]
+
+
+def check_compression(compression: Any) -> None:
+    """Raise TypeError unless `compression` has the functions of a Compressor."""
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise wrong(
+            "compression",
+            "Compression.none, fp16 or bf16, or have compress() and decompress() as these",
+            compression,
+            error=TypeError,
+        )
 
 
 class Compression:

@@ -9,8 +9,9 @@ from ..agreement.call import Call
 from ..agreement.call_kinds import WhenJoined
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
+from ..checks import integer
 from ..world.context import current
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
 from .plans.plan import Plan, make_call
 from .reduction import Reduction, reduce_tensors
 from .wire import neutral
@@ -28,6 +29,7 @@ def join(device: int = -1) -> int:
 
     device: the GPU for the zeros in Horovod; it has no effect here: the current GPU is used.
     """
+    integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
     return channel_of(global_process_set).join()
 
 
@@ -36,7 +38,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Ranks that have joined count as having called it. Raises HorovodInternalError as `allreduce` does.
     """
-    channel = channel_of(process_set)
+    with reporting(call_kinds.BARRIER, process_set):
+        channel = channel_of(process_set)
     Plan(channel, make_call(call_kinds.BARRIER, None), lambda group, verdict: None).run()
 
 

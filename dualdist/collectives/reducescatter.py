@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ..agreement import call_kinds
 from ..types import Average, Op
 from ..world.process_sets import ProcessSet, global_process_set
 from .autograd import Reducescatter, record
-from .compression import Compression, Compressor
+from .compression import Compression, Compressor, compressed
 from .plans.arguments import ReductionArguments
 from .plans.reducescatter import plan_reducescatter
 
@@ -45,10 +46,10 @@ def reducescatter(
         ValueError: an argument is wrong on this rank.
         HorovodInternalError: `op` is neither Average nor Sum, or as for `allreduce`.
     """
-    sent, ctx = compression.compress(tensor)
+    sent, (ctx,) = compressed([tensor], compression, call_kinds.REDUCESCATTER, process_set)
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter([sent], arguments, name, process_set=process_set)
-    (output,) = record(Reducescatter, plan, [sent], process_set)
+    plan = plan_reducescatter(sent, arguments, name, process_set=process_set)
+    (output,) = record(Reducescatter, plan, sent, process_set)
     return compression.decompress(output, ctx)
 
 
@@ -76,12 +77,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return `reducescatter` of each of `tensors`, as one operation; differentiable."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    sent = [compressed for compressed, _ in pairs]
+    sent, contexts = compressed(
+        tensors, compression, call_kinds.GROUPED_REDUCESCATTER, process_set, grouped=True
+    )
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(sent, arguments, name, grouped=True, process_set=process_set)
     outputs = record(Reducescatter, plan, sent, process_set)
-    return [compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
+    return [compression.decompress(output, ctx) for output, ctx in zip(outputs, contexts, strict=True)]
 
 
 def grouped_reducescatter_async(
@@ -94,4 +96,4 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors."""
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    return plan_reducescatter(list(tensors), arguments, name, grouped=True, process_set=process_set).submit()
+    return plan_reducescatter(tensors, arguments, name, grouped=True, process_set=process_set).submit()

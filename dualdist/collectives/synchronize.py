@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..checks import integer
 from ..world.context import current
 
 __all__ = ("poll", "synchronize")
@@ -14,7 +15,7 @@ def poll(handle: int) -> bool:
 
     Raises ValueError for a handle that is unknown or already synchronized.
     """
-    return current().handles.poll(handle)
+    return current().handles.poll(_checked(handle))
 
 
 def synchronize(handle: int) -> Any:
@@ -23,4 +24,8 @@ def synchronize(handle: int) -> Any:
     Returns None for a handle that is unknown or already synchronized. Raises HorovodInternalError if the collective
     failed.
     """
-    return current().handles.synchronize(handle)
+    return current().handles.synchronize(_checked(handle))
+
+
+def _checked(handle: Any) -> int:
+    return integer("handle", handle, fix="Pass what an asynchronous call has returned.")

@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..agreement import call_kinds
 from ..backends.base import Group
+from ..checks import instance, wrong
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..collectives.plans.arguments import check_root, check_tensor
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.wire import as_bytes, from_bytes
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
 
 __all__ = ("broadcast_optimizer_state", "broadcast_parameters")
 
@@ -38,7 +39,7 @@ def broadcast_parameters(
         root_rank: a global rank, equal on all ranks.
 
     Raises:
-        ValueError: `params` is something else, or an entry is not a tensor.
+        ValueError, TypeError: `params` is something else, or an entry is not a tensor.
         HorovodInternalError: names, shapes or dtypes differ between ranks, or as for `broadcast`.
     """
     plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
@@ -46,10 +47,10 @@ def broadcast_parameters(
 
 @planned(call_kinds.BROADCAST_PARAMETERS)
 def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     named = _named(params)
     for name, tensor in named:
-        check_tensor(tensor, name)
+        check_tensor(tensor, f"params[{name!r}]")
     call = make_call(
         call_kinds.BROADCAST_PARAMETERS,
         None,
@@ -61,14 +62,21 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
+    rule, fix = "a state_dict or named parameters", "Pass model.state_dict() or model.named_parameters()."
     if isinstance(params, Mapping):
-        return [(str(name), tensor) for name, tensor in sorted(params.items()) if tensor is not None]
+        named = [(str(name), tensor) for name, tensor in params.items() if tensor is not None]
+        return sorted(named, key=lambda entry: entry[0])
     if isinstance(params, str | bytes | torch.Tensor) or not isinstance(params, Iterable):
-        raise ValueError(
-            f"`params` must be a state_dict or named parameters, but is {type(params).__name__} instead."
-        )
+        raise wrong("params", rule, params, fix)
     entries = list(params)
-    return [entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(entries)]
+    named = [
+        entry if isinstance(entry, tuple) else (str(place), entry) for place, entry in enumerate(entries)
+    ]
+    if any(len(entry) != 2 or not isinstance(entry[0], str) for entry in named):
+        raise ValueError(
+            f"`params` must be {rule}, but has an entry that is no (name, tensor) instead. {fix}"
+        )
+    return named
 
 
 def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -123,6 +131,7 @@ def broadcast_optimizer_state(
         ValueError: `root_rank` is not a rank, or the number of parameters differs from the root's.
         HorovodInternalError: as for `broadcast`.
     """
+    root_rank = _check(optimizer, root_rank)
     is_root = channel_of(global_process_set).group.rank == root_rank
     state = optimizer.state_dict() if is_root else None
     specified = tree_map_only(
@@ -138,6 +147,14 @@ def broadcast_optimizer_state(
     if not is_root:
         received = iter(tensors)
         _load_in_place(optimizer, tree_map_only(_TensorSpec, lambda _: next(received), template))
+
+
+def _check(optimizer: Any, root_rank: Any) -> int:
+    """Return `root_rank` as an int. If an argument is wrong on this rank, the other ranks get an error, too."""
+    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):
+        fix = "Pass the optimizer of this rank."
+        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
+        return check_root(root_rank, global_process_set)[0]
 
 
 def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from ..agreement.call import Call
 from ..agreement.call_kinds import Kind
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
-from ..checks import wrong
+from ..checks import integer, items, wrong
 from .context import current, current_or_inherited, is_initialized
 
 __all__ = (
@@ -30,21 +30,15 @@ class ProcessSet:
     """Some of the ranks of the world. Once the set is registered, collectives can run among them.
 
     ranks: global ranks in any order, or an mpi4py communicator. Register the set with `init(process_sets=)` or
-    `add_process_set`; until then `process_set_id` is None. Raises ValueError when a rank is not an integer.
+    `add_process_set`; until then `process_set_id` is None. Raises ValueError when a rank is not an integer, negative or
+    occurs twice.
     """
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        if hasattr(ranks_or_comm, "Get_group"):
-            ranks_or_comm = _ranks_of(ranks_or_comm)
-        ranks = sorted(ranks_or_comm)
-        if any(not isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"`ranks` must be integers, but is {list(ranks_or_comm)} instead.")
-        if len(set(ranks)) != len(ranks):
-            raise ValueError(f"`ranks` must not repeat, but is {list(ranks_or_comm)} instead.")
-        self.ranks = ranks
+        self.ranks = _checked_ranks("ranks_or_comm", ranks_or_comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
         """Return the set itself: the copy of a model or an optimizer uses the same set."""
@@ -74,6 +68,20 @@ class ProcessSet:
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def _checked_ranks(name: str, ranks_or_comm: Any) -> list[int]:
+    """Return the ranks in ascending order. Raises TypeError or ValueError, which names the parameter `name`."""
+    if hasattr(ranks_or_comm, "Get_group"):
+        return sorted(_ranks_of(ranks_or_comm))
+    given = items(name, ranks_or_comm, "a list of ranks", "Pass whole numbers, such as [0, 1].")
+    try:
+        checked = sorted(integer(f"{name}[{place}]", rank, least=0) for place, rank in enumerate(given))
+    except TypeError as error:
+        raise ValueError(str(error)) from None  # as in Horovod
+    if len(set(checked)) != len(checked):
+        raise ValueError(f"`{name}` must not repeat a rank, but is {checked} instead. Name each rank once.")
+    return checked
 
 
 def _ranks_of(comm: Any) -> list[int]:
@@ -125,7 +133,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Return `process_set` as a ProcessSet. Raises ValueError if it cannot be registered."""
     context = current()
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    added = process_set
+    if not isinstance(added, ProcessSet):
+        added = ProcessSet(_checked_ranks("process_set", added))
     ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
         raise ValueError(

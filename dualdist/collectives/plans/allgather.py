@@ -11,7 +11,7 @@ from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import allgather_rows
-from .arguments import check_not_empty, check_tensor, dtype_name
+from .arguments import check_tensors, dtype_name
 from .plan import Plan, make_call, planned
 
 __all__ = ("plan_allgather",)
@@ -27,9 +27,7 @@ def plan_allgather(
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of an allgather. Its result: for each of `tensors`, the rows of all ranks."""
     channel = channel_of(process_set)
-    check_not_empty(tensors)
-    for tensor in tensors:
-        check_tensor(tensor)
+    tensors = check_tensors(tensors, grouped=grouped)
     tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     call = make_call(
         call_kinds.GROUPED_ALLGATHER if grouped else call_kinds.ALLGATHER,

@@ -12,7 +12,7 @@ from ...backends.base import Group
 from ...types import Average
 from ...world.process_sets import ProcessSet, channel_of
 from ..reduction import payload_of, reduce_payloads, reduce_tensors
-from .arguments import ReductionArguments, check_not_empty, check_reduction, describe_reduction
+from .arguments import ReductionArguments, check_reduction, check_tensors, describe_reduction
 from .plan import Plan, make_call, planned
 
 __all__ = ("plan_allreduce",)
@@ -30,7 +30,7 @@ def plan_allreduce(
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of an allreduce. Its result: `tensors` themselves, or new tensors of the same shapes."""
     channel, reduction = channel_of(process_set), arguments.reduction(default=Average)
-    check_not_empty(tensors)
+    tensors = check_tensors(tensors, grouped=grouped)
     check_reduction(tensors, reduction, process_set)
     payload = payload_of(channel.group, tensors, reduction)
     kind = call_kinds.GROUPED_ALLREDUCE if grouped else call_kinds.ALLREDUCE

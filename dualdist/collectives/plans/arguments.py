@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...agreement.call_site import warn_deprecated
-from ...checks import number, reduce_op, wrong
+from ...checks import integer, items, number, reduce_op, wrong
 from ...types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ...world.process_sets import ProcessSet, channel_of
 from ..adasum import check_adasum_size
@@ -17,12 +17,12 @@ from ..wire import check_reducible
 
 __all__ = (
     "ReductionArguments",
-    "check_not_empty",
     "check_reduction",
     "check_root",
     "check_rows",
     "check_splits",
     "check_tensor",
+    "check_tensors",
     "describe_reduction",
     "describe_rows",
     "dtype_name",
@@ -37,36 +37,55 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_tensor(tensor: Any, what: str = "tensor") -> None:
     """Raise TypeError or ValueError unless `tensor` is a dense tensor that can be sent."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{what}` must be a torch.Tensor, but is a {type(tensor).__name__} instead.")
+        raise wrong(what, "a torch.Tensor", tensor, "Convert it with torch.as_tensor().", TypeError)
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
         )
     if tensor.is_quantized or tensor.device.type == "meta":
         raise ValueError(
-            f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead."
+            f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead. "
+            "Use dequantize(), or a tensor with data."
         )
+
+
+def check_tensors(tensors: Any, *, grouped: bool) -> list[torch.Tensor]:
+    """Return `tensors` as a list. Raise TypeError or ValueError unless all can be sent.
+
+    grouped: whether the user gave the sequence `tensors`, and not a single `tensor`.
+    """
+    if not grouped:
+        check_tensor(tensors[0])
+        return list(tensors)
+    rule, fix = "a list or tuple of tensors", "Use the function without `grouped_` for one."
+    if isinstance(tensors, torch.Tensor):
+        raise wrong("tensors", rule, tensors, fix, TypeError)
+    given = items("tensors", tensors, rule, fix)
+    if not given:
+        raise ValueError("`tensors` must hold at least one tensor, but is empty instead. Skip the call.")
+    for place, tensor in enumerate(given):
+        check_tensor(tensor, f"tensors[{place}]")
+    return given
 
 
 def check_rows(tensor: Any) -> None:
     """Raise TypeError or ValueError unless `tensor` can be sent and has rows, (n, ...)."""
     check_tensor(tensor)
     if tensor.dim() == 0:
-        raise ValueError("`tensor` must have at least one dimension, but is a number instead.")
+        raise ValueError(
+            "`tensor` must have at least one dimension, but is a number instead. Use reshape(1)."
+        )
 
 
-def check_not_empty(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless there is a tensor in `tensors`."""
-    if not tensors:
-        raise ValueError("`tensors` must hold at least one tensor, but is empty instead.")
-
-
-def check_root(root_rank: int, process_set: ProcessSet) -> int:
-    """Return the index in the set of the global rank `root_rank`. Raises ValueError if it is not a member."""
+def check_root(root_rank: Any, process_set: ProcessSet) -> tuple[int, int]:
+    """Return the global rank `root_rank` as an int, and its index in the set. Raises ValueError for other ranks."""
     ranks = channel_of(process_set).group.ranks
-    if root_rank not in ranks:
-        raise ValueError(f"`root_rank` must be one of the ranks {list(ranks)}, but is {root_rank} instead.")
-    return ranks.index(root_rank)
+    rank = integer("root_rank", root_rank, fix="Pass a global rank.")
+    if rank not in ranks:
+        raise ValueError(
+            f"`root_rank` must be one of the ranks {list(ranks)}, but is {rank} instead. Pass a global rank."
+        )
+    return rank, ranks.index(rank)
 
 
 def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
@@ -84,10 +103,12 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
                 f"`splits` must be a 1-D int32 tensor, but is {splits.dim()}-D {splits.dtype} instead."
             )
         splits = splits.tolist()
-    counts = [int(count) for count in splits]
+    given = items("splits", splits, "a list of whole numbers", "Give the number of rows for each rank.")
+    counts = [integer(f"splits[{place}]", count) for place, count in enumerate(given)]
     if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
         raise ValueError(
-            f"`splits` must be {size} numbers of at least 0 with a sum of at most {rows} rows, but is {counts} instead."
+            f"`splits` must be {size} numbers of at least 0 with a sum of at most {rows} rows, but is "
+            f"{counts} instead. Give the number of rows for each rank."
         )
     return counts
 
@@ -121,13 +142,13 @@ class ReductionArguments(NamedTuple):
 
 
 def check_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet) -> None:
-    """Raise ValueError, TypeError or NotImplementedError unless `reduction` can be applied to `tensors`."""
+    """Raise ValueError or NotImplementedError unless `reduction` can be applied to `tensors`, which can be sent."""
     for tensor in tensors:
-        check_tensor(tensor)
         check_reducible(tensor.dtype, reduction.op)
     if len({tensor.device for tensor in tensors}) > 1:
         raise ValueError(
-            f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead."
+            f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead. "
+            "Move them to one."
         )
     if reduction.op == Adasum:
         check_adasum_size(channel_of(process_set).group.size)

@@ -25,7 +25,7 @@ def plan_broadcast(
     process_set: ProcessSet,
 ) -> Plan[torch.Tensor]:
     """Return the plan of a broadcast. Its result: `tensor` itself, or a new tensor."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     check_tensor(tensor)
     call = make_call(
         call_kinds.BROADCAST,

@@ -20,7 +20,7 @@ def plan_gather(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
     """Return the plan of a gather. Its result: the received rows, and their number from each rank, (size,) int32."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
     call = make_call(call_kinds.GATHER, name, root_rank=root_rank, **describe_rows(table))

@@ -16,6 +16,7 @@ import torch
 from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
+from ...checks import items
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import allgather_rows, alltoall_rows
 from .arguments import check_root
@@ -46,7 +47,7 @@ def plan_broadcast_object(
     obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor | None]:
     """Return the plan of a broadcast_object. Its result: the root's object; None on the root, which has it."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     is_root = channel.group.rank == root
     data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     call = make_call(call_kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
@@ -79,7 +80,7 @@ def plan_gather_object(
     obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[Pickles | None]:
     """Return the plan of a gather_object. Its result: the objects of all ranks on the root, None elsewhere."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     data = _dump(obj)
     splits = [data.numel() if index == root else 0 for index in range(channel.group.size)]
     call = make_call(call_kinds.GATHER_OBJECT, name, root_rank=root_rank)
@@ -96,14 +97,13 @@ def plan_scatter_object(
     objs: Sequence[Any] | None, root_rank: int, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
     """Return the plan of a scatter_object. Its result: this rank's object."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     size, is_root = channel.group.size, channel.group.rank == root
-    if is_root and (objs is None or len(objs) != size):
-        count = "None" if objs is None else f"{len(objs)} objects"
-        raise ValueError(
-            f"`objs` must hold one object for each of {size} ranks on the root, but is {count} instead."
-        )
-    pickled = [_dump(obj) for obj in objs] if is_root and objs is not None else []
+    rule = f"a list with one object for each of {size} ranks on the root"
+    given = items("objs", objs, rule, "Wrap each rank's object.") if is_root else []
+    if is_root and len(given) != size:
+        raise ValueError(f"`objs` must be {rule}, but has {len(given)} objects instead.")
+    pickled = [_dump(obj) for obj in given]
     data = torch.cat(pickled) if pickled else torch.empty(0, dtype=torch.uint8)
     splits = [each.numel() for each in pickled] or [0] * size
     call = make_call(call_kinds.SCATTER_OBJECT, name, root_rank=root_rank)

@@ -11,6 +11,7 @@ from ...agreement.call import Call
 from ...agreement.call_kinds import Kind
 from ...agreement.call_site import call_site
 from ...agreement.channel import Channel, Execute
+from ...checks import text
 from ...world.context import current
 from ...world.process_sets import reporting
 
@@ -61,8 +62,11 @@ def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b""
 
     Raises ValueError if an asynchronous call of the same name is not finished, as Horovod does.
     """
-    if name is not None and current().handles.is_outstanding(name):
-        raise ValueError(
-            f"`name` must not be in use, but {name!r} names a collective that is still outstanding."
-        )
+    if name is not None:
+        name = str.__str__(text("name", name, "Pass a string or None."))  # of no class of the user
+        if current().handles.is_outstanding(name):
+            raise ValueError(
+                f"`name` must not be in use, but {name!r} names a collective that is still outstanding. Call "
+                "synchronize() first, or choose another name."
+            )
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)

@@ -9,7 +9,7 @@ from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
 from ..reduction import reduce_tensors
-from .arguments import ReductionArguments, check_reduction, check_root, describe_reduction
+from .arguments import ReductionArguments, check_reduction, check_root, check_tensor, describe_reduction
 from .plan import Plan, make_call, planned
 
 __all__ = ("plan_reduce",)
@@ -25,8 +25,9 @@ def plan_reduce(
     process_set: ProcessSet,
 ) -> Plan[torch.Tensor]:
     """Return the plan of a reduce. Its result: the reduced tensor on the root, zeros elsewhere."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     reduction = arguments.reduction()
+    check_tensor(tensor)
     check_reduction([tensor], reduction, process_set)
     call = make_call(call_kinds.REDUCE, name, root_rank=root_rank, **describe_reduction([tensor], reduction))
 

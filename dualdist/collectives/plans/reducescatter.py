@@ -14,7 +14,7 @@ from ...types import REDUCE_OP_NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import rows_per_rank
 from ..reduction import Reduction, reduce_tensors
-from .arguments import ReductionArguments, check_not_empty, check_reduction, check_rows, describe_reduction
+from .arguments import ReductionArguments, check_reduction, check_rows, check_tensors, describe_reduction
 from .plan import Plan, make_call, planned
 
 __all__ = ("plan_reducescatter",)
@@ -31,7 +31,7 @@ def plan_reducescatter(
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of a reducescatter. Its result: for each of `tensors`, this rank's rows of the reduced tensor."""
     channel, reduction = channel_of(process_set), arguments.reduction()
-    check_not_empty(tensors)
+    tensors = check_tensors(tensors, grouped=grouped)
     check_reduction(tensors, Reduction(Sum), process_set)
     for tensor in tensors:
         check_rows(tensor)

@@ -20,7 +20,7 @@ def plan_scatter(
     tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSet
 ) -> Plan[torch.Tensor]:
     """Return the plan of a scatter. Its result: the received rows."""
-    root, channel = check_root(root_rank, process_set), channel_of(process_set)
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     size = channel.group.size
     counts = [0] * size
     if channel.group.rank == root:

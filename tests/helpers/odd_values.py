@@ -1,0 +1,113 @@
+"""Odd values for parameters, and which of them each parameter accepts, with the reason.
+
+A name in a table is that of a parameter, or of a function and its parameter. The second kind wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+import dualdist as hvd
+
+__all__ = ("ODD", "Accepted", "accepted", "odd_values")
+
+
+class Odd:
+    """An object that has nothing."""
+
+
+ODD: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "none": lambda: None,
+        "true": lambda: True,
+        "whole": lambda: 7,
+        "negative": lambda: -1,
+        "huge": lambda: 10**30,
+        "fraction": lambda: 1.5,
+        "nan": lambda: math.nan,
+        "infinite": lambda: math.inf,
+        "text": lambda: "banana",
+        "bytes": lambda: b"banana",
+        "list": lambda: ["banana", "b", "c", "d"],
+        "numbers": lambda: [1.5, 2.5, 3.5, 4.5],
+        "dictionary": lambda: {"x": 1},
+        "object": Odd,
+        "class": lambda: Odd,
+        "tensor": lambda: torch.ones(6),
+    }
+)
+"""Wrong values for most parameters. 7 is no rank in the worlds of the tests, and six rows divide by their sizes."""
+
+MORE: Mapping[str, Mapping[str, Callable[[], Any]]] = MappingProxyType(
+    {
+        "tensor": {
+            "sparse": lambda: torch.ones(6).to_sparse(),
+            "without data": lambda: torch.ones(6, device="meta"),
+        },
+        "sparse_allreduce_async.tensor": {"sparse": lambda: torch.ones(6).to_sparse()},
+        "process_set": {"not registered": lambda: hvd.ProcessSet([0])},
+        "splits": {
+            "digits": lambda: "22",
+            "negative rows": lambda: [-1] * hvd.size(),
+            "too many rows": lambda: [100] * hvd.size(),
+        },
+        "add_process_set.process_set": {"outside": lambda: [hvd.size()], "twice": lambda: [0, 0]},
+        "ranks_or_comm": {"twice": lambda: [0, 0], "negative rank": lambda: [-1]},
+    }
+)
+"""More wrong values for some parameters."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Odd values that a parameter accepts."""
+
+    names: frozenset[str]
+    called: bool
+    """Whether the test calls the function with them, or leaves them out, since that would take too long."""
+
+
+def accept(names: str, reason: str, *, called: bool = True) -> Accepted:
+    """Return the entry for the odd values in `names`, or for "all". reason: for the reader of the table."""
+    return Accepted(frozenset(ODD if names == "all" else names.split()), called)
+
+
+NUMBERS = "whole negative huge fraction"
+
+ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
+    {
+        "tensor": accept("tensor", "a tensor"),
+        "sparse_allreduce_async.tensor": accept("sparse", "a sparse tensor"),
+        "name": accept("none text", "a name is optional, and any text"),
+        "average": accept("none true", "deprecated, but as in Horovod"),
+        **{
+            f"{group}allreduce{form}.op": accept("none", "Average, the default")
+            for group in ("", "grouped_")
+            for form in ("", "_", "_async", "_async_")
+        },
+        "prescale_factor": accept(NUMBERS, "any finite factor"),
+        "postscale_factor": accept(NUMBERS, "any finite factor"),
+        "splits": accept("none", "equal shares"),
+        "obj": accept("all", "any object can be sent"),
+        "device": accept("whole huge negative", "without effect: any number of a GPU, or -1"),
+        "synchronize.handle": accept("whole negative huge", "None for an unknown handle, as in Horovod"),
+    }
+)
+
+
+def accepted(function: str, parameter: str) -> Accepted:
+    """Return what `parameter` of `function` accepts."""
+    nothing = accept("", "")
+    return ACCEPTED.get(f"{function}.{parameter}", ACCEPTED.get(parameter, nothing))
+
+
+def odd_values(function: str, parameter: str) -> Mapping[str, Callable[[], Any]]:
+    """Return the odd values for `parameter` of `function`, by name."""
+    more = MORE.get(f"{function}.{parameter}", MORE.get(parameter, {}))
+    return {**ODD, **more}
