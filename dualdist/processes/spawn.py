@@ -103,8 +103,8 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     typed = file is None or not os.path.exists(file)
     if typed and getattr(fn, "__module__", None) == "__main__":
         raise ConfigurationError(
-            f"`fn` must be a function that a new process can import, but {fn!r} was typed in instead. "
-            "Write it into a module."
+            f"`fn` must be a function that a new process can import, but {fn!r} comes from a prompt, a "
+            "notebook or the standard input instead. Write it in a module."
         )
     try:
         work = pickle.dumps((fn, args))

@@ -205,7 +205,7 @@ class Communicator:
         self._check_tag(tag)
         if source is None and not fits(buffer.num_bytes):
             raise RuntimeError(
-                "MPI: a tensor over 1 GiB cannot be received from any source. Name the source."
+                "MPI: a tensor over 1 GiB can be received only from a named source. Name the source."
             )
         origin = self._mpi.ANY_SOURCE if source is None else source
 

@@ -89,7 +89,7 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> 
     rank, size = world.Get_rank(), world.Get_size()
     joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
     yield open_store(joined, os.environ, timeout.total_seconds()).store, rank, size
-    raise RuntimeError("MPI's world cannot be joined a second time from inside it.")
+    raise RuntimeError("A process can join MPI's world only once.")
 
 
 def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
