@@ -132,7 +132,7 @@ def test_a_function_typed_into_a_prompt_is_an_error_that_asks_for_a_module(
 ) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(spawn_functions.block, "__module__", "__main__")
-    with pytest.raises(ConfigurationError, match="typed in"):
+    with pytest.raises(ConfigurationError, match="comes from a prompt"):
         hvd.spawn(spawn_functions.block, nprocs=1)
     assert hvd.spawn(spawn_functions.describe, (1, b""), 1) == [(0, 1, 0, b"")]
 
