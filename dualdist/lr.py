@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
+from .checks import instance, integer, number, wrong
 from .world.ranks import size
 
 __all__ = ("scaled", "warmup")
@@ -28,9 +29,9 @@ def scaled(lr: float, factor: float | None = None, *, rule: str = "linear") -> f
         rule: "linear" (SGD) or "sqrt" (often used with Adam).
     """
     factor = _checked(factor)
-    if rule not in RULES:
-        raise ValueError(f"`rule` must be one of {', '.join(RULES)}, but is {rule} instead.")
-    return lr * RULES[rule](factor)
+    if not isinstance(rule, str) or rule not in RULES:
+        raise wrong("rule", f"one of {', '.join(RULES)}", rule)
+    return number("lr", lr) * RULES[rule](factor)
 
 
 def warmup(
@@ -44,9 +45,14 @@ def warmup(
         factor: None: the size of the world, so that a linearly scaled rate starts at the rate for one process.
         then: the scheduler after the warm-up, such as a CosineAnnealingLR. It counts its steps from there.
     """
-    if steps < 0:
-        raise ValueError(f"`steps` must be at least 0, but is {steps} instead.")
-    factor = _checked(factor)
+    instance(
+        "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", "Pass the optimizer that is trained."
+    )
+    steps, factor = integer("steps", steps, least=0), _checked(factor)
+    if then is not None:
+        instance(
+            "then", then, LRScheduler, "a scheduler of torch or None", "Make it with the same optimizer."
+        )
     if steps == 0 and then is not None:
         return then
     rise = LinearLR(optimizer, start_factor=1 / factor if steps else 1.0, total_iters=max(1, steps))
@@ -54,7 +60,8 @@ def warmup(
 
 
 def _checked(factor: float | None) -> float:
-    factor = size() if factor is None else factor
-    if not 1 <= factor < math.inf:
-        raise ValueError(f"`factor` must be at least 1 and finite, but is {factor} instead.")
-    return factor
+    return (
+        float(size())
+        if factor is None
+        else number("factor", factor, least=1, fix="Pass None for hvd.size().")
+    )

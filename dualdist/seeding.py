@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from .checks import integer
 from .world.ranks import rank, size
 
 __all__ = ("seed_everything", "worker_init_fn")
@@ -31,11 +32,14 @@ def seed_everything(seed: int, *, rank_offset: bool | int = False) -> int:
         ValueError: the seed of a rank is out of range.
         NotInitializedError: with an offset, before `init()`.
     """
+    seed = integer("seed", seed)
+    given = int(rank_offset) if isinstance(rank_offset, bool) else rank_offset
+    rank_offset = integer("rank_offset", given, least=0, below=LIMIT)
     highest = seed + rank_offset * (size() - 1) if rank_offset else seed
-    if seed < 0 or rank_offset < 0 or highest >= LIMIT:
+    if seed < 0 or highest >= LIMIT:
         raise ValueError(
             f"`seed` must be at least 0 and below 2**32 on every rank, but is {seed} with rank_offset={rank_offset}, "
-            f"so {highest} on the last rank instead."
+            f"so {highest} on the last rank instead. Choose smaller numbers."
         )
     own = seed + rank_offset * rank() if rank_offset else seed
     random.seed(own)
@@ -52,7 +56,7 @@ def worker_init_fn(offset: int | None = None) -> Callable[[int], None]:
 
     offset: a number that differs between the ranks. None: the rank, read now because workers may not know it.
     """
-    return functools.partial(_seed_worker, rank() if offset is None else offset)
+    return functools.partial(_seed_worker, rank() if offset is None else integer("offset", offset, least=0))
 
 
 def _seed_worker(offset: int, worker_id: int) -> None:

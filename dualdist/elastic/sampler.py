@@ -7,10 +7,12 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ..checks import flag, instance, integer, mapping
+from ..samplers.sharding import checked_epoch, checked_seed
 from ..world.ranks import rank, size
 
 __all__ = ("ElasticSampler",)
@@ -29,9 +31,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
+        self.dataset = cast("Sized", instance("dataset", dataset, Sized, "a dataset with a length"))
+        self.shuffle = flag("shuffle", shuffle)
+        self.seed = checked_seed(seed)
         self.epoch = 0
         self.processed_num = 0
         self._warned = False
@@ -39,12 +41,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` with all samples. Call it at the end of the previous epoch, not after resuming an epoch."""
-        self.epoch = epoch
+        self.epoch = checked_epoch(epoch)
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank has processed a batch of `batch_size` samples."""
+        integer("batch_idx", batch_idx, least=0)
+        batch_size = integer("batch_size", batch_size, least=0)
         if self.processed_num >= len(self.dataset) and self.rank == 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -57,8 +61,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, partitioned over the current ranks."""
-        self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
+        fix = "Pass what state_dict() of an ElasticSampler has returned."
+        mapping("state_dict", state_dict, "epoch", "processed_num", fix=fix)
+        epoch = checked_epoch(state_dict["epoch"], "state_dict['epoch']")
+        self.processed_num = integer("state_dict['processed_num']", state_dict["processed_num"], least=0)
+        self.epoch = epoch
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .. import types
+from ..checks import instance, integer, items, mapping, number, wrong
 from ..collectives import allreduce, grouped_allreduce
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, check_process_set, global_process_set
 
 __all__ = ("ConfusionMatrix", "Mean", "Metric", "Sum", "compute")
 
@@ -27,8 +28,14 @@ class Metric(ABC):
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSet) -> None:
+        check_process_set(process_set)
         self.process_set = process_set
-        self._local = torch.zeros(tuple(shape), dtype=dtype)
+        sizes = items(
+            "shape", shape, "the sizes of a tensor", "Pass a tuple of whole numbers, () for one number."
+        )
+        sizes = [integer(f"shape[{place}]", size, least=0) for place, size in enumerate(sizes)]
+        instance("dtype", dtype, torch.dtype, "a torch.dtype", "Pass torch.float64 or torch.int64.")
+        self._local = torch.zeros(sizes, dtype=dtype)
 
     def _add(self, amount: torch.Tensor) -> None:
         """Add to this rank's counter. It moves to the GPU with the first `amount` that is there, and stays."""
@@ -66,7 +73,10 @@ class Metric(ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict`, equal on every rank. The first rank takes it; the others start at zero. Local."""
-        total = state_dict["total"]
+        mapping(
+            "state_dict", state_dict, "total", fix="Pass what state_dict() of such a metric has returned."
+        )
+        total = instance("state_dict['total']", state_dict["total"], torch.Tensor, "a torch.Tensor")
         if total.shape != self._local.shape:
             raise ValueError(
                 f"`state_dict` must hold a counter of shape {tuple(self._local.shape)}, "
@@ -79,7 +89,12 @@ class Metric(ABC):
 def _as_tensor(values: torch.Tensor | float) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values.detach()
-    return torch.as_tensor(values, dtype=torch.float64 if isinstance(values, float) else None)
+    try:
+        if isinstance(values, bytes):
+            raise TypeError
+        return torch.as_tensor(values, dtype=torch.float64 if isinstance(values, float) else None)
+    except Exception:  # torch raises anything
+        raise wrong("values", "a tensor or a number", values, "Convert it.", TypeError) from None
 
 
 class Mean(Metric):
@@ -105,15 +120,17 @@ class Mean(Metric):
                 "Pass the number of samples with the mean: update(loss, len(batch))."
             )
         added = values.sum(dtype=torch.float64)
-        number = torch.full_like(added, values.numel())
+        samples = torch.full_like(added, values.numel())
         if isinstance(count, torch.Tensor):
-            number = count.to(added)
+            if count.numel() != 1:
+                raise ValueError(f"`count` must be one number, but has shape {tuple(count.shape)} instead.")
+            samples = count.to(added)
         elif count is not None:
-            number.fill_(count)
+            samples.fill_(number("count", count, least=0, fix="Pass the number of samples."))
         if count is not None:
             # The mean over no samples is NaN.
-            added = torch.where(number > 0, added * number, 0.0)
-        self._add(torch.stack([added, number]))
+            added = torch.where(samples > 0, added * samples, 0.0)
+        self._add(torch.stack([added, samples]))
 
     def _value(self, total: torch.Tensor) -> torch.Tensor:
         return total[0] / total[1]
@@ -157,15 +174,19 @@ class ConfusionMatrix(Metric):
 
     def __init__(self, num_classes: int, process_set: ProcessSet = global_process_set) -> None:
         # One more row and column for wrong class numbers. Raising in `update` would have to wait for the GPU.
-        super().__init__((num_classes + 1, num_classes + 1), torch.int64, process_set)
+        size = integer("num_classes", num_classes, least=1, below=1 << 16) + 1
+        super().__init__((size, size), torch.int64, process_set)
 
     def update(self, predicted: torch.Tensor, targets: torch.Tensor) -> None:
         """Add samples. predicted, targets: class numbers, equal shapes, any integer dtype. Local."""
+        fix = "Take the argmax of scores."
+        for name, classes in (("predicted", predicted), ("targets", targets)):
+            instance(name, classes, torch.Tensor, "a tensor of class numbers", fix)
         if predicted.shape != targets.shape or predicted.is_floating_point() or targets.is_floating_point():
             raise ValueError(
                 "`predicted` and `targets` must be class numbers of the same shape, but are "
                 f"{tuple(predicted.shape)} {predicted.dtype} and {tuple(targets.shape)} {targets.dtype} instead. "
-                "Take the argmax of scores."
+                f"{fix}"
             )
         rows, columns = (self._row(classes) for classes in (targets, predicted))
         counts = torch.zeros(self._local.numel(), dtype=torch.int64, device=rows.device)
@@ -191,6 +212,9 @@ class ConfusionMatrix(Metric):
 
 def compute(metrics: Mapping[str, Metric]) -> dict[str, torch.Tensor]:
     """Return the values of several metrics of one process set, by name. Collective: one allreduce for all of them."""
+    fix = 'Pass a dictionary, such as {"loss": loss}.'
+    for name, metric in mapping("metrics", metrics, fix=fix).items():
+        instance(f"metrics[{name!r}]", metric, Metric, "a Metric", fix)
     process_set = next((metric.process_set for metric in metrics.values()), global_process_set)
     if not metrics or any(metric.process_set is not process_set for metric in metrics.values()):
         raise ValueError(

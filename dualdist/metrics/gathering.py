@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ..agreement import call_kinds
+from ..checks import integer, items
 from ..collectives import allgather, grouped_allgather
 from ..collectives.on_all_ranks import on_all_ranks
-from ..collectives.plans.arguments import check_tensor
+from ..collectives.plans.arguments import check_rows, check_tensor
 from ..world.device import device
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, check_process_set, global_process_set, reporting
 
 __all__ = ("gather_all_tensors", "gather_in_order")
 
@@ -38,6 +40,9 @@ def gather_all_tensors(tensor: torch.Tensor, group: ProcessSet | None = None) ->
         TypeError: `tensor` is not a tensor. ValueError: dtypes differ, or the argument of another rank is wrong. One of
             them is raised on every rank.
     """
+    with reporting(call_kinds.ALLGATHER_OBJECT, group):
+        if group is not None:
+            check_process_set(group, "group")
     process_set = group or global_process_set
 
     def describe() -> tuple[torch.Size, torch.dtype]:
@@ -83,24 +88,19 @@ def gather_in_order(
         TypeError, ValueError: an argument is wrong, or samples are missing. Every rank raises; ValueError if only the
             argument of another rank is wrong.
     """
-    batches = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    batches: list[torch.Tensor] = []
     places = torch.empty(0)
 
     def describe() -> tuple[torch.Size, torch.dtype, str] | None:
-        nonlocal places
-        if isinstance(indices, torch.Tensor):
-            places = indices
-        else:
-            places = torch.tensor(list(indices), dtype=torch.int64)
-        count = sum(len(batch) for batch in batches)
-        if places.shape != (count,) or places.is_floating_point():
-            raise ValueError(
-                f"`indices` must be {count} integers, one for each output, "
-                f"but are {places.dtype} of shape {tuple(places.shape)} instead."
-            )
+        nonlocal batches, places
+        batches, places = _checked(outputs, indices)
+        if length is not None:
+            integer("length", length, least=0, below=1 << 63, fix="Pass the length of the dataset, or None.")
         kinds = [(batch.shape[1:], batch.dtype, batch.device.type) for batch in batches if len(batch)]
         return _common(kinds, _ROW) if kinds else None
 
+    with reporting(call_kinds.ALLGATHER_OBJECT, process_set):
+        check_process_set(process_set)
     described = [kind for kind in on_all_ranks(describe, ValueError, process_set) if kind is not None]
     if not described:
         raise ValueError("`outputs` must hold a row on some rank, but is empty on all instead.")
@@ -111,6 +111,25 @@ def gather_in_order(
     return _in_order(rows, places, length)
 
 
+def _checked(outputs: Any, indices: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return `outputs` as batches and `indices` as a tensor. Raises TypeError or ValueError."""
+    fix = "Pass what the model has returned."
+    batches = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    batches = items("outputs", batches, "a tensor or a list of tensors", fix)
+    for place, batch in enumerate(batches):
+        check_rows(batch, f"outputs[{place}]")
+    if not isinstance(indices, torch.Tensor):
+        given = items("indices", indices, "dataset indices", "Pass the sampler or a list.")
+        indices = torch.tensor([integer("indices", index) for index in given], dtype=torch.int64)
+    count = sum(len(batch) for batch in batches)
+    if indices.shape != (count,) or indices.is_floating_point():
+        raise ValueError(
+            f"`indices` must be {count} integers, one for each of `outputs`, "
+            f"but are {indices.dtype} of shape {tuple(indices.shape)} instead."
+        )
+    return batches, indices
+
+
 def _in_order(rows: torch.Tensor, places: torch.Tensor, length: int | None) -> torch.Tensor:
     places, order = places.sort(stable=True)
     first = torch.ones_like(places, dtype=torch.bool)
@@ -119,7 +138,7 @@ def _in_order(rows: torch.Tensor, places: torch.Tensor, length: int | None) -> t
     if length is not None and not torch.equal(found, torch.arange(length, device=found.device)):
         missing = sorted(set(range(length)) - set(found.tolist()))
         raise ValueError(
-            f"`indices` must name all {length} samples, but name {len(found)} instead. "
+            f"With `length`={length}, `indices` must name all {length} samples, but name {len(found)} instead. "
             f"Missing: {missing[:5]}; last: {found[-1]}."
         )
     return rows[order[first]]

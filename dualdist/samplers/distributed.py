@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from ..checks import flag, instance, mapping
 from .sharding import DealingSampler
 
 __all__ = ("DistributedSampler",)
@@ -44,8 +45,11 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         *,
         pad: bool = True,
     ) -> None:
-        self.dataset = cast("torch.utils.data.Dataset[Any]", dataset)
-        self.shuffle = shuffle
+        self.dataset = cast(
+            "torch.utils.data.Dataset[Any]",
+            instance("dataset", dataset, Sized, "a dataset with a length", "Use split_by_rank() for others."),
+        )
+        self.shuffle = flag("shuffle", shuffle)
         self._configure(num_replicas, rank, seed, drop_last, pad)
 
     def _length(self) -> int:
@@ -63,6 +67,9 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         return {**super().state_dict(), "shuffle": self.shuffle}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        mapping(
+            "state_dict", state_dict, "shuffle", fix="Pass what state_dict() of such a sampler has returned."
+        )
         if state_dict["shuffle"] != self.shuffle:
             raise ValueError(
                 f"`shuffle` must be {state_dict['shuffle']} as in `state_dict`, but is {self.shuffle} instead."

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ..checks import flag, instance
 from .sharding import given_or_joined_world
 
 __all__ = ("split_by_rank",)
@@ -38,7 +39,8 @@ def split_by_rank(
         NotInitializedError: num_replicas or rank is None before `init()`.
         ValueError: rank is not below num_replicas.
     """
-    return _Split(iterable, *given_or_joined_world(num_replicas, rank), drop_last)
+    instance("iterable", iterable, Iterable, "an iterable", "Pass an IterableDataset or a list.")
+    return _Split(iterable, *given_or_joined_world(num_replicas, rank), flag("drop_last", drop_last))
 
 
 class _Split(torch.utils.data.IterableDataset[T_co]):

@@ -13,21 +13,33 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..checks import flag, integer, mapping
 from ..world.ranks import rank as own_rank
 from ..world.ranks import size
 
-__all__ = ("DealingSampler", "given_or_joined_world")
+__all__ = ("DealingSampler", "checked_epoch", "checked_seed", "given_or_joined_world")
 
 T_co = TypeVar("T_co", covariant=True)
 
 
+def checked_epoch(epoch: Any, name: str = "epoch") -> int:
+    """Return the argument `epoch` as an int. Raises TypeError or ValueError."""
+    return integer(name, epoch, least=0, below=1 << 32)
+
+
+def checked_seed(seed: Any, name: str = "seed") -> int:
+    """Return the argument `seed` as an int. torch accepts its sum with an epoch. Raises TypeError or ValueError."""
+    return integer(name, seed, least=-(1 << 63), below=(1 << 64) - (1 << 32))
+
+
 def given_or_joined_world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Return the number of ranks and this process's rank: the arguments, or where they are None, the joined world's."""
-    num_replicas = size() if num_replicas is None else num_replicas
-    rank = own_rank() if rank is None else rank
+    num_replicas = size() if num_replicas is None else integer("num_replicas", num_replicas, least=1)
+    rank = own_rank() if rank is None else integer("rank", rank)
     if not 0 <= rank < num_replicas:
         raise ValueError(
-            f"`rank` must be at least 0 and less than num_replicas={num_replicas}, but is {rank} instead."
+            f"`rank` must be at least 0 and less than num_replicas={num_replicas}, but is {rank} instead. "
+            "Pass hvd.rank() and hvd.size(), or neither."
         )
     return num_replicas, rank
 
@@ -68,12 +80,14 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool, pad: bool
     ) -> None:
         """Start epoch 0. None: the value of the joined world, read again at each new offset or epoch."""
+        drop_last, pad = flag("drop_last", drop_last), flag("pad", pad)
         if drop_last and not pad:
             raise ValueError(
                 "`pad` must be True with drop_last=True, but is False instead. "
                 "Use only pad=False to have every sample once, or only drop_last=True to leave the rest out."
             )
         self._given_world = num_replicas, rank
+        seed = checked_seed(seed)
         self.epoch, self.seed, self.drop_last, self.pad = 0, seed, drop_last, pad
         self._start_at(0)
 
@@ -117,6 +131,7 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start a pass over `epoch`: at its first item, or at the offset that `load_state_dict` set for this epoch."""
+        epoch = checked_epoch(epoch)
         resumed = epoch == self.epoch and not self._consumed
         self.epoch = epoch
         self._start_at(self._offset if resumed else 0)
@@ -128,10 +143,11 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         is wrapped. Local. Raises ValueError when it is more than was drawn and not yet counted.
         """
         uncounted = self._drawn - self._consumed
+        num_samples = integer("num_samples", num_samples)
         if not 0 <= num_samples <= uncounted:
             raise ValueError(
-                f"`num_samples` must be at most the {uncounted} samples that rank {self.rank} has drawn and not yet "
-                f"counted, but is {num_samples} instead. Count the samples of this rank alone, each batch once."
+                f"`num_samples` must be at least 0 and at most the {uncounted} samples that rank {self.rank} has drawn "
+                f"and not yet counted, but is {num_samples} instead. Count each batch of this rank alone, once."
             )
         self._consumed += num_samples
 
@@ -165,13 +181,21 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
 
         Call it on every rank, with the state of rank 0. Raises ValueError when the sequence had another length.
         """
-        self.epoch, self.seed = state_dict["epoch"], state_dict["seed"]
-        if self._length() != state_dict["length"]:
+        keys = ("epoch", "seed", "num_consumed", "length")
+        mapping("state_dict", state_dict, *keys, fix="Pass what state_dict() of such a sampler has returned.")
+        epoch = checked_epoch(state_dict["epoch"], "state_dict['epoch']")
+        seed = checked_seed(state_dict["seed"], "state_dict['seed']")
+        length = integer("state_dict['length']", state_dict["length"], least=0)
+        consumed = integer(
+            "state_dict['num_consumed']", state_dict["num_consumed"], least=0, below=length + 1
+        )
+        self.epoch, self.seed = epoch, seed
+        if self._length() != length:
             raise ValueError(
-                f"`state_dict` must be of a sampler of {self._length()} items, but has {state_dict['length']} instead. "
+                f"`state_dict` must be of a sampler of {self._length()} items, but has {length} instead. "
                 "Resume with the same data, or start at the next epoch: set_epoch(state_dict['epoch'] + 1)."
             )
-        self._start_at(state_dict["num_consumed"])
+        self._start_at(consumed)
 
     def reset(self) -> None:
         """Shard the remaining items over the current ranks. `elastic.TorchState` calls it in a new world."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ..checks import instance
 from .sharding import DealingSampler
 
 __all__ = ("DistributedSamplerWrapper",)
@@ -42,6 +43,8 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
         *,
         pad: bool = True,
     ) -> None:
+        fix = "Pass a sampler, a batch sampler or a list."
+        instance("sampler", sampler, Iterable, "a sampler or another iterable", fix)
         if any(isinstance(part, torch.utils.data.DistributedSampler) for part in _parts(sampler)):
             raise ValueError(
                 "`sampler` must yield the samples of all ranks, but is already sharded over the ranks. "

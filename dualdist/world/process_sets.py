@@ -11,13 +11,14 @@ from ..agreement.call import Call
 from ..agreement.call_kinds import Kind
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
-from ..checks import integer, items, wrong
+from ..checks import instance, integer, items
 from .context import current, current_or_inherited, is_initialized
 
 __all__ = (
     "ProcessSet",
     "add_process_set",
     "channel_of",
+    "check_process_set",
     "forget_world",
     "global_process_set",
     "register_world",
@@ -155,7 +156,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     context = current()
     with reporting(call_kinds.REMOVE_PROCESS_SET):
-        _check_type(process_set)
+        check_process_set(process_set)
     set_id = process_set.process_set_id
     if set_id is None or set_id == 0 or context.process_sets.get(set_id) is not process_set:
         return False
@@ -172,7 +173,7 @@ def channel_of(process_set: ProcessSet) -> Channel:
     Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
-    _check_type(process_set)
+    check_process_set(process_set)
     if process_set.process_set_id is None:
         raise TypeError(
             f"`process_set` must be registered, but is {process_set} instead. "
@@ -186,11 +187,9 @@ def channel_of(process_set: ProcessSet) -> Channel:
     return channel
 
 
-def _check_type(process_set: Any) -> None:
-    if not isinstance(process_set, ProcessSet):
-        raise wrong(
-            "process_set", "a ProcessSet", process_set, "Make one with add_process_set(ranks).", TypeError
-        )
+def check_process_set(process_set: Any, name: str = "process_set") -> None:
+    """Raise TypeError unless `process_set`, the parameter `name`, is a ProcessSet, registered or not."""
+    instance(name, process_set, ProcessSet, "a ProcessSet", "Make one with add_process_set(ranks).")
 
 
 class reporting:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import dualdist as hvd
+from dualdist import elastic, lr, metrics, samplers, seeding
 
 __all__ = ("CASES", "COLLECTIVES", "Case")
 
@@ -103,7 +104,102 @@ COLLECTIVES: dict[str, Case] = {
     "barrier": Case(hvd.barrier),
 }
 
+
+def sampler() -> hvd.DistributedSampler:
+    """Return a sampler that has drawn all its samples."""
+    made = hvd.DistributedSampler(range(6))
+    list(made)
+    return made
+
+
+def scores() -> metrics.Sum:
+    return metrics.Sum((2,))
+
+
+def classes() -> dict[str, Any]:
+    return {"predicted": torch.zeros(6, dtype=torch.int64), "targets": torch.zeros(6, dtype=torch.int64)}
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+
+
+def of_dataset() -> dict[str, Any]:
+    return {"dataset": range(12)}
+
+
+DATA: dict[str, Case] = {
+    "DistributedSampler": Case(hvd.DistributedSampler, of_dataset),
+    "DistributedSampler.set_epoch": Case(
+        hvd.DistributedSampler.set_epoch, call=lambda **arguments: sampler().set_epoch(**arguments)
+    ),
+    "DistributedSampler.advance": Case(
+        hvd.DistributedSampler.advance, call=lambda **arguments: sampler().advance(**arguments)
+    ),
+    "DistributedSampler.load_state_dict": Case(
+        hvd.DistributedSampler.load_state_dict,
+        call=lambda **arguments: sampler().load_state_dict(**arguments),
+    ),
+    "samplers.DistributedSamplerWrapper": Case(
+        samplers.DistributedSamplerWrapper, lambda: {"sampler": range(12)}
+    ),
+    "samplers.DealingSampler.load_state_dict": Case(
+        samplers.DealingSampler.load_state_dict,
+        call=lambda **arguments: samplers.DistributedSamplerWrapper(range(12)).load_state_dict(**arguments),
+    ),
+    "split_by_rank": Case(hvd.split_by_rank, lambda: {"iterable": range(12)}),
+    "elastic.ElasticSampler": Case(elastic.ElasticSampler, of_dataset),
+    "elastic.ElasticSampler.set_epoch": Case(
+        elastic.ElasticSampler.set_epoch,
+        call=lambda **arguments: elastic.ElasticSampler(range(12)).set_epoch(**arguments),
+    ),
+    "elastic.ElasticSampler.record_batch": Case(
+        elastic.ElasticSampler.record_batch,
+        lambda: {"batch_idx": 0, "batch_size": 1},
+        lambda **arguments: elastic.ElasticSampler(range(12)).record_batch(**arguments),
+    ),
+    "elastic.ElasticSampler.load_state_dict": Case(
+        elastic.ElasticSampler.load_state_dict,
+        call=lambda **arguments: elastic.ElasticSampler(range(12)).load_state_dict(**arguments),
+    ),
+    "seed_everything": Case(hvd.seed_everything, lambda: {"seed": 1}),
+    "seeding.worker_init_fn": Case(seeding.worker_init_fn),
+    "lr.scaled": Case(lr.scaled, lambda: {"lr": 0.1}),
+    "lr.warmup": Case(lr.warmup, lambda: {"optimizer": sgd(), "steps": 3}),
+}
+
+METRICS: dict[str, Case] = {
+    "metrics.Mean": Case(metrics.Mean),
+    "metrics.Mean.update": Case(
+        metrics.Mean.update,
+        lambda: {"values": 1.0, "count": 2},
+        lambda **arguments: metrics.Mean().update(**arguments),
+    ),
+    "metrics.Sum": Case(metrics.Sum),
+    "metrics.Sum.update": Case(
+        metrics.Sum.update, call=lambda **arguments: metrics.Sum().update(**arguments)
+    ),
+    "metrics.ConfusionMatrix": Case(metrics.ConfusionMatrix, lambda: {"num_classes": 3}),
+    "metrics.ConfusionMatrix.update": Case(
+        metrics.ConfusionMatrix.update,
+        classes,
+        lambda **arguments: metrics.ConfusionMatrix(3).update(**arguments),
+    ),
+    "metrics.ConfusionMatrix.load_state_dict": Case(
+        metrics.ConfusionMatrix.load_state_dict,
+        call=lambda **arguments: metrics.ConfusionMatrix(3).load_state_dict(**arguments),
+    ),
+    "metrics.compute": Case(metrics.compute),
+    "metrics.gather_all_tensors": Case(metrics.gather_all_tensors, one),
+    "metrics.gather_in_order": Case(
+        metrics.gather_in_order,
+        lambda: {"outputs": rows()[:1], "indices": [hvd.rank()]},
+    ),
+}
+
 CASES: dict[str, Case] = {
+    **DATA,
+    **METRICS,
     **COLLECTIVES,
     "join": Case(hvd.join),
     "poll": Case(hvd.poll),

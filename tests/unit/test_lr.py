@@ -60,10 +60,10 @@ def test_no_steps_are_no_warmup() -> None:
 
 
 def test_wrong_arguments_are_errors() -> None:
-    with pytest.raises(ValueError, match="`rule` must be one of linear, sqrt, but is cubic instead"):
+    with pytest.raises(ValueError, match="`rule` must be one of linear, sqrt, but is 'cubic' instead"):
         lr.scaled(0.1, 2, rule="cubic")
     for factor in (0.5, 0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="`factor` must be at least 1"):
+        with pytest.raises(ValueError, match="`factor` must be a finite number of at least 1"):
             lr.warmup(optimizer(), 5, factor)
-    with pytest.raises(ValueError, match="`steps` must be at least 0, but is -1 instead"):
+    with pytest.raises(ValueError, match="`steps` must be a whole number of at least 0, but is -1 instead"):
         lr.warmup(optimizer(), -1, 2)

@@ -72,11 +72,17 @@ def test_shuffles_depend_on_seed_and_epoch() -> None:
     assert order(0, 0) != list(range(50))
 
 
-@pytest.mark.parametrize(("num_replicas", "rank"), [(2, 2), (2, -1), (0, 0)])
+@pytest.mark.parametrize(("num_replicas", "rank"), [(2, 2), (2, -1)])
 def test_a_rank_outside_the_world_is_an_error(num_replicas: int, rank: int) -> None:
     for make in (DistributedSampler, DistributedSamplerWrapper, split_by_rank):
         with pytest.raises(ValueError, match=f"num_replicas={num_replicas}, but is {rank} instead"):
             make(range(4), num_replicas=num_replicas, rank=rank)
+
+
+def test_a_world_without_ranks_is_an_error_that_does_not_blame_the_rank() -> None:
+    for make in (DistributedSampler, DistributedSamplerWrapper, split_by_rank):
+        with pytest.raises(ValueError, match="`num_replicas` must be a whole number of at least 1, but is 0"):
+            make(range(4), num_replicas=0, rank=0)
 
 
 def test_the_world_must_be_known_or_given() -> None:

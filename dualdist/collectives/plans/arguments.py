@@ -68,12 +68,12 @@ def check_tensors(tensors: Any, *, grouped: bool) -> list[torch.Tensor]:
     return given
 
 
-def check_rows(tensor: Any) -> None:
+def check_rows(tensor: Any, what: str = "tensor") -> None:
     """Raise TypeError or ValueError unless `tensor` can be sent and has rows, (n, ...)."""
-    check_tensor(tensor)
+    check_tensor(tensor, what)
     if tensor.dim() == 0:
         raise ValueError(
-            "`tensor` must have at least one dimension, but is a number instead. Use reshape(1)."
+            f"`{what}` must have at least one dimension, but is a number instead. Use reshape(1)."
         )
 
 
