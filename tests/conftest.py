@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,10 @@ from .default_worlds import ABOVE_THE_BACKENDS, DEFAULT_WORLDS
 from .helpers import fork_server
 from .helpers.world import WORLDS, World
 
-TESTS = Path(__file__).parent
+IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
 
 GROUPS = {"launchers/test_matrix.py": "Slurm", "launchers/test_cluster_examples.py": "Slurm"}
-"""Files whose tests share what is slow to start. The tests of every other file of launchers are a group."""
+"""Files whose tests share what is slow to start. All other tests form groups by world, else by file."""
 
 FIRST = ("launchers/test_hosts.py", "Slurm", "horovod-gloo-2")
 """The groups that take longest, so that no process has one left when the others are done."""
@@ -35,7 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
-    config.addinivalue_line("markers", "xdist_group(name): tests that one process of pytest-xdist runs")
     fork_server.use(not config.getoption("--all"))
     chosen = config.getoption("--worlds")
     if chosen and set(chosen.split(",")) - WORLDS.keys():
@@ -59,31 +59,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _chosen_worlds(metafunc: pytest.Metafunc) -> tuple[str, ...]:
     if worlds := metafunc.config.getoption("--worlds"):
         return tuple(worlds.split(","))
-    fewer = not metafunc.config.getoption("--all") and _file(metafunc.definition) in ABOVE_THE_BACKENDS
+    fewer = not metafunc.config.getoption("--all") and _file(metafunc.definition.nodeid) in ABOVE_THE_BACKENDS
     return DEFAULT_WORLDS if fewer else tuple(WORLDS)
 
 
-def _file(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).as_posix()
-
-
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a group together, so that what they share is started once, and is up alone."""
+    """Run the tests of a group together, so that what they share is started once, and nothing else is up."""
     order = {name: place for place, name in enumerate([*FIRST, *WORLDS])}
-    for item in items:
-        if group := _group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: order.get(_group(item), len(order)))
+    items.sort(key=lambda item: order.get(_group(item.nodeid), len(order)))
 
 
-def _group(item: pytest.Item) -> str:
-    """Return the name of the group of a test, or ''."""
-    callspec = getattr(item, "callspec", None)
-    worlds = [str(value) for value in callspec.params.values()] if callspec is not None else []
-    file = _file(item)
-    of_launchers = GROUPS.get(file, file if file.startswith("launchers/") else "")
-    return next((world for world in worlds if world in WORLDS), of_launchers)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist, have each group run in one process, and the groups start in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = _group
+    return scheduler
+
+
+def _file(nodeid: str) -> str:
+    """Return the file of a test, below tests/."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def _group(nodeid: str) -> str:
+    """Return the name of the group of a test."""
+    world = IN_WORLD.search(nodeid)
+    return world[1] if world else GROUPS.get(_file(nodeid), _file(nodeid))
 
 
 @pytest.fixture(scope="session")

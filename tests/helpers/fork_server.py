@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import marshal
 import os
 import runpy
@@ -228,6 +229,8 @@ def main() -> None:
     import dualdist
 
     assert not dualdist.is_initialized()
+    gc.collect()
+    gc.freeze()  # else the first collection in each fork would copy all memory that is shared with this process
     request = _serve(sys.argv[1])
     _take_over(request)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -13,6 +13,7 @@ import pytest
 
 from dualdist.agreement.trace_file import TraceFile
 
+from ..helpers.fork_server import forked
 from ..helpers.trace_reader import read_marks, read_spans
 
 ENDINGS = {
@@ -36,7 +37,7 @@ hvd.allreduce(torch.ones(3), name="a")
 def run(code: str, path: Path) -> int:
     environment = os.environ | {"HOROVOD_TIMELINE": str(path), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT + code],
+        forked([sys.executable, "-c", SCRIPT + code]),
         env=environment,
         stderr=subprocess.DEVNULL,
         timeout=60,
