@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from .default_worlds import ABOVE_THE_BACKENDS, DEFAULT_WORLDS
-from .helpers import fork_server
+from .helpers.forks import use_forks
 from .helpers.world import WORLDS, World
 
 IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
-    fork_server.use(not config.getoption("--all"))
+    use_forks(not config.getoption("--all"))
     chosen = config.getoption("--worlds")
     if chosen and set(chosen.split(",")) - WORLDS.keys():
         raise pytest.UsageError(f"--worlds must be among {', '.join(WORLDS)}, but is {chosen} instead.")

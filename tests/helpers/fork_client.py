@@ -17,23 +17,28 @@ PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 NAMESPACES = ("net", "uts", "mnt")
 
 
+def number_from(server: socket.socket) -> int:
+    data = server.recv(4)
+    if not data:
+        os._exit(1)  # the server has ended
+    return int.from_bytes(data, "big", signed=True)
+
+
 def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
     files = [int(name) for name in os.listdir("/proc/self/fd")]
-    files = [
-        file for file in files if os.path.exists(f"/proc/self/fd/{file}")
-    ]  # without that of listdir itself
+    files = [file for file in files if os.path.exists(f"/proc/self/fd/{file}")]  # one was of listdir itself
     namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.connect(sys.argv[1])
     message = marshal.dumps((sys.argv[2:], dict(os.environb), os.getcwd(), os.getppid(), files))
     socket.send_fds(server, [len(message).to_bytes(4, "big")], [*files, *namespaces])
     server.sendall(message)
-    child = int.from_bytes(server.recv(4), "big")
+    child = number_from(server)
     for number in PASSED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
-    end = int.from_bytes(server.recv(4), "big", signed=True)
+    end = number_from(server)
     if end < 0:
         if -end in PASSED:
             signal.signal(-end, signal.SIG_DFL)

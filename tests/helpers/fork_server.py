@@ -1,8 +1,8 @@
-"""A server whose forks have imported torch and dualdist already, which takes most of the time of a launch.
+"""The server of forks.py: imports torch and dualdist, and forks for every client (fork_client.py).
 
-A launcher starts a small client instead of Python, which takes milliseconds. The client asks the server for a fork,
-which runs the script with the arguments, environment, folder and files of the client: see fork_client.py. With
-`pytest --all` there is no server: every process is a new interpreter, as a user's is.
+    python fork_server.py SOCKET
+
+It prints `ready`, and ends with its forks when its input ends.
 """
 
 from __future__ import annotations
@@ -11,96 +11,24 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import functools
 import gc
+import importlib
 import marshal
 import os
 import runpy
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
-import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ("BIN", "forked", "use", "variables")
-
-BIN = Path(sys.executable).parent
-LAUNCHERS = (f"{BIN}/torchrun", f"{BIN}/horovodrun")
-"""Launchers that are written in Python."""
-CLIENT = Path(__file__).with_name("fork_client.py")
-NAMESPACES = 3
-"""How many namespaces the client passes after its files."""
+NAMESPACES = ("net", "uts", "mnt")
+"""The client passes these after its files."""
 FIRST_FREE = 512
 """Files of the client wait at this number and above until their own numbers are free."""
-
-_used = False
-
-
-def use(forks: bool) -> None:
-    """Choose whether `forked` has an effect."""
-    global _used
-    _used = forks
-
-
-def forked(command: Sequence[str]) -> list[str]:
-    """Return `command` with a client of the server in place of each Python in it, which launchers are too."""
-    if not _used:
-        return list(command)
-    clients = {sys.executable: [_server().python], **{file: [_server().python, file] for file in LAUNCHERS}}
-    return [word for part in command for word in clients.get(part, [part])]
-
-
-def variables() -> dict[str, str]:
-    """Return the variables with which torchrun starts scripts by the client, too."""
-    return {"PYTHON_EXEC": _server().python} if _used else {}
-
-
-class _Server:
-    """The server's process, which ends with this one."""
-
-    def __init__(self) -> None:
-        folder = tempfile.mkdtemp(prefix="fork-server-")
-        self.python = f"{folder}/python"
-        """The client, which takes the place of Python."""
-        Path(self.python).write_text(f'#!/bin/sh\nexec {sys.executable} -IS {CLIENT} {folder}/socket "$@"\n')
-        Path(self.python).chmod(0o755)
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, f"{folder}/socket"],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        weakref.finalize(self, _stop, process, folder)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-
-
-def _stop(process: subprocess.Popen[bytes], folder: str) -> None:
-    with process:
-        process.terminate()
-    shutil.rmtree(folder)
-
-
-_starting = threading.Lock()
-
-
-def _server() -> _Server:
-    with _starting:
-        return _only_server()
-
-
-@functools.cache
-def _only_server() -> _Server:
-    return _Server()
 
 
 @dataclass
@@ -129,7 +57,7 @@ def _serve(address: str) -> _Request:
     watched: list[Any] = [0, listener]
     while True:
         ready, _, _ = select.select([*watched, *children], [], [])
-        if 0 in ready:  # pytest has ended
+        if 0 in ready:  # pytest has ended, or wants this process to end
             for handle in children:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os._exit(0)
@@ -172,9 +100,11 @@ def _take_over(request: _Request) -> None:
     os.closerange(0, FIRST_FREE)
     for file, number in zip(high, request.numbers, strict=False):
         os.dup2(file, number)
-    for file in high[-NAMESPACES:]:
+    for file, name in zip(high[-len(NAMESPACES) :], NAMESPACES, strict=True):
+        if os.path.samestat(os.fstat(file), os.stat(f"/proc/self/ns/{name}")):
+            continue
         if ctypes.CDLL(None, use_errno=True).setns(file, 0) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
+            raise OSError(ctypes.get_errno(), f"setns of {name}")
     os.closerange(FIRST_FREE, max(high) + 1)
     os.environb.clear()
     os.environb.update(request.environment)
@@ -228,12 +158,15 @@ def main() -> None:
 
     import dualdist
 
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sklearn.datasets")  # for examples/train.py
     assert not dualdist.is_initialized()
+    del sys.path[0]  # the folder of this file
     gc.collect()
     gc.freeze()  # else the first collection in each fork would copy all memory that is shared with this process
     request = _serve(sys.argv[1])
     _take_over(request)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     numpy.random.seed()
     _end(_run(request.arguments))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from .fork_server import BIN, forked, variables
+from .forks import BIN, fork_variables, forked
 from .requirements import need_modules
 from .world import MPIRUN, ROOT
 
@@ -92,7 +92,7 @@ def finish(
         start_new_session=True,
         env={
             **os.environ,
-            **(variables() if forks else {}),
+            **(fork_variables() if forks else {}),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
             "TEST_LAUNCH": mark.partition("=")[2],

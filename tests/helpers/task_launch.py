@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from types import MappingProxyType
 from typing import Any
 
-from .fork_server import forked, variables
+from .forks import fork_variables, forked
 from .namespace_hosts import Network
 from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
@@ -74,7 +74,7 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
                 start_new_session=True,
                 env={
                     **os.environ,
-                    **variables(),
+                    **fork_variables(),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": str(ROOT),
                     **start.environment,

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
-from .fork_server import BIN, forked
+from .forks import BIN, forked
 from .requirements import need_modules
 from .world_worker import ADDRESS, KEY, STACKS
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ..helpers.forks import fork_variables, forked
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import ROOT
 
@@ -21,7 +22,7 @@ CLUSTER = ROOT / "examples" / "cluster"
 def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path: Path) -> None:
     log, metrics = tmp_path / "log", tmp_path / "metrics.json"
     # The nodes' names are Slurm's alone: both are this host.
-    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    variables = {"PYTHON": forked([sys.executable])[0], "PYTHONPATH": str(ROOT), **fork_variables()}
     variables |= {"HEAD": "127.0.0.1", "PORT": str(slurm.free_port())}
     ended = slurm.finish(
         "sbatch",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from ..helpers.fork_server import BIN
+from ..helpers.forks import BIN
 from ..helpers.script_launch import SECONDS, Ended, finish
 
 EXAMPLE, DISTURBED = "examples/elastic.py", "tests/helpers/disturbed_elastic_example.py"

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ..helpers.fork_server import BIN
+from ..helpers.forks import BIN
 from ..helpers.namespace_hosts import SUBNETS, Network
 from ..helpers.requirements import need_modules
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import pytest
 
-from ..helpers.fork_server import BIN
+from ..helpers.forks import BIN
 from ..helpers.requirements import need_modules, need_programs
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ..helpers.fork_server import BIN
+from ..helpers.forks import BIN
 from ..helpers.world import MPIRUN, World, WorldKind
 
 HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")

@@ -13,7 +13,7 @@ import pytest
 
 from dualdist.agreement.trace_file import TraceFile
 
-from ..helpers.fork_server import forked
+from ..helpers.forks import forked
 from ..helpers.trace_reader import read_marks, read_spans
 
 ENDINGS = {
