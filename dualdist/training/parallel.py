@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..agreement import call_kinds
+from ..checks import flag, instance, items, number
 from ..collectives.compression import Compression
 from ..collectives.join import join
 from ..collectives.reduction import Reduction
@@ -22,8 +23,9 @@ from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average
-from ..world.process_sets import ProcessSet, global_process_set
+from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
 from .compiling import not_compiled
+from .devices import checked_device
 from .parameters import broadcast_parameters
 
 __all__ = ("DistributedDataParallel",)
@@ -71,10 +73,13 @@ class DistributedDataParallel(torch.nn.Module):
         static_graph: bool = False,
     ) -> None:
         super().__init__()
-        _check(module, device_ids, process_group, bucket_cap_mb)
+        with reporting(call_kinds.DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
+            device = _check(module, device_ids, process_group, bucket_cap_mb)
+            broadcast_buffers = flag("broadcast_buffers", broadcast_buffers)
+            init_sync = flag("init_sync", init_sync)
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        self._device = torch.device(device_ids[0]) if device_ids else None
+        self._device = device
         self._process_set = process_group if process_group is not None else global_process_set
         self._combiner: Combiner = NullCombiner()
         self._joining = False
@@ -150,8 +155,11 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises ValueError when `divide_by_initial_world_size` is False or `process_group` is not the whole world.
         """
-        if not divide_by_initial_world_size:
-            raise ValueError("`divide_by_initial_world_size` must be True, but is False instead.")
+        enable = flag("enable", enable)
+        if not flag("divide_by_initial_world_size", divide_by_initial_world_size):
+            raise ValueError(
+                "`divide_by_initial_world_size` must be True, but is False instead. Scale the loss instead."
+            )
         if enable and self._process_set is not global_process_set:
             raise ValueError(
                 "`process_group` must be the whole world for join(), but is another process set instead."
@@ -190,22 +198,22 @@ def _with_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any)
             state_dict[prefix + _PREFIX + name] = state_dict.pop(key)
 
 
-def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: float | None) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"`module` must be a torch.nn.Module, but is {type(module).__name__} instead.")
+def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: Any) -> torch.device | None:
+    """Return the device in `device_ids`. Raises TypeError or ValueError for a wrong argument."""
+    instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise TypeError(
             "`module` must not be distributed already, but it or a part of it is. Wrap the whole model once."
         )
-    if device_ids is not None and not isinstance(device_ids, Sequence):
-        raise TypeError(f"`device_ids` must be a list of one device or None, but is {device_ids!r} instead.")
-    if process_group is not None and not isinstance(process_group, ProcessSet):
-        raise TypeError(
-            f"`process_group` must be a ProcessSet or None, but is {type(process_group).__name__} instead. "
-            "Make one with add_process_set(ranks)."
-        )
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise ValueError(f"`bucket_cap_mb` must be positive or None, but is {bucket_cap_mb} instead.")
+    if process_group is not None:
+        check_process_set(process_group, "process_group", registered=True)
+    if bucket_cap_mb is not None:
+        number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for 25.")
+    rule, fix = "a list of one device or None", "Pass [hvd.device()]."
+    devices = items("device_ids", () if device_ids is None else device_ids, rule, fix)
+    if len(devices) > 1:
+        raise ValueError(f"`device_ids` must be {rule}, but has {len(devices)} instead. {fix}")
+    return checked_device("device_ids[0]", devices[0]) if devices else None
 
 
 def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:

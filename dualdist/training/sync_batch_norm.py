@@ -14,10 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..agreement import call_kinds
+from ..checks import flag, instance, integer, number, wrong
 from ..collectives import allgather, allreduce
 from ..types import Sum
-from ..world.process_sets import ProcessSet, global_process_set
+from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
 from .compiling import not_compiled
+from .devices import checked_device
 
 __all__ = ("SyncBatchNorm",)
 
@@ -55,23 +58,33 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        check_process_set(process_set)
+        super().__init__(
+            integer("num_features", num_features, least=1, below=1 << 31),
+            number("eps", eps, least=0),
+            momentum if momentum is None else number("momentum", momentum, least=0, most=1),
+            flag("affine", affine),
+            flag("track_running_stats", track_running_stats),
+            device=None if device is None else checked_device("device", device),
+            dtype=_checked_dtype(dtype),
+        )
         self.process_set = process_set
         self._origin: type[_BatchNorm] | None = None
         """The class of the layer that `convert_sync_batchnorm` replaced by this one."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
+        instance("input", input, torch.Tensor, "a torch.Tensor", "Pass the input of the layer.")
         if not 2 <= input.dim() <= 5 or input.shape[1] != self.num_features:
             raise ValueError(
                 f"`input` must be (N, {self.num_features}) with up to three more dimensions, "
-                f"but is {tuple(input.shape)} instead."
+                f"but is {tuple(input.shape)} instead. Look at the layer before it."
             )
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalized `input`, of the same shape, dtype and layout. Collective in training."""
-        self._check_input_dim(input)
         if not self.training:
+            self._check_input_dim(input)
             return functional.batch_norm(
                 input,
                 self.running_mean,
@@ -82,6 +95,8 @@ class SyncBatchNorm(_BatchNorm):
                 0.0,
                 self.eps,
             )
+        with reporting(call_kinds.ALLGATHER, self.process_set):
+            self._check_input_dim(input)
         mean, var, count = _statistics(input, self.process_set)
         self._track(mean, var, count)
         output: torch.Tensor = _Normalize.apply(
@@ -108,6 +123,8 @@ class SyncBatchNorm(_BatchNorm):
         Like torch.nn.SyncBatchNorm.convert_sync_batchnorm: the module itself changes, unless it is such a layer. Call
         it before or after you create the optimizer: parameters stay the same objects. Local.
         """
+        instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
+        check_process_set(process_set)
         if isinstance(module, _BatchNorm):
             return cls._like(module, process_set)
         for name, child in module.named_children():
@@ -121,6 +138,7 @@ class SyncBatchNorm(_BatchNorm):
         The inverse of `convert_sync_batchnorm`, for evaluation or export without dualdist. Local. Raises ValueError for
         a layer that `convert_sync_batchnorm` did not make: its number of dimensions is unknown.
         """
+        instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
         if isinstance(module, cls):
             return module._reverted()
         for name, child in module.named_children():
@@ -151,6 +169,12 @@ class SyncBatchNorm(_BatchNorm):
         )
         made._origin = layer._origin if isinstance(layer, cls) else type(layer)
         return _filled(made, layer)
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise wrong("dtype", "a floating-point torch.dtype or None", dtype, "Pass torch.float32.", TypeError)
 
 
 def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:

@@ -173,13 +173,9 @@ def channel_of(process_set: ProcessSet) -> Channel:
     Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
-    check_process_set(process_set)
-    if process_set.process_set_id is None:
-        raise TypeError(
-            f"`process_set` must be registered, but is {process_set} instead. "
-            "Call add_process_set(), or give it to init(process_sets=)."
-        )
-    channel = context.channels.get(process_set.process_set_id)
+    check_process_set(process_set, registered=True)
+    set_id = process_set.process_set_id
+    channel = None if set_id is None else context.channels.get(set_id)
     if channel is None:
         raise ValueError(f"`process_set` must be registered, but is {process_set} instead.")
     if channel.group.rank < 0:
@@ -187,9 +183,14 @@ def channel_of(process_set: ProcessSet) -> Channel:
     return channel
 
 
-def check_process_set(process_set: Any, name: str = "process_set") -> None:
-    """Raise TypeError unless `process_set`, the parameter `name`, is a ProcessSet, registered or not."""
+def check_process_set(process_set: Any, name: str = "process_set", *, registered: bool = False) -> None:
+    """Raise TypeError unless `process_set`, the parameter `name`, is a ProcessSet; with `registered`, one in use."""
     instance(name, process_set, ProcessSet, "a ProcessSet", "Make one with add_process_set(ranks).")
+    if registered and process_set.process_set_id is None:
+        raise TypeError(
+            f"`{name}` must be registered, but is {process_set} instead. "
+            "Call add_process_set(), or give it to init(process_sets=)."
+        )
 
 
 class reporting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -197,7 +198,68 @@ METRICS: dict[str, Case] = {
     ),
 }
 
+
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(2, 2)
+
+
+def distributed() -> hvd.SynchronizedOptimizer:
+    return hvd.DistributedOptimizer(sgd())
+
+
+def timeline(**arguments: Any) -> None:
+    """Start and stop a timeline."""
+    with tempfile.TemporaryDirectory() as folder:
+        hvd.start_timeline(**{"file_path": f"{folder}/timeline", **arguments})
+        hvd.stop_timeline()
+
+
+def entered(context: Any) -> None:
+    with context:
+        pass
+
+
+TRAINING: dict[str, Case] = {
+    "broadcast_parameters": Case(
+        hvd.broadcast_parameters, lambda: {"params": linear().state_dict(), "root_rank": 0}
+    ),
+    "broadcast_optimizer_state": Case(
+        hvd.broadcast_optimizer_state, lambda: {"optimizer": sgd(), "root_rank": 0}
+    ),
+    "DistributedOptimizer": Case(hvd.DistributedOptimizer, lambda: {"optimizer": sgd()}),
+    "SynchronizedOptimizer.add_param_group": Case(
+        hvd.SynchronizedOptimizer.add_param_group,
+        call=lambda **arguments: distributed().add_param_group(**arguments),
+    ),
+    "SynchronizedOptimizer.set_backward_passes_per_step": Case(
+        hvd.SynchronizedOptimizer.set_backward_passes_per_step,
+        call=lambda **arguments: distributed().set_backward_passes_per_step(**arguments),
+    ),
+    "DistributedDataParallel": Case(hvd.DistributedDataParallel, lambda: {"module": linear()}),
+    "DistributedDataParallel.join": Case(
+        hvd.DistributedDataParallel.join,
+        call=lambda **arguments: entered(hvd.DistributedDataParallel(linear()).join(**arguments)),
+    ),
+    "SyncBatchNorm": Case(hvd.SyncBatchNorm, lambda: {"num_features": 3}),
+    "SyncBatchNorm.forward": Case(
+        hvd.SyncBatchNorm.forward, call=lambda **arguments: hvd.SyncBatchNorm(3).forward(**arguments)
+    ),
+    "SyncBatchNorm.convert_sync_batchnorm": Case(
+        hvd.SyncBatchNorm.convert_sync_batchnorm, lambda: {"module": linear()}
+    ),
+    "SyncBatchNorm.revert_sync_batchnorm": Case(hvd.SyncBatchNorm.revert_sync_batchnorm),
+}
+
+WORLD: dict[str, Case] = {
+    "ProcessSet": Case(hvd.ProcessSet),
+    "add_process_set": Case(hvd.add_process_set),
+    "remove_process_set": Case(hvd.remove_process_set),
+    "start_timeline": Case(hvd.start_timeline, call=timeline),
+}
+
 CASES: dict[str, Case] = {
+    **TRAINING,
+    **WORLD,
     **DATA,
     **METRICS,
     **COLLECTIVES,
