@@ -31,7 +31,7 @@ def expected(numel: int) -> torch.Tensor:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("numel", [1, 7, 5000])
 @everywhere
-def test_two_vectors(numel: int) -> None:
+def test_two_vectors_combine_by_the_formula_of_adasum(numel: int) -> None:
     result = hvd.allreduce(held(hvd.rank(), numel), op=hvd.Adasum)
     torch.testing.assert_close(result, expected(numel), rtol=1e-12, atol=1e-12)
 

@@ -119,7 +119,7 @@ def test_compression_is_differentiable() -> None:
 
 
 @everywhere
-def test_grouped_allreduce() -> None:
+def test_grouped_allreduce_sums_the_gradient_of_each_tensor() -> None:
     x, y = leaf(1.0, 2.0), leaf(3.0)
     result = hvd.grouped_allreduce([x, y, 2 * x], op=hvd.Sum)
     assert gradient(x, result) == [3 * sum(weights())] * 2
@@ -151,7 +151,7 @@ def test_allgather_returns_each_row_its_own_gradient() -> None:
 
 
 @everywhere
-def test_grouped_allgather() -> None:
+def test_grouped_allgather_averages_the_gradient_of_each_tensor() -> None:
     x, y = torch.ones(hvd.rank(), 2, requires_grad=True), leaf(1.0)
     mean = sum(weights()) / hvd.size()
     assert gradient(x, hvd.grouped_allgather([x, y])) == pytest.approx([mean] * 2 * hvd.rank())
@@ -201,7 +201,7 @@ def test_reducescatter_average_gathers() -> None:
 
 
 @everywhere
-def test_grouped_reducescatter() -> None:
+def test_grouped_reducescatter_gathers_the_gradient_of_each_tensor() -> None:
     size = hvd.size()
     x, y = torch.ones(size, requires_grad=True), torch.ones(size, requires_grad=True)
     assert gradient(x, hvd.grouped_reducescatter([x, y])) == weights()

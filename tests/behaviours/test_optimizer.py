@@ -114,7 +114,7 @@ def test_added_parameters_are_combined_and_have_the_defaults() -> None:
 
 
 @everywhere
-def test_state_dict_round_trip() -> None:
+def test_a_loaded_state_dict_continues_the_training() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5))
     step(optimizer, weight)

@@ -53,13 +53,13 @@ def test_factors_scale_before_and_after() -> None:
 
 
 @everywhere
-def test_any_memory_layout() -> None:
+def test_reducescatter_takes_any_memory_layout() -> None:
     whole = torch.arange(12.0).reshape(2, 6)
     assert torch.equal(hvd.reducescatter(whole.t(), op=hvd.Sum), own(whole.t() * hvd.size()))
 
 
 @everywhere
-def test_handle_and_compression() -> None:
+def test_a_handle_and_a_compressed_call_give_the_rows_of_the_rank() -> None:
     whole = torch.arange(6.0)
     assert torch.equal(hvd.synchronize(hvd.reducescatter_async(whole, op=hvd.Sum)), own(whole * hvd.size()))
     result = hvd.reducescatter(whole, compression=hvd.Compression.fp16)

@@ -14,7 +14,7 @@ from ..helpers.world import everywhere
 
 
 @everywhere
-def test_two_optimizers_that_take_turns() -> None:
+def test_two_optimizers_may_take_turns() -> None:
     maker, judge = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     first = hvd.DistributedOptimizer(torch.optim.SGD([maker], lr=1.0))
     second = hvd.DistributedOptimizer(torch.optim.SGD([judge], lr=1.0))
@@ -31,7 +31,7 @@ def test_two_optimizers_that_take_turns() -> None:
 
 
 @everywhere
-def test_two_optimizers_in_one_backward() -> None:
+def test_two_optimizers_may_share_one_backward() -> None:
     params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for param in params]
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2

@@ -14,7 +14,7 @@ from ..helpers.world import everywhere
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
 @pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "as-dense"])
 @everywhere
-def test_sparse_embeddings(sparse_as_dense: bool, op: int) -> None:
+def test_sparse_embeddings_sum_or_average_their_rows(sparse_as_dense: bool, op: int) -> None:
     rank, size = hvd.rank(), hvd.size()
     table, scale = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.zeros(1))
     nn.init.zeros_(table.weight)

@@ -50,7 +50,7 @@ def test_a_rank_may_have_nothing_to_do_in_backward() -> None:
 
 
 @everywhere
-def test_tied_weights() -> None:
+def test_tied_weights_are_reduced_once() -> None:
     weight = nn.Parameter(torch.zeros(1))
     first, second = nn.Module(), nn.Module()
     first.weight = second.weight = weight
@@ -64,7 +64,7 @@ def test_tied_weights() -> None:
 
 
 @everywhere
-def test_frozen_and_thawed_parameters() -> None:
+def test_parameters_may_be_frozen_and_thawed_between_steps() -> None:
     body, head = nn.Parameter(torch.zeros(1), requires_grad=False), nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([body, head], lr=1.0))
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2

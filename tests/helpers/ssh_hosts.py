@@ -46,9 +46,8 @@ def start_hosts(folder: Path) -> str:
     """Return the value of DUALDIST_SSH with which hostA and hostB can be reached, `closed` and `silent` cannot."""
     need(SSHD is not None, "needs sshd")
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(
-            exist_ok=True
-        )  # where sshd of Debian keeps its unprivileged half; nothing lies there
+        # Debian's sshd runs its unprivileged part in this empty folder.
+        Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("host", "user"):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{folder}/{name}"], check=True, timeout=20

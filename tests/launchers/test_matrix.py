@@ -184,7 +184,9 @@ def test_every_launcher_starts_every_backend_or_says_what_does(
 
 
 @pytest.mark.parametrize("pair", OTHER_PAIRS, ids=" with ".join)
-def test_one_process_and_uneven_nodes(reports: tuple[list[Report], str], pair: tuple[str, str]) -> None:
+def test_one_process_and_uneven_nodes_join_the_right_world(
+    reports: tuple[list[Report], str], pair: tuple[str, str]
+) -> None:
     _judge(pair, *reports)
 
 

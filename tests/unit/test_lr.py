@@ -52,7 +52,7 @@ def test_what_follows_begins_at_the_end_of_the_warmup() -> None:
     assert rates(scheduler, 14) == pytest.approx([0.2, 0.35, 0.5, 0.65, *cosine])
 
 
-def test_no_steps_are_no_warmup() -> None:
+def test_a_warmup_of_no_steps_has_the_full_rate_at_once() -> None:
     trained = optimizer()
     cosine = CosineAnnealingLR(trained, T_max=10)
     assert lr.warmup(trained, 0, 4, then=cosine) is cosine

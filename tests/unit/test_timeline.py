@@ -55,7 +55,9 @@ def test_the_file_is_whole_however_the_process_ends(ending: str, tmp_path: Path)
     assert read_marks(path) == ["CYCLE_START"]
 
 
-def test_dynamic_waits_for_start_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dynamic_timeline_waits_for_start_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "timeline.json"
     code = f"hvd.start_timeline({str(path)!r}); hvd.broadcast(torch.ones(3), 0, name='b')"
