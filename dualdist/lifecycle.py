@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .checks import flag, path
+from .checks import configuration, flag, integer, items, path, text
 from .collectives.join import stand_in
 from .errors import ConfigurationError
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
@@ -43,6 +43,8 @@ def init(
     """
     if is_initialized() and not is_forked():
         return
+    with configuration():
+        _check(comm, process_sets, backend, transport)
     arguments = {
         "comm": comm,
         "process_sets": process_sets,
@@ -66,10 +68,26 @@ def init(
         raise
 
 
+def _check(comm: Any, process_sets: Any, backend: Any, transport: Any) -> None:
+    """Raise TypeError or ValueError for an argument that no world accepts. launch/arguments.py checks the others."""
+    fix = "Pass a list of all ranks or an mpi4py communicator."
+    if comm is not None and not (hasattr(comm, "Get_rank") and hasattr(comm, "Get_size")):
+        for place, rank in enumerate(items("comm", comm, "a communicator, a list of ranks or None", fix)):
+            integer(f"comm[{place}]", rank, least=0, fix=fix)
+    if process_sets is not None and process_sets != "dynamic":
+        fix = "Pass a list such as [[0, 1], [2, 3]]."
+        for process_set in items("process_sets", process_sets, 'a list of process sets, or "dynamic"', fix):
+            if not isinstance(process_set, ProcessSet) and not hasattr(process_set, "Get_group"):
+                items("process_sets", process_set, "a list of process sets or of lists of ranks", fix)
+    for name, value in (("backend", backend), ("transport", transport)):
+        if value is not None:
+            text(name, value)
+
+
 def _check_comm(comm: Any, size: int) -> None:
-    if isinstance(comm, list | tuple) and sorted(comm) != list(range(size)):
+    if comm is not None and not hasattr(comm, "Get_rank") and sorted(comm) != list(range(size)):
         raise ConfigurationError(
-            f"`comm` must name all {size} ranks, but is {list(comm)} instead. "
+            f"`comm` must name all {size} ranks, but is {sorted(comm)} instead. "
             "Use init(process_sets=) for collectives over some of the ranks."
         )
 

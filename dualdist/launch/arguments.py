@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..checks import configuration, integer, text, wrong
 from ..errors import ConfigurationError
 from ..types import Launch
 from .detect import detect
@@ -26,7 +27,8 @@ def launch_from(
     Rank and world size together need no launcher. Raises ConfigurationError when arguments are missing or
     contradict each other.
     """
-    given = {field: value for field, value in given.items() if value is not None}
+    with configuration():
+        given = _checked({field: value for field, value in given.items() if value is not None})
     if not given:
         return detect(env, mpi_size)
     alone = given.keys() >= {"rank", "size"}
@@ -46,6 +48,23 @@ def launch_from(
         )
     if not 0 <= launch.rank < launch.size:
         raise ConfigurationError(
-            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead."
+            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead. "
+            "Give every process its own rank."
         )
     return launch
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return `given` with integers as int. Raises TypeError or ValueError."""
+    if "init_method" in given:
+        fix = "Use 'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
+        method = text("init_method", given["init_method"], fix)
+        if not method.startswith(("tcp://", "file://", "env://")):
+            raise wrong("init_method", "an address", method, fix)
+    least = {"rank": 0, "size": 1}
+    numbers = {
+        field: integer(_ARGUMENTS[field], given[field], least=least[field])
+        for field in least
+        if field in given
+    }
+    return {**given, **numbers}

@@ -164,6 +164,10 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
         size, names["size"] = mpi_size, "MPI"
     if rank is None or size is None or (mpi_size is not None and size < 2):
         raise _incomplete(launcher, env, mpi_size)
+    if size < 1:
+        raise ConfigurationError(
+            f"`{names['size']}` must be at least 1, but is {size} instead. Set it to the number of processes."
+        )
     if not 0 <= rank < size:
         raise ConfigurationError(
             f"`{names['rank']}` must be at least 0 and less than {names['size']}={size}, but is {rank} instead. "
@@ -247,7 +251,7 @@ def _number(env: Mapping[str, str], name: str | None, launcher: Launcher) -> int
     if text.isdecimal():
         return int(text)
     raise ConfigurationError(
-        f"`{name}` must be a whole number, but is {text!r} instead. "
+        f"`{name}` must be a whole number of at least 0, but is {text!r} instead. "
         f"It is set by {launcher.name}; look at what overwrites it."
     )
 

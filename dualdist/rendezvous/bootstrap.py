@@ -52,6 +52,11 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, cleanup: con
     source = launch.sources.get("rank")
     if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
         host, _, port = env[RENDEZVOUS].rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigurationError(
+                f"`{RENDEZVOUS}` must be 'host:port', but is {env[RENDEZVOUS]!r} instead. The launcher sets it; "
+                "look at what overwrites it."
+            )
         client = cleanup.enter_context(KeyValueClient(host, int(port), secret_in(env)))
         return gather_through_server(launch, client, timeout, cleanup)
     if source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):

@@ -8,6 +8,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect, launch_from
+from dualdist.rendezvous import share_server_address
 
 TORCHRUN = {
     "RANK": "1",
@@ -59,3 +60,38 @@ def test_some_arguments_without_a_launcher_are_refused(given: dict[str, Any], mi
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^`rank` must be at least 0 and less than world_size=2"):
         launch_from({"rank": 2, "size": 2, "init_method": "env://"}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *[("rank", value) for value in ("0", -1, 1.5, True, [0])],
+        *[("world_size", value) for value in ("2", 0, -1, 1.5, True)],
+        *[("init_method", value) for value in (5, "garbage", b"env://")],
+    ],
+)
+def test_a_wrong_argument_is_named(name: str, wrong: Any) -> None:
+    fields = {"rank": "rank", "world_size": "size", "init_method": "init_method"}
+    given = {"rank": 0, "size": 2, "init_method": "env://", fields[name]: wrong}
+    with pytest.raises(ConfigurationError, match=rf"^`{name}` must be .*, but is .* instead\."):
+        launch_from(given, {})
+
+
+def test_a_world_without_processes_does_not_blame_the_rank() -> None:
+    with pytest.raises(ConfigurationError, match=r"^`WORLD_SIZE` must be at least 1, but is 0 instead"):
+        detect({"RANK": "0", "WORLD_SIZE": "0"})
+
+
+@pytest.mark.parametrize("address", ["garbage", "host:", ":1", "host:port", "host:0", "host:70000"])
+def test_an_address_that_the_launcher_did_not_set_is_named(address: str) -> None:
+    env = {
+        "DUALDIST_LAUNCHER": "dualdist run",
+        "DUALDIST_RANK": "0",
+        "DUALDIST_SIZE": "2",
+        "DUALDIST_RENDEZVOUS": address,
+    }
+    with (
+        pytest.raises(ConfigurationError, match=r"^`DUALDIST_RENDEZVOUS` must be 'host:port', but is"),
+        share_server_address(detect(env), env, lambda host: 1, 1.0),
+    ):
+        pass
