@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import check_transport, load
+from ..checks import configuration, function, integer, items, mapping, number, text
 from ..errors import ConfigurationError
 from ..launch import SPAWN
 from ..launch.environment import process_variables, without_launchers
@@ -57,16 +58,26 @@ def spawn(
     TimeoutError after `timeout`, and ConfigurationError, before anything starts, for arguments that are wrong or cannot
     be pickled.
     """
-    size = max(1, torch.cuda.device_count()) if nprocs is None else nprocs
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigurationError(
-            f"`nprocs` must be a whole number of at least 1, but is {nprocs!r} instead. Give the number of processes."
+    with configuration():
+        size = max(1, torch.cuda.device_count()) if nprocs is None else nprocs
+        size = integer("nprocs", size, least=1, below=1 << 16, fix="Give the number of processes.")
+        function("fn", fn, "Pass a function that a new process can import.")
+        given = items("args", args, "a tuple or list", "Put a single argument into a tuple: (x,).")
+        variables_of_user = mapping(
+            "env", {} if env is None else env, fix="Pass names and values as strings."
         )
+        for name, value in variables_of_user.items():
+            text("env", name)
+            text(f"env[{name!r}]", value)
+        if backend is not None:
+            text("backend", backend)
+        if timeout is not None:
+            timeout = number("timeout", timeout, above=0, fix="Pass seconds, or None.")
     check_transport(transport)
     variables = backend_variables(backend, transport, option="transport", launcher=SPAWN)
     if backend is not None:
         load(backend)
-    return _run(_pickled_task(fn, tuple(args)), size, variables | dict(env or {}), timeout)
+    return _run(_pickled_task(fn, tuple(given)), size, variables | dict(variables_of_user), timeout)
 
 
 def _run(task: bytes, size: int, variables: Mapping[str, str], timeout: float | None) -> list[Any]:

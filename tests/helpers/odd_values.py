@@ -150,6 +150,13 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "SyncBatchNorm.dtype": accept("none", "the default dtype"),
         "mark_cycles": accept("true", "a flag"),
         "file_path": accept("text", "a path", called=False),
+        "fn": accept("class", "what can be called and pickled", called=False),
+        "args": accept("list numbers tensor", "any arguments", called=False),
+        "nprocs": accept("none whole", "a number of processes", called=False),
+        "backend": accept("none", "the usual one", called=False),
+        "transport": accept("none", "the usual one", called=False),
+        "env": accept("none", "no variables", called=False),
+        "timeout": accept("none whole huge fraction", "any number of seconds", called=False),
         "offset": accept("none whole huge", "the rank, or any number"),
         "lr": accept(NUMBERS, "any number"),
         "factor": accept(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dualdist.checkpoint import FileSystem, Manifest, RandomState
-from dualdist.checkpoint.contents.collecting import collect
+from dualdist.checkpoint.contents.collecting import check_state, collect
 from dualdist.checkpoint.contents.host_copy import HostCopy, on_host
 from dualdist.checkpoint.contents.restoration import Restoration
 from dualdist.checkpoint.contents.tensor_names import match
@@ -355,3 +355,20 @@ def test_a_rank_without_a_saved_state_gets_its_own_repeatable_numbers() -> None:
         seen.append(draws())
     assert seen[1:3] == seen[3:]
     assert len({tuple(numbers) for numbers in seen[:3]}) == 3
+
+
+def holding_itself(kind: type) -> Any:
+    """Return a list or a dictionary in which it is itself, two levels deep."""
+    held: Any = kind()
+    inner = {"outer": held}
+    held.append(inner) if kind is list else held.update(inner=inner)
+    return held
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_state_that_holds_itself_is_refused(kind: type) -> None:
+    state = {"x": holding_itself(kind)}
+    with pytest.raises(TypeError, match=r"^`state\['x'\]` must not hold itself"):
+        check_state(state)
+    with pytest.raises(TypeError, match=r"^`state` must not hold itself"):
+        on_host(state, "state")

@@ -21,9 +21,12 @@ def to_portable(value: Any, where: str, place: Place) -> Any:
     """Return `value` rebuilt from plain containers and values, each tensor replaced by what `place` returns for it.
 
     A tensor that occurs several times is replaced by one tensor. Raises TypeError, which quotes `where`, for anything
-    that `torch.load(weights_only=True)` would refuse.
+    that `torch.load(weights_only=True)` would refuse, and for a container that holds itself.
     """
-    return _Conversion(place).convert(value, where)
+    try:
+        return _Conversion(place).convert(value, where)
+    except RecursionError:
+        raise _endless(where) from None
 
 
 def check_portable(value: Any, where: str) -> None:
@@ -33,6 +36,19 @@ def check_portable(value: Any, where: str) -> None:
 
 def check_containers(value: Any, where: str) -> None:
     """Raise TypeError, which quotes `where`, for a container in `value` that loading would return as another type."""
+    try:
+        _check_containers(value, where)
+    except RecursionError:
+        raise _endless(where) from None
+
+
+def _endless(where: str) -> TypeError:
+    return TypeError(
+        f"`{where}` must not hold itself, but it does, or is nested too deeply. Leave the reference to itself out."
+    )
+
+
+def _check_containers(value: Any, where: str) -> None:
     if type(value) in _PLAIN:
         return
     if isinstance(value, list | tuple | set | frozenset | Mapping) and type(value) not in _CONTAINERS:
@@ -42,10 +58,10 @@ def check_containers(value: Any, where: str) -> None:
         )
     if isinstance(value, Mapping):
         for key, item in value.items():
-            check_containers(item, f"{where}[{key!r}]")
+            _check_containers(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple | set):
         for place, item in enumerate(value):
-            check_containers(item, where if isinstance(value, set) else f"{where}[{place}]")
+            _check_containers(item, where if isinstance(value, set) else f"{where}[{place}]")
 
 
 class _Conversion:
