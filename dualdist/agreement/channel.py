@@ -68,13 +68,13 @@ class Channel:
         """How many calls are in the queue or in the worker thread."""
         self._counting = threading.Lock()
         self._worker: threading.Thread | None = None
-        self._number = 0
-        """How many agreements and data transfers this member began. The stall watch compares it between members."""
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         self._broken: str | None = None
         """Why no call can run any more; None while calls can run."""
-        watch.add_channel(name, data.ranks)
+        self._gradients_name = f"{name}, gradients"
+        for watched in (name, self._gradients_name):
+            watch.add_channel(watched, data.ranks)
 
     @property
     def has_joined(self) -> bool:
@@ -102,6 +102,13 @@ class Channel:
         """Queue `call` and return at once."""
         step = functools.partial(self._perform, call, execute)
         return in_turn(call, lambda: self._enqueue(call, step))
+
+    def receive(self, call: Call, step: Callable[[], T]) -> T:
+        """Return `step()`, which waits for what the members send over `gradients`. Collective over the process set.
+
+        Raises StallError and HorovodInternalError as `run` does.
+        """
+        return self._guarded(call, step, self._gradients_name)
 
     def fail(self, kind: Kind, error: Exception) -> None:
         """Report to the other members that this rank could not make its call. Does not wait for them."""
@@ -184,30 +191,46 @@ class Channel:
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)
 
-    def _guarded(self, call: Call, step: Callable[[], T]) -> T:
-        """Return `step()`, watched for a stall. After a failure of the backend, every later call raises."""
+    def _guarded(self, call: Call, step: Callable[[], T], name: str | None = None) -> T:
+        """Return `step()`, watched for a stall. After a failure of the backend, every later call raises.
+
+        name: the channel of the watch, by default this one. Members must run the same steps on it.
+        """
         if self._broken is not None:
             raise HorovodInternalError(
                 f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
             )
-        self._number += 1
+        name = name or self._name
+        number = self._watch.begin(name, call)
         try:
-            self._watch.begin(self._name, self._number, call)
-            try:
-                return step()
-            finally:
-                self._watch.end(self._name)
-        except StallError:
-            missing = self._watch.missing(self._name, self._number)
-            self._broken = f"{call} at {call.where} stalled; missing ranks: {missing}."
-            raise StallError(self._broken) from None
+            return step()
         except HorovodInternalError as error:
-            self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
-            self._connections.close()  # so that no member waits for this rank
-            raise HorovodInternalError(
-                f"{self._broken} Look for the first error of another rank, or for a failure of the network."
-            ) from error.__cause__
+            if self._broken is not None:  # a step inside this one has failed
+                raise
+            raise self._failure(call, name, number, error) from error.__cause__
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             self._broken = f"{call} at {call.where} was interrupted: {error!r}."
             self._connections.close()
             raise
+        finally:
+            self._watch.end(name)
+
+    def _failure(
+        self, call: Call, name: str, number: int, error: HorovodInternalError
+    ) -> HorovodInternalError:
+        """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
+        found = None
+        if isinstance(error, StallError):
+            survey = self._watch.survey(name, number)
+            self._watch.give_notice(name, survey)
+            found = str(survey)
+        self._connections.close()  # so that no member waits for this rank
+        found = found or self._watch.notice(name)
+        if found is not None:
+            stalled = f"{call} at {call.where} stalled; {found}"
+            self._broken = stalled.splitlines()[0]
+            return StallError(stalled)
+        self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
+        text = f"{self._broken} Look for the first error of another rank, or for a failure of the network"
+        survey = self._watch.survey(name, number, has_failed=True)
+        return HorovodInternalError(f"{text}; {survey}" if survey.missing else f"{text}.")

@@ -1,141 +1,190 @@
 """Finds the ranks that a collective waits for, on every backend.
 
-A rank that has waited for `stall_warn_seconds` writes a report to the job's store. The other ranks that wait for the
-same call then write theirs, and rank 0 logs which ranks are missing for which call. One thread does this, a few times
-per `stall_warn_seconds`, so collectives do not slow down. Only that thread uses the store, because a read of the store
-blocks when the network to it is cut.
+A rank that has waited for `stall_warn_seconds` reports this to rank 0, which asks all members what they are doing and
+logs which ranks are missing for which call. One thread per rank does this, so collectives do not slow down. When a call
+fails, its rank asks the members itself, for the error. Another thread answers; see status.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import math
 import threading
 import time
-from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..types import Settings
 from .call import Call
+from .status import Contact, StatusServer, ask
+from .survey import ABSENT, ENDED, LEFT, SILENT, WAITING, State, Survey
 
 __all__ = ("StallWatch",)
 
 logger = logging.getLogger("dualdist")
 
-_ANSWER_SECONDS = 2.0
-"""How long to wait for the store before `missing` or `close` returns without it."""
+_STALLED_SECONDS = 5.0
+"""How long to wait for the other ranks' answers when a call has stalled."""
+_FAILED_SECONDS = 2.0
+"""The same when the backend has failed: an elastic job continues soon."""
+_MOST_QUESTIONS = 32
+"""How many ranks to ask at a time."""
+_LONGEST_CALL = 400
+"""Characters of a call in an answer. The arguments of some calls describe a whole model."""
 
 
 class StallWatch:
     """Watches the collectives of one world for missing ranks."""
 
-    def __init__(self, store: Any, rank: int, settings: Settings) -> None:
-        self._store = store
+    def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
         self._rank = rank
         self._settings = settings
+        self._numbers: dict[str, int] = {}
+        """Channel -> how many calls began on it. Equal on all members when they are in step."""
         self._waiting: dict[str, tuple[int, Call, float]] = {}
         """Channel -> (number, call, start of the wait)."""
         self._members: dict[str, tuple[int, ...]] = {}
         """Channel -> its global ranks."""
         self._reported: set[tuple[str, int]] = set()
-        """(channel, number) of the collectives that this rank has reported."""
-        self._read = 0
-        """How many reports this rank has read from the store."""
-        self._reports: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
-        """(channel, number) -> the report of each rank."""
+        """(channel, number) of the calls that this rank has reported."""
         self._due: dict[tuple[str, int], float] = {}
-        """(channel, number) -> when rank 0 logs. Until then, other ranks can see the report and write theirs."""
-        self._logged: set[tuple[str, int]] = set()
+        """(channel, number) -> when to ask the members and log; infinite afterwards. Others may be a little late."""
+        self._notices: dict[str, str] = {}
+        """Channel -> what another rank found when it gave up its call."""
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
-        self._changed = threading.Condition()
-        self._requested = self._completed = 0
-        """How many checks of the store were requested by `missing`, and how many of these were completed."""
-        self._stopping = False
+        self._stopping = threading.Event()
+        self._server = StatusServer(address, self._answer) if size > 1 else None
+        self._contacts: Sequence[Contact] = ()
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
-        if store is not None:
+
+    @property
+    def contact(self) -> Contact | None:
+        """Where this rank answers questions; None in a world of one process."""
+        return None if self._server is None else self._server.contact
+
+    def start(self, contacts: Sequence[Contact]) -> None:
+        """Start watching. contacts: of all ranks of the world."""
+        self._contacts = contacts
+        if self._server is not None:
             self._thread.start()
 
     def add_channel(self, channel: str, ranks: tuple[int, ...]) -> None:
         """Add `channel`, whose members have the global ranks `ranks`."""
         self._members[channel] = ranks
 
-    def begin(self, channel: str, number: int, call: Call) -> None:
-        """Start watching `call`, the `number`-th collective of `channel`."""
+    def begin(self, channel: str, call: Call) -> int:
+        """Start watching `call`, and return its number among the calls of `channel`."""
+        number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
         self._waiting[channel] = (number, call, time.monotonic())
+        return number
 
     def end(self, channel: str) -> None:
-        """Stop watching the collective of `channel`."""
+        """Stop watching the call of `channel`."""
         self._waiting.pop(channel, None)
 
-    def missing(self, channel: str, number: int) -> list[int]:
-        """Return the ranks that have not reported a wait for the `number`-th collective of `channel`."""
-        if self._thread.is_alive():
-            with self._changed:
-                self._requested += 1
-                mine = self._requested
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._completed >= mine, _ANSWER_SECONDS)
-        waiting = self._reports[channel, number].keys() | {self._rank}
-        return [rank for rank in self._members[channel] if rank not in waiting]
+    def survey(self, channel: str, number: int, *, has_failed: bool = False) -> Survey:
+        """Return what the members of `channel` are doing, seen from its call with this number."""
+        members = self._members[channel]
+        seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
+        seconds = min(seconds, self._settings.stall_timeout_seconds)
+        with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(members)), "dualdist-survey") as pool:
+            states = pool.map(lambda rank: self._state(rank, channel, number, seconds), members)
+            return Survey(dict(zip(members, states, strict=True)))
+
+    def give_notice(self, channel: str, survey: Survey) -> None:
+        """Let the ranks that answered know that this rank gives up its call on `channel`, and why."""
+        notice = ["notice", channel, str(survey)]
+        for rank in survey.ranks(WAITING, LEFT, ABSENT):
+            if rank != self._rank:
+                with contextlib.suppress(OSError):
+                    ask(self._contacts[rank], notice, _FAILED_SECONDS)
+
+    def notice(self, channel: str) -> str | None:
+        """Return what another rank found when it gave up its call on `channel`; None if no rank did."""
+        return self._notices.get(channel)
 
     def close(self) -> None:
         """End the watch."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._stopping.set()
+        if self._server is not None:
+            self._server.close()
         if self._thread.is_alive():
-            self._thread.join(_ANSWER_SECONDS)
+            self._thread.join(_STALLED_SECONDS)
+
+    def abandon(self) -> None:
+        """In a forked process, close its descriptors. Local."""
+        if self._server is not None:
+            self._server.abandon()
+
+    def _state(self, rank: int, channel: str, number: int, seconds: float) -> State:
+        try:
+            own = rank == self._rank
+            began, call, elsewhere = (
+                self._position(channel) if own else ask(self._contacts[rank], ["position", channel], seconds)
+            )
+        except ConnectionError:
+            return State(ENDED)
+        except OSError:
+            return State(SILENT)
+        if began == number and call:
+            return State(WAITING, call)
+        return State(LEFT if began >= number else ABSENT, call or elsewhere)
+
+    def _answer(self, question: Any) -> Any:
+        about, channel, *rest = question
+        if about == "report":
+            self._make_due(channel, *rest)
+        elif about == "notice":
+            (self._notices[channel],) = rest
+        return self._position(channel)
+
+    def _position(self, channel: str) -> tuple[int, str, str]:
+        """Return how many calls began on `channel`, the one that waits there, and one that waits elsewhere."""
+        waiting = {name: _shown(call) for name, (_, call, _) in list(self._waiting.items())}
+        here = waiting.pop(channel, "")
+        elsewhere = next((f"{call} of process {name.split(',')[0]}" for name, call in waiting.items()), "")
+        return self._numbers.get(channel, 0), here, elsewhere
 
     def _check_repeatedly(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stopping or self._requested > self._completed, self._pause
-                )
-                requested = self._requested
-            if self._stopping:
-                self._store = None
-                return
-            # The store fails when rank 0 has ended, and then the job ends.
-            with contextlib.suppress(RuntimeError):
-                self._collect()
-                self._report()
-                if self._rank == 0:
-                    self._log()
-            with self._changed:
-                self._completed = requested
-                self._changed.notify_all()
+        while not self._stopping.wait(self._pause):
+            self._report()
+            self._log()
 
     def _report(self) -> None:
-        for channel, (number, call, since) in list(self._waiting.items()):
-            waited = time.monotonic() - since
-            is_due = waited >= self._settings.stall_warn_seconds or (channel, number) in self._reports
-            if not is_due or (channel, number) in self._reported:
+        """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""
+        for channel, (number, _, since) in list(self._waiting.items()):
+            too_long = time.monotonic() - since >= self._settings.stall_warn_seconds
+            if not too_long or (channel, number) in self._reported:
                 continue
             self._reported.add((channel, number))
-            place = self._store.add("stall/count", 1)
-            text = f"{call} at {call.where}"
-            self._store.set(f"stall/{place}", json.dumps([channel, number, self._rank, text]))
+            if self._rank != 0:
+                with contextlib.suppress(OSError):
+                    ask(self._contacts[0], ["report", channel, number], _FAILED_SECONDS)
+                    continue
+            self._make_due(channel, number)
 
-    def _collect(self) -> None:
-        count = self._store.add("stall/count", 0)
-        while self._read < count and self._store.check([f"stall/{self._read + 1}"]):
-            self._read += 1
-            channel, number, rank, text = json.loads(self._store.get(f"stall/{self._read}"))
-            self._reports[channel, number][rank] = text
-            self._due.setdefault((channel, number), time.monotonic() + 2 * self._pause)
+    def _make_due(self, channel: str, number: int) -> None:
+        self._due.setdefault((channel, number), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:
         now = time.monotonic()
-        for key in [key for key, due in self._due.items() if key not in self._logged and due <= now]:
-            self._logged.add(key)
-            reports = self._reports[key]
-            missing = [rank for rank in self._members[key[0]] if rank not in reports]
+        for key in [key for key, due in list(self._due.items()) if due <= now]:
+            self._due[key] = math.inf
+            survey = self.survey(*key)
+            waiting = survey.ranks(WAITING)
+            if not waiting or self._rank not in (0, waiting[0]):
+                continue
             logger.warning(
                 "Stalled for %g s: ranks %s wait in %s; missing ranks: %s.",
                 self._settings.stall_warn_seconds,
-                sorted(reports),
-                next(iter(reports.values())),
-                missing,
+                waiting,
+                survey.states[waiting[0]].call,
+                survey.missing,
             )
+
+
+def _shown(call: Call) -> str:
+    text = str(call)
+    return f"{text if len(text) <= _LONGEST_CALL else text[:_LONGEST_CALL] + '...)'} at {call.where}"

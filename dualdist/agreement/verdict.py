@@ -24,7 +24,17 @@ from .call import Call
 from .call_kinds import Data, WhenJoined
 from .connections import Connections
 
-__all__ = ("ACTIVE", "FAILED", "JOINED", "Entry", "Verdict", "agree", "payload_capacity", "resolve")
+__all__ = (
+    "ACTIVE",
+    "FAILED",
+    "JOINED",
+    "Entry",
+    "Verdict",
+    "agree",
+    "payload_capacity",
+    "resolve",
+    "shown_ranks",
+)
 
 ACTIVE, JOINED, FAILED = range(3)
 _MESSAGE = struct.Struct("<16sB?6xqq")  # digest, state, the call's flag and count, time
@@ -122,7 +132,7 @@ def _mismatch(active: dict[int, Call], ranks: Sequence[int]) -> str:
     for place, call in active.items():
         shown = call if entry is None else _shortened(call, difference, entry)
         groups[str(shown), call.where].append(ranks[place])
-    rows = [f"  {_ranks(members)} called {call} at {where}" for (call, where), members in groups.items()]
+    rows = [f"  {shown_ranks(members)} called {call} at {where}" for (call, where), members in groups.items()]
     return "\n".join(
         [
             f"Mismatched {difference} between ranks:",
@@ -173,5 +183,6 @@ def _failure(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
     return "\n".join(["The call failed on another rank before it could start:", *rows])
 
 
-def _ranks(members: Sequence[int]) -> str:
+def shown_ranks(members: Sequence[int]) -> str:
+    """Return "rank 0" or "ranks 0, 1"."""
     return f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"

@@ -10,31 +10,38 @@ from ..backends.base import Group
 from ..errors import HorovodInternalError
 from ..world.process_sets import ProcessSet, channel_of
 
-__all__ = ("announce",)
+__all__ = ("announce", "announcement")
 
 
-def announce(process_set: ProcessSet, grad_sync: int, buckets_sent: int, *, is_wrong: bool) -> list[int]:
-    """Return the ranks on which something is wrong. Collective over the process set.
-
-    Gradients are matched by the order in which they are sent. If a backward fails on one rank, or one rank repeats
-    it alone, that rank is therefore out of step until the next shutdown() and init().
+def announcement(
+    process_set: ProcessSet, grad_sync: int, buckets_sent: int = 0, *, is_wrong: bool = False
+) -> Call:
+    """Return the call that announces a reduction of gradients, at the user's line.
 
     Args:
         grad_sync: the ID of the reducer in the process set.
         buckets_sent: how many buckets this rank has sent since the reducer entered the world.
         is_wrong: whether this rank cannot use the gradients.
-
-    Raises:
-        CollectiveMismatchError: a rank called something else.
-        HorovodInternalError: the ranks are out of step.
     """
-    call = Call(
+    return Call(
         call_kinds.GRADIENTS,
         (("process_set", process_set.process_set_id), ("grad_sync", grad_sync)),
         site=call_site(),
         count=buckets_sent,
         flag=is_wrong,
     )
+
+
+def announce(process_set: ProcessSet, call: Call) -> list[int]:
+    """Return the ranks on which something is wrong. Collective over the process set. call: an `announcement`.
+
+    Gradients are matched by the order in which they are sent. If a backward fails on one rank, or one rank repeats
+    it alone, that rank is therefore out of step until the next shutdown() and init().
+
+    Raises:
+        CollectiveMismatchError: a rank called something else.
+        HorovodInternalError: the ranks are out of step.
+    """
     return channel_of(process_set).run(call, _compare)
 
 

@@ -11,6 +11,7 @@ data down, and the step of a small network takes 2 to 8 % longer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
-from .announcement import announce
+from .announcement import announce, announcement
 from .bucket_memory import BucketMemory
 from .buckets import lay_out
 from .options import SyncOptions
@@ -179,8 +180,12 @@ class Reducer:
 
     def abandon(self, index: int) -> bool:
         """Wait for what was sent, and start over. Return whether that overwrote the gradient at `index`."""
-        for sent in self._works:
-            sent.work.wait()
+
+        def wait() -> None:
+            for sent in self._works:
+                sent.work.wait()
+
+        channel_of(self._options.process_set).receive(self._announcement(), wait)
         place = self._bucket_of[index]
         overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
         self.start_over()
@@ -199,20 +204,23 @@ class Reducer:
         while len(self._works) < len(self._buckets):
             self._send_next()
         channel = channel_of(self._options.process_set)
-        group = channel.gradients
         if self._works and not channel.has_joined:  # a joined rank sends only after the announcement
             self._works[-1].work.wait_for(_DATA_FIRST_SECONDS)
+        call = self._announcement()
         try:
-            changed = announce(
-                self._options.process_set, self._id, self._buckets_sent, is_wrong=bool(self._changes)
-            )
+            changed = announce(self._options.process_set, call)
         except CollectiveMismatchError:
-            self._receive(group, keep=False)  # the other ranks also wait for the data before they raise
+            self._receive(call, keep=False)  # the other ranks also wait for the data before they raise
             raise
         changes = self._changes
-        self._receive(group, keep=not changed)
+        self._receive(call, keep=not changed)
         self._check_unchanged(changes, changed)
         self.reduced = True
+
+    def _announcement(self) -> Call:
+        return announcement(
+            self._options.process_set, self._id, self._buckets_sent, is_wrong=bool(self._changes)
+        )
 
     def report_change(self, change: str) -> None:
         """Make the next `reduce` raise on all ranks. `change` says in words which parameter was replaced."""
@@ -236,10 +244,15 @@ class Reducer:
         self.start_over()
         while len(self._works) < len(self._buckets):
             self._send_next(empty=True)
-        self._receive(channel_of(self._options.process_set).gradients, keep=False)
+        self._receive(self._announcement(), keep=False)
         self.start_over()
 
-    def _receive(self, group: Group, keep: bool) -> None:
+    def _receive(self, call: Call, keep: bool) -> None:
+        """Wait for the data of the buckets, which `call` has announced. keep: whether it becomes the gradients."""
+        channel = channel_of(self._options.process_set)
+        channel.receive(call, functools.partial(self._unpack, channel.gradients, keep))
+
+    def _unpack(self, group: Group, keep: bool) -> None:
         sparse: set[int] = set()
         reduction = self._options.reduction
         for (place, bucket), sent in zip(enumerate(self._buckets), self._works, strict=True):

@@ -21,6 +21,7 @@ from ..agreement.channel import Channel, StandIn
 from ..agreement.connections import Connections
 from ..agreement.handle_table import HandleTable
 from ..agreement.stall import StallWatch
+from ..agreement.status import Contact
 from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
 from ..errors import NotInitializedError, WorldMismatchError
@@ -69,7 +70,7 @@ class Context:
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0
-        self.watch = StallWatch(backend.store, backend.rank, settings)
+        self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
         try:
             self.add_channel(range(backend.size))
             self.world = self._confirm_world()
@@ -109,6 +110,7 @@ class Context:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""
         never_delete(self)
         self.backend.abandon()
+        self.watch.abandon()
         for channel in self.channels.values():
             channel.abandon()
 
@@ -124,9 +126,10 @@ class Context:
                 "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
                 "mpirun of the library that the backend was built for."
             )
-        mine = json.dumps([own_node(), launched.local_rank]).encode().ljust(256)
-        places = [json.loads(text) for text in self.channels[0].group.allgather_bytes(mine)]
-        return topology([(host, local_rank) for host, local_rank in places])[joined.rank]
+        mine = json.dumps([own_node(), launched.local_rank, self.watch.contact]).encode().ljust(512)
+        ranks = [json.loads(text) for text in self.channels[0].group.allgather_bytes(mine)]
+        self.watch.start([contact and Contact(*contact) for *_, contact in ranks])
+        return topology([(host, local_rank) for host, local_rank, _ in ranks])[joined.rank]
 
 
 def current() -> Context:

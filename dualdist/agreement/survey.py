@@ -1,0 +1,55 @@
+"""What each member of a process set is doing while a call waits for some of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .verdict import shown_ranks
+
+__all__ = ("ABSENT", "ENDED", "LEFT", "SILENT", "WAITING", "State", "Survey")
+
+WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
+"""A rank waits in the call, has left it, has not made it yet, does not answer, or its process has ended."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank is doing."""
+
+    kind: str
+    call: str = ""
+    """The call in which the rank waits, if it waits."""
+
+    def __str__(self) -> str:
+        if self.kind == SILENT:
+            return "no answer: its process is stopped, or the network to it is cut"
+        if self.kind == ENDED:
+            return "its process has ended or has called shutdown()"
+        where = f"waiting in {self.call}" if self.call else "in no collective"
+        return f"has left this call, {where}" if self.kind == LEFT else where
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What each member is doing, by its global rank."""
+
+    states: Mapping[int, State]
+
+    def ranks(self, *kinds: str) -> list[int]:
+        """Return the ranks whose state is of one of `kinds`."""
+        return [rank for rank, state in self.states.items() if state.kind in kinds]
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not made the call, or that died or stopped in it."""
+        return self.ranks(ABSENT, SILENT, ENDED)
+
+    def __str__(self) -> str:
+        """Return what errors show: the missing ranks, then a row for each thing that ranks are doing."""
+        groups: dict[State, list[int]] = defaultdict(list)
+        for rank in [*self.missing, *self.ranks(WAITING, LEFT)]:
+            groups[self.states[rank]].append(rank)
+        rows = [f"  {shown_ranks(members)}: {state}" for state, members in groups.items()]
+        return "\n".join([f"missing ranks: {self.missing}.", *rows])

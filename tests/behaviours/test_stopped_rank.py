@@ -1,0 +1,126 @@
+"""A process that is stopped (SIGSTOP): the errors of the other ranks name it, and no other rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+from dualdist.backends.base import Group, Work
+from dualdist.world.process_sets import channel_of
+
+from ..helpers.rejoining import outside_world
+from ..helpers.world import WORLDS, started
+from .test_mismatch import check_next_calls_work
+
+CASES = [name for name in WORLDS if name.endswith("-3")]
+STOPPED = 1
+
+
+def stop() -> None:
+    """Stop this process until another one continues it."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class StoppingWork(Work):
+    """Sends nothing, and stops this process in the wait for the others' data, when they have `started`."""
+
+    def __init__(self, started: list[Path]) -> None:
+        self._started = started
+
+    def wait(self) -> None:
+        while not all(file.exists() for file in self._started):
+            pass
+        stop()
+
+    def done(self) -> bool:
+        return False
+
+
+def stop_in(group: Group, call: Callable[[], None], folder: Path) -> None:
+    """Make `call`; rank 1 stops instead of sending data over `group`, when the others have started to send.
+
+    Horovod's own call may block, without a deadline, when it starts after another rank has stopped.
+    """
+    former = group.allreduce_
+
+    def allreduce_(*args: Any, **kwargs: Any) -> Work:
+        if hvd.rank() == STOPPED:
+            return StoppingWork([folder / f"started {rank}" for rank in (0, 2)])
+        work = former(*args, **kwargs)
+        (folder / f"started {hvd.rank()}").touch()
+        return work
+
+    group.allreduce_ = allreduce_  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        group.allreduce_ = former  # type: ignore[method-assign]
+
+
+def allreduce() -> None:
+    hvd.allreduce_(torch.ones(5000), name="loss")
+
+
+def backward_of(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][0].sum().backward()
+
+
+def error_while_stopped(where: str, folder: Path) -> str:
+    """Make a call in which rank 1 stops; return the error. When both others have theirs, rank 0 continues rank 1."""
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0))
+    call = functools.partial(backward_of, optimizer) if where == "gradients" else allreduce
+    call()
+    processes = hvd.allgather_object(os.getpid())
+    if where != "call":
+        channel = channel_of(hvd.global_process_set)
+        group = channel.group if where == "data" else channel.gradients
+        call = functools.partial(stop_in, group, call, folder)
+    if hvd.rank() == STOPPED:
+        with contextlib.suppress(hvd.HorovodInternalError):
+            stop() if where == "call" else call()
+        return ""
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        call()
+    marker = folder / "done"
+    if hvd.rank() == 2:
+        marker.touch()
+    else:
+        while not marker.exists():
+            pass
+        os.kill(processes[STOPPED], signal.SIGCONT)
+    return str(caught.value)
+
+
+def errors_while_stopped(folder: Path) -> dict[str, str]:
+    errors = {}
+    for where in ("call", "data", "gradients"):
+        part = folder / where
+        part.mkdir(exist_ok=True)
+        errors[where] = error_while_stopped(where, part)
+        with outside_world():
+            pass
+        check_next_calls_work()
+    return errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errors_name_a_stopped_rank_and_no_other(name: str, tmp_path: Path) -> None:
+    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "3"}) as world:
+        results = world.run(errors_while_stopped, tmp_path)
+    for rank in (0, 2):
+        for where, error in results[rank].items():
+            call = "gradient synchronization" if where == "gradients" else "allreduce"
+            first, stopped, waiting = error.splitlines()
+            assert first.startswith(f"{call}(") and first.endswith("missing ranks: [1].")
+            assert stopped == "  rank 1: no answer: its process is stopped, or the network to it is cut"
+            assert waiting.startswith(f"  ranks 0, 2: waiting in {call}(") and f"at {__file__}:" in waiting

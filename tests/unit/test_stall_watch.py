@@ -1,0 +1,80 @@
+"""What the ranks of a call are doing, asked by one of them. All watches run in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.stall import StallWatch
+from dualdist.types import Settings
+
+LOSS = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
+BARRIER = Call(call_kinds.BARRIER, site=("train.py", 9))
+TEXT = "allreduce(name='loss') at train.py:7"
+SIZE = 5
+
+
+@pytest.fixture
+def watches() -> Iterator[Sequence[StallWatch]]:
+    """A watch for each rank, with a channel of all ranks and one of the last two. Every rank has made one call."""
+    with contextlib.ExitStack() as stack:
+        made = [StallWatch(rank, SIZE, "127.0.0.1", Settings()) for rank in range(SIZE)]
+        for watch in made:
+            stack.callback(watch.close)
+            watch.start([other.contact for other in made if other.contact is not None])
+            watch.add_channel("set 0", tuple(range(SIZE)))
+            watch.add_channel("set 1", (3, 4))
+            watch.begin("set 0", BARRIER)
+            watch.end("set 0")
+        yield made
+
+
+def test_a_survey_says_what_each_rank_does(watches: Sequence[StallWatch]) -> None:
+    for watch in watches[:3]:
+        number = watch.begin("set 0", LOSS)
+    watches[1].end("set 0")
+    watches[2].close()
+    watches[4].begin("set 1", BARRIER)
+    survey = watches[0].survey("set 0", number)
+    assert survey.missing == [2, 3, 4]
+    assert str(survey).splitlines() == [
+        "missing ranks: [2, 3, 4].",
+        "  rank 2: its process has ended or has called shutdown()",
+        "  rank 3: in no collective",
+        "  rank 4: waiting in barrier() at train.py:9 of process set 1",
+        f"  rank 0: waiting in {TEXT}",
+        "  rank 1: has left this call, in no collective",
+    ]
+
+
+def test_a_rank_that_is_ahead_is_not_missing(watches: Sequence[StallWatch]) -> None:
+    for watch in watches:
+        number = watch.begin("set 0", LOSS)
+    for watch in watches[1:]:
+        watch.end("set 0")
+        watch.begin("set 0", BARRIER)
+    survey = watches[0].survey("set 0", number)
+    assert survey.missing == []
+    assert str(survey).splitlines() == [
+        "missing ranks: [].",
+        f"  rank 0: waiting in {TEXT}",
+        "  ranks 1, 2, 3, 4: has left this call, waiting in barrier() at train.py:9",
+    ]
+
+
+def test_ranks_that_answer_know_why_a_rank_gives_up(watches: Sequence[StallWatch]) -> None:
+    number = watches[0].begin("set 0", LOSS)
+    survey = watches[0].survey("set 0", number)
+    watches[0].give_notice("set 0", survey)
+    assert [watch.notice("set 0") for watch in watches] == [None, *[str(survey)] * (SIZE - 1)]
+    assert watches[1].notice("set 1") is None
+
+
+def test_long_calls_are_shortened(watches: Sequence[StallWatch]) -> None:
+    number = watches[1].begin("set 0", Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),)))
+    text = str(watches[0].survey("set 0", number))
+    assert "...) at ?:0" in text and len(text) < 1000

@@ -1,0 +1,85 @@
+"""The server that answers other ranks' questions at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dualdist.agreement.status import Contact, StatusServer, ask
+
+SECONDS = 20.0
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[StatusServer]:
+    server = StatusServer("127.0.0.1", lambda question: ["answer to", question])
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[StatusServer]:
+    with serving() as made:
+        yield made
+
+
+def test_questions_are_answered(server: StatusServer) -> None:
+    for question in ("x", ["a", 1, None], "y" * 40_000):
+        assert ask(server.contact, question, SECONDS) == ["answer to", question]
+
+
+def test_a_server_that_is_closed_refuses() -> None:
+    with serving() as server:
+        pass
+    with pytest.raises(ConnectionError):
+        ask(server.contact, "x", SECONDS)
+
+
+def test_a_caller_without_the_token_gets_no_answer(server: StatusServer) -> None:
+    with pytest.raises(ConnectionError, match="no rank answers"):
+        ask(server.contact._replace(token="00" * 16), "x", SECONDS)
+    for text in (b"\n", b"x\n", b"\xff\xfe\n", b"[" * 100_000, server.contact.token.encode() + b" {\n"):
+        with socket.create_connection(server.contact[:2], SECONDS) as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(text)
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(100) == b""
+    assert ask(server.contact, "x", SECONDS) == ["answer to", "x"]
+
+
+def test_silent_callers_delay_nobody(server: StatusServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(server.contact[:2], SECONDS)).sendall(b"x")
+        assert ask(server.contact, "x", SECONDS) == ["answer to", "x"]
+
+
+def test_who_does_not_answer_in_time_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            ask(Contact("127.0.0.1", listener.getsockname()[1], ""), "x", 0.2)
+        assert time.monotonic() - start < SECONDS
+
+
+def test_another_program_at_the_port_is_no_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        contact = Contact("127.0.0.1", listener.getsockname()[1], "")
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(b"220 mail.example\n")
+            connection.close()
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(ConnectionError, match="another program"):
+            ask(contact, "x", SECONDS)
+        thread.join()
