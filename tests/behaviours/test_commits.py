@@ -24,9 +24,10 @@ from dualdist.elastic import StateHandler, TorchState, get_handler_registry, set
 from dualdist.elastic.commits import Commits
 from dualdist.elastic.state import attach
 
+from ..helpers.collected_warnings import warned
+from ..helpers.elastic_training import make_state, train_batch, weight, weight_after
 from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.world import everywhere
-from .test_elastic import make_state, train_batch, warned, weight, weight_after
 
 
 def opened(tmp_path: Path, file_system: FileSystem | None = None) -> Commits:
