@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from ..checks import path as checked_path
 from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
 from ..training.parallel import DistributedDataParallel
@@ -40,7 +41,7 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
     Collective: every rank must call it; rank 0 writes. Raises CheckpointError on every rank when it cannot be written,
     TypeError when `model` is not a module.
     """
-    on_all_ranks(lambda: _check(model), CheckpointError)
+    on_all_ranks(lambda: _check(path, model), CheckpointError)
     write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
 
     def export() -> None:
@@ -53,7 +54,8 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
     from_writer(export)
 
 
-def _check(model: Any) -> None:
+def _check(path: Any, model: Any) -> None:
+    checked_path("path", path)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
 

@@ -14,10 +14,15 @@ from typing import Any
 
 import torch
 
+from ..agreement import call_kinds
+from ..checks import flag, integer
+from ..checks import path as checked_path
 from ..collectives import allreduce
 from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
 from ..types import Max
+from ..world.process_sets import reporting
+from .arguments import check_file_system, check_signals, checked_metrics, checked_strict
 from .contents.collecting import check_state, collect
 from .contents.restoration import restore
 from .contents.rng import RandomState
@@ -98,9 +103,17 @@ class CheckpointManager:
         self.steps = 0
         """How many steps the run has made, including those before it was restored."""
         self._state = state
-        self._random = {_RANDOM: RandomState()} if random_state else {}
-        self._schedule = Schedule(every_steps, every_seconds, agree_every, bool(signals) or asynchronous)
-        options = on_all_ranks(lambda: self._check(keep, best, asynchronous, exit_code), CheckpointError)
+
+        def check() -> str:
+            check_signals(signals)
+            self._random = {_RANDOM: RandomState()} if flag("random_state", random_state) else {}
+            expects_events = flag("asynchronous", asynchronous) or bool(signals)
+            self._schedule = Schedule(every_steps, every_seconds, agree_every, expects_events)
+            check_file_system(file_system)
+            checked_path("directory", directory)
+            return self._check(keep, best, asynchronous, exit_code)
+
+        options = on_all_ranks(check, CheckpointError)
         if any(other != options[0] for other in options):
             raise ValueError(
                 f"The options of a manager must be equal on all ranks, but are {options} instead."
@@ -120,13 +133,15 @@ class CheckpointManager:
         metrics: stored with the checkpoint, for `best`. Raises Preempted when a rank has received a signal,
         CheckpointError as `save` does, or when an asynchronous save has failed.
         """
+        with reporting(call_kinds.ALLREDUCE):
+            metrics = checked_metrics(metrics)
         self.steps += 1
         preempted, late, failed = self._agree() if self._schedule.agrees(self.steps) else (0, 0, 0)
         if failed:
             self._raise_failure(preempted)
         due = bool(late) or self._schedule.is_due(self.steps)
         if due or preempted:
-            self._save(metrics or {}, self._asynchronous and not preempted)
+            self._save(metrics, self._asynchronous and not preempted)
         if preempted:
             raise Preempted(self._exit_code, preempted)
         return due
@@ -136,7 +151,9 @@ class CheckpointManager:
 
         Raises CheckpointError on every rank when this save, or the asynchronous one before it, has failed.
         """
-        self._save(metrics or {}, self._asynchronous)
+        with reporting(call_kinds.GATHER_OBJECT):
+            metrics = checked_metrics(metrics)
+        self._save(metrics, self._asynchronous)
 
     def wait(self) -> None:
         """Wait for a running asynchronous save. Raises CheckpointError on every rank when it has failed."""
@@ -161,7 +178,12 @@ class CheckpointManager:
 
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`.
         """
-        self._restore(lambda file: Entry(Path(path), read_file(Path(path), file)), strict)
+
+        def choose(file: MemoryFile) -> Entry:
+            checked = checked_path("path", path)
+            return Entry(checked, read_file(checked, file))
+
+        self._restore(choose, strict)
         self._saved_step = None
 
     def close(self) -> None:
@@ -195,13 +217,16 @@ class CheckpointManager:
             raise ValueError(
                 f"`state` must not have the name {_RANDOM!r}, which the manager uses. Pass random_state=False."
             )
-        if keep is not None and keep < 1:
+        if keep is not None and integer("keep", keep) < 1:
             raise ValueError(f"`keep` must be at least 1 or None, but is {keep} instead.")
         if best is not None and (
-            not isinstance(best, tuple | list) or len(best) != 2 or best[1] not in ("max", "min")
+            not isinstance(best, tuple | list)
+            or len(best) != 2
+            or not isinstance(best[0], str)
+            or best[1] not in ("max", "min")
         ):
             raise ValueError(f"`best` must be a metric and 'max' or 'min', but is {best!r} instead.")
-        if not 0 <= exit_code < 256:
+        if not 0 <= integer("exit_code", exit_code) < 256:
             raise ValueError(f"`exit_code` must be at least 0 and less than 256, but is {exit_code} instead.")
         names = sorted({**self._state, **self._random})
         return f"{self._schedule}, asynchronous={asynchronous}, exit_code={exit_code}, state={names}"
@@ -254,6 +279,8 @@ class CheckpointManager:
         return chosen
 
     def _restore(self, choose: Callable[[MemoryFile], Entry | None], strict: bool) -> Manifest | None:
+        with reporting(call_kinds.BROADCAST_OBJECT):
+            strict = checked_strict(strict)
         self.wait()
         with MemoryFile() as file:
             entry = from_writer(lambda: choose(file))

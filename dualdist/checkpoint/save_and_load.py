@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..agreement import call_kinds
+from ..checks import integer
+from ..checks import path as checked_path
 from ..collectives.on_all_ranks import on_all_ranks
 from ..errors import CheckpointError
+from ..world.process_sets import reporting
+from .arguments import check_file_system, checked_metrics, checked_strict
 from .contents.collecting import check_state, collect
 from .contents.host_copy import on_host
 from .contents.restoration import restore
@@ -49,14 +53,21 @@ def save(
         CheckpointError: on every rank, when the file could not be written.
         ValueError, TypeError: on every rank, when `state` is wrong, or its names differ between ranks.
     """
-    _agree_on_names(state)
+
+    def check() -> None:
+        check_file_system(file_system)
+        checked_metrics(metrics)
+        if step is not None:
+            integer("step", step, least=0)
+
+    _agree_on_names(state, check)
     own = gather_own(state)
 
     def write() -> None:
-        manifest = make_manifest(step, metrics or {})
+        manifest = make_manifest(None if step is None else int(step), checked_metrics(metrics))
         values = on_host(collect(state, own), "state")
         try:
-            write_checkpoint(Path(path), values, manifest, file_system or FileSystem())
+            write_checkpoint(checked_path("path", path), values, manifest, file_system or FileSystem())
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoint {path} was not saved: {error}. An older file of that name is unchanged."
@@ -86,18 +97,26 @@ def load(
         CheckpointError: there is no file, or it does not fit `state`. Then `state` is unchanged, except modules when
             the `load_state_dict` of a module raised. All errors are raised on every rank.
     """
+    with reporting(call_kinds.BROADCAST_OBJECT):
+        strict = checked_strict(strict)
     if state is not None:
         _agree_on_names(state)
     with MemoryFile() as file:
-        from_writer(lambda: read_file(Path(path), file))
+        from_writer(lambda: read_file(checked_path("path", path), file))
         values = read_values(file, path)
     if state is not None:
         restore(state, values, strict=strict, origin=path)
     return values
 
 
-def _agree_on_names(state: Mapping[str, Any]) -> None:
-    names = on_all_ranks(lambda: check_state(state), CheckpointError)
+def _agree_on_names(state: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
+    """Raise an error on every rank if `check` raises on one, or the names in `state` differ. Collective."""
+
+    def checked() -> list[str]:
+        check()
+        return check_state(state)
+
+    names = on_all_ranks(checked, CheckpointError)
     for place, other in enumerate(names):
         if other != names[0]:
             differing = sorted(set(other) ^ set(names[0]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checks import integer, number
+
 __all__ = ("Schedule",)
 
 
@@ -18,11 +20,12 @@ class Schedule:
     """Whether one rank may know of an event that the others do not see: a signal, or the error of a background save."""
 
     def check(self) -> None:
-        """Raise ValueError if a number is not positive."""
-        for name in ("every_steps", "every_seconds", "agree_every"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` must be greater than 0, but is {value} instead.")
+        """Raise ValueError or TypeError if a number is not positive."""
+        integer("agree_every", self.agree_every, least=1)
+        if self.every_steps is not None:
+            integer("every_steps", self.every_steps, least=1)
+        if self.every_seconds is not None:
+            number("every_seconds", self.every_seconds, above=0)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step`."""

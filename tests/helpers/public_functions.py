@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import dualdist as hvd
-from dualdist import elastic, lr, metrics, samplers, seeding
+from dualdist import checkpoint, elastic, lr, metrics, samplers, seeding
 
 __all__ = ("CASES", "COLLECTIVES", "Case")
 
@@ -250,6 +252,73 @@ TRAINING: dict[str, Case] = {
     "SyncBatchNorm.revert_sync_batchnorm": Case(hvd.SyncBatchNorm.revert_sync_batchnorm),
 }
 
+
+def shared_folder() -> contextlib.AbstractContextManager[str]:
+    """Make a temporary folder of this rank; only rank 0 of a world writes into its own."""
+    return tempfile.TemporaryDirectory()
+
+
+def saved(**arguments: Any) -> None:
+    with shared_folder() as folder:
+        checkpoint.save(**{"path": f"{folder}/a.pt", "state": {"x": 1}, **arguments})
+
+
+def loaded(**arguments: Any) -> Any:
+    with shared_folder() as folder:
+        checkpoint.save(f"{folder}/a.pt", {"x": 1})
+        return checkpoint.load(**{"path": f"{folder}/a.pt", **arguments})
+
+
+def exported(**arguments: Any) -> None:
+    with shared_folder() as folder:
+        checkpoint.export_weights(**{"path": f"{folder}/a.pt", "model": linear(), **arguments})
+
+
+def managed(act: Callable[[Any, Any], Any] = lambda manager, folder: None, **options: Any) -> None:
+    """Make a manager, save once, and do `act` with it and its folder."""
+    with shared_folder() as folder:
+        given = {"directory": folder, "state": {"x": 1}, "every_steps": 1, **options}
+        manager = checkpoint.CheckpointManager(**given)
+        try:
+            act(manager, folder)
+        finally:
+            manager.close()
+
+
+def on_manager(method: str, **valid: Any) -> Callable[..., None]:
+    """Return a function that calls a method of a manager that has saved once."""
+
+    def call(**arguments: Any) -> None:
+        def act(manager: Any, folder: str) -> None:
+            manager.save({"x": 1.0})
+            path = {"path": next(Path(folder).iterdir(), folder)} if method == "restore" else {}
+            getattr(manager, method)(**{**path, **valid, **arguments})
+
+        managed(act)
+
+    return call
+
+
+CHECKPOINTS: dict[str, Case] = {
+    "checkpoint.save": Case(checkpoint.save, call=saved),
+    "checkpoint.load": Case(checkpoint.load, call=loaded),
+    "checkpoint.export_weights": Case(checkpoint.export_weights, call=exported),
+    "checkpoint.read_manifest": Case(checkpoint.read_manifest),
+    "checkpoint.CheckpointManager": Case(
+        checkpoint.CheckpointManager, call=lambda **options: managed(**options)
+    ),
+    **{
+        f"checkpoint.CheckpointManager.{method}": Case(
+            getattr(checkpoint.CheckpointManager, method), call=on_manager(method)
+        )
+        for method in ("step", "save", "restore", "restore_latest", "restore_best")
+    },
+    "checkpoint.RandomState.load_state_dict": Case(
+        checkpoint.RandomState.load_state_dict,
+        call=lambda **arguments: checkpoint.RandomState().load_state_dict(**arguments),
+    ),
+}
+
 WORLD: dict[str, Case] = {
     "ProcessSet": Case(hvd.ProcessSet),
     "add_process_set": Case(hvd.add_process_set),
@@ -259,6 +328,7 @@ WORLD: dict[str, Case] = {
 }
 
 CASES: dict[str, Case] = {
+    **CHECKPOINTS,
     **TRAINING,
     **WORLD,
     **DATA,

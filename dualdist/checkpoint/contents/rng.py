@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...checks import mapping
+
 __all__ = ("RandomState",)
 
 
@@ -41,6 +43,7 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`. A GPU generator without a saved state is seeded from torch's state."""
+        mapping("state", state, "python", "numpy", "torch", fix="Pass what state_dict() has returned.")
         random.setstate(state["python"])
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

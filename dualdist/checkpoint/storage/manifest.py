@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ...checks import path as checked_path
 from ...errors import CheckpointError
 from ...world.ranks import backend_name, size, transport_name
 from .checksum import LINE_BYTES
@@ -85,7 +86,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises OSError, DamagedCheckpointError when there is no manifest, CheckpointError when the format is newer than
     this version of dualdist.
     """
-    with open_checkpoint(path) as file:
+    with open_checkpoint(checked_path("path", path)) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - COMMENT_BYTES))
         return decode(file.read(COMMENT_BYTES), Path(path))
 
