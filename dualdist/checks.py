@@ -11,13 +11,15 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from types import UnionType
+from typing import Any, TypeVar, cast
 
 from .errors import ConfigurationError
 from .types import REDUCE_OP_NAMES, Average, Max, Min, Product, Sum
 
 __all__ = (
     "configuration",
+    "converted",
     "flag",
     "function",
     "instance",
@@ -32,6 +34,8 @@ __all__ = (
     "text_of",
     "wrong",
 )
+
+T = TypeVar("T")
 
 _LONGEST = 100
 """How many characters of a value a message shows."""
@@ -64,17 +68,30 @@ def wrong(name: str, rule: str, value: Any, fix: str = "", error: type[Exception
     return error(f"`{name}` must be {rule}, but is {shown(value)} instead.{' ' * bool(fix)}{fix}")
 
 
+def converted(
+    name: str,
+    value: Any,
+    convert: Callable[[Any], T],
+    rule: str,
+    fix: str = "",
+    without: type | UnionType | tuple[()] = (),
+) -> T:
+    """Return `convert(value)`. Raises TypeError if that fails, or if `value` is of a class in `without`."""
+    if isinstance(value, without):
+        raise wrong(name, rule, value, fix, TypeError)
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: torch
+        raise wrong(name, rule, value, fix, TypeError) from error
+
+
 def integer(
     name: str, value: Any, least: int | None = None, below: int | None = None, fix: str = "Pass an int."
 ) -> int:
     """Return `value` as an int of at least `least` and below `below`. A tensor with one integer is an integer."""
     if type(value) is not int:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = operator.index(value)
-        except Exception:  # the class of `value` may raise anything
-            raise wrong(name, _range("a whole number", least, below), value, fix, TypeError) from None
+        rule = _range("a whole number", least, below)
+        value = converted(name, value, operator.index, rule, fix, without=bool)
     if (least is not None and value < least) or (below is not None and value >= below):
         raise wrong(name, _range("a whole number", least, below), value, fix)
     return int(value)
@@ -92,20 +109,15 @@ def number(
     if type(value) is float and math.isfinite(value) and least is most is above is None:
         return value
     rule = _range("a finite number", least, None, most, above)
-    try:
-        if isinstance(value, bool | str | bytes):
-            raise TypeError
-        converted = float(value)
-    except Exception:  # the class of `value` may raise anything
-        raise wrong(name, rule, value, fix, TypeError) from None
+    result = converted(name, value, float, rule, fix, without=bool | str | bytes)
     in_range = (
-        (least is None or converted >= least)
-        and (most is None or converted <= most)
-        and (above is None or converted > above)
+        (least is None or result >= least)
+        and (most is None or result <= most)
+        and (above is None or result > above)
     )
-    if not (math.isfinite(converted) and in_range):
+    if not (math.isfinite(result) and in_range):
         raise wrong(name, rule, value, fix)
-    return converted
+    return result
 
 
 def _range(
@@ -143,10 +155,7 @@ def text(name: str, value: Any, fix: str = "Pass a string.") -> str:
 
 def path(name: str, value: Any) -> Path:
     """Return `value`, a string or another path of text, as a Path."""
-    try:
-        return Path(value)
-    except Exception:  # the class of `value` may raise anything
-        raise wrong(name, "a path", value, "Pass a string or a Path.", TypeError) from None
+    return converted(name, value, Path, "a path", "Pass a string or a Path.")
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], rule: str, fix: str = "") -> Any:

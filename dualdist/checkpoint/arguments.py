@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from ..checks import flag, instance, integer, items, mapping, text, wrong
+from ..checks import converted, flag, instance, integer, items, mapping, text, wrong
 from .storage.filesystem import FileSystem
 
 __all__ = ("check_file_system", "check_signals", "checked_metrics", "checked_strict")
@@ -26,12 +26,10 @@ def checked_metrics(metrics: Any) -> Mapping[str, float]:
     checked = {}
     for name, value in mapping("metrics", {} if metrics is None else metrics, fix=fix).items():
         text("metrics", name, fix)
-        try:
-            if isinstance(value, bool | str | bytes):
-                raise TypeError
-            checked[name] = float(value)
-        except Exception:  # the class of `value` may raise anything
-            raise wrong(f"metrics[{name!r}]", "a number", value, "Pass a float.", TypeError) from None
+        place = f"metrics[{name!r}]"
+        checked[name] = converted(
+            place, value, float, "a number", "Pass a float.", without=bool | str | bytes
+        )
     return checked
 
 

@@ -6,13 +6,14 @@ the epoch gives the value over all samples. It is never an average of averages, 
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from .. import types
-from ..checks import instance, integer, items, mapping, number, wrong
+from ..checks import converted, instance, integer, items, mapping, number
 from ..collectives import allreduce, grouped_allreduce
 from ..world.process_sets import ProcessSet, channel_of, check_process_set, global_process_set
 
@@ -89,12 +90,8 @@ class Metric(ABC):
 def _as_tensor(values: torch.Tensor | float) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values.detach()
-    try:
-        if isinstance(values, bytes):
-            raise TypeError
-        return torch.as_tensor(values, dtype=torch.float64 if isinstance(values, float) else None)
-    except Exception:  # torch raises anything
-        raise wrong("values", "a tensor or a number", values, "Convert it.", TypeError) from None
+    convert = functools.partial(torch.as_tensor, dtype=torch.float64 if isinstance(values, float) else None)
+    return converted("values", values, convert, "a tensor or a number", "Convert it.", without=bytes)
 
 
 class Mean(Metric):
