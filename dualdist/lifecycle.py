@@ -9,6 +9,7 @@ from typing import Any
 from .checks import configuration, flag, integer, items, path, text
 from .collectives.join import stand_in
 from .errors import ConfigurationError
+from .launch.copies import without_copies
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, register_world
 
@@ -57,7 +58,7 @@ def init(
     override: dict[str, Any] = {"init_method": init_method, "rank": rank, "size": world_size}
     if hasattr(comm, "Get_rank"):
         override |= {"rank": comm.Get_rank(), "size": comm.Get_size()}
-    context = join_world(stand_in, backend, transport, override, os.environ)
+    context = join_world(stand_in, backend, transport, override, without_copies(os.environ))
     context.arguments = arguments
     try:
         _check_comm(comm, context.world.size)

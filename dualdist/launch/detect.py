@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from ..errors import ConfigurationError
 from ..types import Launch
+from .copies import without_copies
 from .launchers import DUALDIST_RUN, LAUNCHERS, SITE, SPAWN, Launcher
 from .marks import check_marks
 from .site import registered_launchers, site_launcher
@@ -42,6 +43,7 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
     two launchers disagree although neither can have started the other, and when a process that has no launcher, or is
     alone under one, carries the mark of another (marks.py).
     """
+    env = without_copies(env)
     if _is_said_to_be_alone(env):
         return _world_of_one("DUALDIST_LAUNCHER=python")
     site = site_launcher(env)

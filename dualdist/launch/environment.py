@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from ..errors import ConfigurationError
+from .copies import COPIES
 from .launchers import LAUNCHERS
 from .site import NAMED_BY, registered_launchers
 
@@ -33,6 +34,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     rows = (*LAUNCHERS, *registered_launchers())
     known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in _NUMBERS}
     known |= {marker.partition("=")[0] for row in rows for marker in row.markers}
+    known.add(COPIES)
     known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
     return {
         name: value

@@ -20,6 +20,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -42,6 +43,8 @@ _GRACE_SECONDS = 3.0
 """Between SIGTERM and SIGKILL, unless the launcher gives another time."""
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIOCGIFADDR = 0x8915
+"""Of <linux/sockios.h>."""
 
 
 def main() -> None:
@@ -149,6 +152,8 @@ class Agent:
         env = {_bytes(name): _bytes(value) for name, value in (self._request["env"] | process["env"]).items()}
         if self._request["inherit"]:
             env = {**os.environb, **env}
+        if self._request["launcher"] is not None and b"HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+            _add_interface(env, self._request["launcher"])
         if b"OMP_NUM_THREADS" in env:
             return env, None
         threads = max(1, len(os.sched_getaffinity(0)) // len(self._request["processes"]))
@@ -286,6 +291,28 @@ def _descendants() -> set[int]:
         level = {pid for pid, parent in parents.items() if parent in level} - found
         found |= level
     return found
+
+
+def _add_interface(env: dict[bytes, bytes], launcher: str) -> None:
+    """Set HOROVOD_GLOO_IFACE and record it as a copy (launch/copies.py).
+
+    The value is the first existing interface of DUALDIST_INTERFACE, else the one that leads to the address `launcher`.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((launcher, 9))
+        own = socket.inet_aton(probe.getsockname()[0])
+        names = [name for _, name in socket.if_nameindex()]
+        wanted = [name for name in env.get(b"DUALDIST_INTERFACE", b"").decode().split(",") if name in names]
+        wanted += [name for name in names if _address(probe, name) == own]
+        if wanted:
+            env[b"HOROVOD_GLOO_IFACE"] = wanted[0].encode()
+            env[b"DUALDIST_COPIES"] += b" HOROVOD_GLOO_IFACE=" + wanted[0].encode()
+
+
+def _address(probe: socket.socket, interface: str) -> bytes | None:
+    with contextlib.suppress(OSError):  # it has no IPv4 address
+        return fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))[20:24]
+    return None
 
 
 def _error_text(error: OSError | ValueError) -> str:

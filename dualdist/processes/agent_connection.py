@@ -81,6 +81,8 @@ class HostJob:
     env: Mapping[str, str]
     """Variables of all the processes: on this host the whole environment, on another what is added to the login's."""
     local: bool = True
+    launcher: str | None = None
+    """The launcher's address. If given, the agent sets HOROVOD_GLOO_IFACE to the interface that leads to it."""
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
     window: int = 1 << 20
@@ -279,6 +281,7 @@ def _first_message(job: HostJob, token: str) -> bytes:
         "inherit": not job.local,
         "parent": os.getpid() if job.local else None,
         "silence": None if job.local else _SILENCE_SECONDS,
+        "launcher": job.launcher,
         "output": job.output,
         "window": job.window,
         "processes": processes,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import ConfigurationError
 from ..rendezvous.interfaces import INTERFACE, candidates, own_address
 
-__all__ = ("address_towards", "is_local", "ssh_command")
+__all__ = ("address_of", "address_towards", "is_local", "ssh_command")
 
 _SSH_SECONDS = 10.0
 
@@ -64,6 +64,25 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
     """
     if interface is not None:
         return candidates({INTERFACE: interface})[0]
+    try:
+        return own_address(_network_name(host, env))
+    except OSError as error:
+        raise ConfigurationError(
+            f"`-H` must name hosts that can be reached, but {host!r} cannot: {error}. "
+            "Check the name, or choose the network with --network-interface."
+        ) from error
+
+
+def address_of(host: str, env: Mapping[str, str]) -> str:
+    """Return an IPv4 address of `host`, or the name that ssh uses for it if this machine cannot resolve it."""
+    name = _network_name(host, env)
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(name)
+    return name
+
+
+def _network_name(host: str, env: Mapping[str, str]) -> str:
+    """Return the name or address to which ssh connects for `host`, which may be an alias of its configuration."""
     name = _bare(host).rpartition("@")[2]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         question = [*_ssh(env), "-G", "--", _bare(host)]
@@ -76,13 +95,7 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
             timeout=_SSH_SECONDS,
         )
         name = next((line[9:] for line in answer.stdout.splitlines() if line.startswith("hostname ")), name)
-    try:
-        return own_address(name)
-    except OSError as error:
-        raise ConfigurationError(
-            f"`-H` must name hosts that can be reached, but {host!r} cannot: {error}. "
-            "Check the name, or choose the network with --network-interface."
-        ) from error
+    return name
 
 
 def _ssh(env: Mapping[str, str]) -> list[str]:

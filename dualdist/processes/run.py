@@ -25,8 +25,9 @@ from .agent import ENDED, STARTED, STDERR, STDOUT
 from .agent_connection import AGENT_COMMAND, LOST, AgentConnection, Event, HostJob, Process, describe_exit
 from .hosts import Host, Slot, assign
 from .output import Output
-from .remote import address_towards, is_local, ssh_command
+from .remote import address_of, address_towards, is_local, ssh_command
 from .supervisor import Supervisor
+from .unchanged_scripts import serve_unchanged_scripts, with_alias
 
 __all__ = ("RunOptions", "run_job")
 
@@ -69,13 +70,15 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     address = LOOPBACK
     if remote:
         address = address_towards(remote[0], env, options.interface)
+    first = address_of(slots[0].host, env) if slots[0].host in remote else None
     secret = secrets.token_bytes(32)
     with (
         KeyValueServer(address, secret=secret) as server,
+        serve_unchanged_scripts(slots, address, first, options.variables) as copies,
         _signals() as received,
         Output(len(slots), options.output, timestamps=options.timestamps) as output,
         Supervisor(
-            _host_jobs(options, slots, remote, f"{server.host}:{server.port}", secret, env)
+            _host_jobs(options, slots, remote, f"{server.host}:{server.port}", secret, copies, env)
         ) as supervisor,
     ):
         return _Job(options, len(slots), output, supervisor, received).follow()
@@ -87,11 +90,12 @@ def _host_jobs(
     remote: Sequence[str],
     rendezvous: str,
     secret: bytes,
+    copies: Sequence[Mapping[str, str]],
     env: Mapping[str, str],
 ) -> list[HostJob]:
-    """Return the processes of each host and how to start them."""
+    """Return the processes of each host and how to start them. copies: the variables for unchanged scripts."""
     # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
-    common = {"PYTHONUNBUFFERED": "1"} | without_launchers(env)
+    common = with_alias({"PYTHONUNBUFFERED": "1"} | without_launchers(env))
     hosts = list(dict.fromkeys(slot.host for slot in slots))
     window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(hosts)))
     host_jobs = []
@@ -101,12 +105,17 @@ def _host_jobs(
         for slot in slots:
             if slot.host == host:
                 numbers = (slot.rank, len(slots), slot.local_rank, slot.local_size)
-                own = process_variables(DUALDIST_RUN, *numbers, rendezvous, secret)
+                own = {**copies[slot.rank], **process_variables(DUALDIST_RUN, *numbers, rendezvous, secret)}
                 processes.append(Process(slot.rank, options.command, own))
         command = _agent_over_ssh(host, options, env) if is_remote else AGENT_COMMAND
         sent = exportable(common) if is_remote else common
         variables = sent | dict(options.variables)
-        host_jobs.append(HostJob(host, command, processes, variables, local=not is_remote, window=window))
+        launcher = rendezvous.rpartition(":")[0] if remote else None
+        host_jobs.append(
+            HostJob(
+                host, command, processes, variables, local=not is_remote, launcher=launcher, window=window
+            )
+        )
     return host_jobs
 
 

@@ -28,8 +28,10 @@ from ..rendezvous import LOOPBACK
 from ..rendezvous.keyvalue import KeyValueServer
 from . import spawn_child
 from .agent_connection import AGENT_COMMAND, HostJob, Process
+from .hosts import Slot
 from .spawn_results import Result, results_of
 from .supervisor import Supervisor
+from .unchanged_scripts import serve_unchanged_scripts
 from .variables import backend_variables
 
 __all__ = ("spawn",)
@@ -85,6 +87,8 @@ def _run(task: bytes, size: int, variables: Mapping[str, str], timeout: float | 
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(KeyValueServer(LOOPBACK, secret=secret))
+        slots = [Slot(rank, "localhost", rank, size) for rank in range(size)]
+        copies = stack.enter_context(serve_unchanged_scripts(slots, LOOPBACK, None, variables))
         source = stack.enter_context(tempfile.TemporaryFile())
         source.write(task)
         source.flush()
@@ -94,7 +98,7 @@ def _run(task: bytes, size: int, variables: Mapping[str, str], timeout: float | 
             Process(
                 rank,
                 _argv(source.fileno(), result.writer),
-                process_variables(SPAWN, rank, size, rank, size, rendezvous, secret),
+                {**copies[rank], **process_variables(SPAWN, rank, size, rank, size, rendezvous, secret)},
                 (source.fileno(), result.writer),
             )
             for rank, result in enumerate(results)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ..backends import choose
 from ..launch import detect
+from ..launch.copies import without_copies
 from .context import current_or_inherited, is_initialized
 
 __all__ = (
@@ -30,7 +31,8 @@ def _facts() -> Mapping[str, bool | int]:
     if is_initialized():
         return current_or_inherited().backend.facts()
     transport = os.environ.get("DUALDIST_TRANSPORT") or None
-    backend, _ = choose(None, transport, detect(os.environ), os.environ)
+    env = without_copies(os.environ)
+    backend, _ = choose(None, transport, detect(env), env)
     return backend.built()
 
 

@@ -20,6 +20,8 @@ __all__ = (
     "raise_unsendable",
     "return_unsendable",
     "train",
+    "use_horovod",
+    "use_torch",
 )
 
 RANK = int(os.environ.get("DUALDIST_RANK", "0"))
@@ -87,3 +89,23 @@ def train(backend: str) -> tuple[Any, ...]:
     total = hvd.allreduce(torch.full((2,), hvd.rank() + 1.0), op=hvd.Sum)
     assert hvd.backend_name() == backend
     return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.launcher_name(), total
+
+
+def use_horovod() -> tuple[int, int, float]:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    return hvd.rank(), hvd.size(), hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
+
+
+def use_torch() -> tuple[int, int, float]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    return rank, size, total.item()

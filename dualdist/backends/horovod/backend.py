@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import BackendUnavailableError, HorovodInternalError, StallError
+from ...launch.copies import names_of_copies
 from ...rendezvous import LOOPBACK, find_addresses
 from ...types import Launch, Settings
 from ..base import Backend, Group, Work
@@ -188,7 +190,8 @@ class HorovodBackend(Backend):
             cls._kept = False
             return cls(launch, settings, env, None, adopted=False)
         with contextlib.ExitStack() as undo:
-            variables: dict[str, str | None] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
+            variables: dict[str, str | None] = dict.fromkeys(names_of_copies(os.environ))
+            variables |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
             rendezvous = None
             if transport == "mpi":
                 variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}

@@ -1,0 +1,124 @@
+"""`dualdist run` and `spawn` with scripts that do not use dualdist: real Horovod and plain torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dualdist
+
+from ..helpers import spawn_functions
+from ..helpers.requirements import need_modules
+from ..helpers.run_command import Run, python
+from ..helpers.world import ROOT
+from .test_compat import HIDE_HOROVOD
+
+HOROVOD_SCRIPT = """
+import torch
+import horovod.torch as hvd
+for _ in range(2):
+    hvd.init()
+    total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
+    numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    hvd.shutdown()
+print(*numbers, total, hvd.init.__module__.partition(".")[0])
+"""
+
+TORCH_SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], total.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+
+
+def test_a_horovod_script_joins_one_world_and_can_join_it_again(run: Run) -> None:
+    need_modules("horovod.torch")
+    ended = run("-np", "2", *python(HOROVOD_SCRIPT))
+    assert ended.code == 0, ended.errors
+    assert [ended.written(rank) for rank in range(2)] == [
+        b"0 2 0 2 0 1 3.0 horovod\n",
+        b"1 2 1 2 0 1 3.0 horovod\n",
+    ]
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("where", ["localhost:1,hostA:1", "hostA:1,hostB:1"])
+def test_a_horovod_script_joins_one_world_on_several_hosts(where: str, run: Run) -> None:
+    need_modules("horovod.torch")
+    ended = run("-H", where, *python(HOROVOD_SCRIPT))
+    assert ended.code == 0, ended.errors
+    assert [ended.written(rank) for rank in range(2)] == [
+        b"0 2 0 1 0 2 3.0 horovod\n",
+        b"1 2 0 1 1 2 3.0 horovod\n",
+    ]
+
+
+def test_a_torch_script_joins_one_world(run: Run) -> None:
+    ended = run("-np", "2", *python(TORCH_SCRIPT))
+    assert ended.code == 0, ended.errors
+    assert [ended.written(rank) for rank in range(2)] == [b"0 2 0 2 3.0\n", b"1 2 1 2 3.0\n"]
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("where", ["localhost:1,hostA:1", "hostA:1,hostB:1"])
+def test_a_torch_script_joins_one_world_on_several_hosts(where: str, run: Run) -> None:
+    ended = run("-H", where, *python(TORCH_SCRIPT))
+    assert ended.code == 0, ended.errors
+    assert [ended.written(rank) for rank in range(2)] == [b"0 2 0 1 3.0\n", b"1 2 0 1 3.0\n"]
+
+
+def test_dualdist_replaces_a_horovod_that_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDE_HOROVOD)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "dualdist", "run", "-np", "2", *python(HOROVOD_SCRIPT)]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [
+        "[1,0]<stdout>:0 2 0 2 0 1 3.0 dualdist",
+        "[1,1]<stdout>:1 2 1 2 0 1 3.0 dualdist",
+    ]
+
+
+def test_variables_that_the_user_sets_are_kept(run: Run) -> None:
+    ended = run(
+        "-np",
+        "1",
+        "--env",
+        "MASTER_ADDR=node7",
+        "--env",
+        "HOROVOD_CONTROLLER=mpi",
+        *python(
+            "import os; print([os.environ.get(name) for name in ('MASTER_ADDR', 'RANK', 'HOROVOD_CONTROLLER')])"
+        ),
+    )
+    assert ended.written(0) == b"['node7', None, 'mpi']\n"
+
+
+@pytest.mark.parametrize("stack", ["horovod", "torch"])
+def test_functions_of_spawn_join_one_world_without_dualdist(stack: str) -> None:
+    if stack == "horovod":
+        need_modules("horovod.torch")
+    results = dualdist.spawn(getattr(spawn_functions, f"use_{stack}"), nprocs=2, timeout=100)
+    assert results == [(0, 2, 3.0), (1, 2, 3.0)]

@@ -1,0 +1,74 @@
+"""The variables of torchrun and horovodrun that `dualdist run` and `spawn` set beside their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualdist.errors import ConfigurationError
+from dualdist.launch import detect
+from dualdist.launch.copies import copied_variables, without_copies
+from dualdist.launch.environment import process_variables, without_launchers
+from dualdist.types import World
+
+OWN = process_variables("dualdist run", 1, 2, 1, 2, "127.0.0.1:7", b"")
+COPIES = copied_variables(
+    World(1, 2, 1, 2, 0, 1),
+    host="here",
+    master=("127.0.0.1", 7001),
+    rendezvous=("127.0.0.1", 7002),
+    interface="lo",
+    given={},
+)
+STARTED = {**OWN, **COPIES}
+
+
+def test_a_process_has_the_variables_of_torchrun_and_of_horovodrun() -> None:
+    assert {
+        name: COPIES[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    } == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "7001",
+    }
+    assert COPIES["HOROVOD_RANK"] == "1" and COPIES["HOROVOD_CROSS_SIZE"] == "1"
+    assert COPIES["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "7002"
+
+
+def test_launch_detection_ignores_copies() -> None:
+    assert detect(STARTED) == detect(OWN)
+    assert without_copies(STARTED) == {**OWN, "DUALDIST_COPIES": COPIES["DUALDIST_COPIES"]}
+
+
+def test_a_launcher_inside_is_detected_although_its_numbers_are_those_of_the_copies() -> None:
+    horovodrun = {**STARTED, "HOROVOD_GLOO_RENDEZVOUS_PORT": "7009"}
+    assert detect(horovodrun).launcher == "horovodrun"
+    torchrun = {**STARTED, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "7009"}
+    assert detect(torchrun).launcher == "torchrun"
+
+
+def test_an_address_that_the_script_sets_is_used() -> None:
+    launch = detect({**STARTED, "MASTER_PORT": "7009"})
+    assert (launch.launcher, launch.init_method) == ("dualdist run", "env://")
+
+
+def test_a_rank_that_the_script_sets_is_still_compared() -> None:
+    with pytest.raises(ConfigurationError, match="must be the same from every launcher"):
+        detect({**STARTED, "RANK": "0"})
+
+
+def test_variables_of_the_user_replace_all_copies_of_their_launcher() -> None:
+    found = copied_variables(
+        World(0, 1, 0, 1, 0, 1),
+        host="here",
+        master=("127.0.0.1", 1),
+        rendezvous=None,
+        interface=None,
+        given={"MASTER_PORT": "2"},
+    )
+    assert "RANK" not in found and found["HOROVOD_RANK"] == "0"
+
+
+def test_no_copy_reaches_the_processes_of_another_launcher() -> None:
+    assert without_launchers({**STARTED, "KEPT": "1"}) == {"KEPT": "1"}
