@@ -75,6 +75,11 @@ def backward_of(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["params"][0].sum().backward()
 
 
+def import_what_torch_imports_later() -> None:
+    """torch imports its compiler with the first optimizer: seconds, at another moment on each rank."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+
+
 def error_while_stopped(where: str, folder: Path) -> str:
     """Make a call in which rank 1 stops; return the error. When both others have theirs, rank 0 continues rank 1."""
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0))
@@ -116,6 +121,7 @@ def errors_while_stopped(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_errors_name_a_stopped_rank_and_no_other(name: str, tmp_path: Path) -> None:
     with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "3"}) as world:
+        world.run(import_what_torch_imports_later)
         results = world.run(errors_while_stopped, tmp_path)
     for rank in (0, 2):
         for where, error in results[rank].items():

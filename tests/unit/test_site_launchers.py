@@ -52,7 +52,7 @@ def test_the_local_numbers_need_not_be_named() -> None:
         ({"DUALDIST_RANK_FROM": ""}, "`DUALDIST_RANK_FROM` must be set beside DUALDIST_SIZE_FROM"),
         ({"MY_RANK": ""}, "`MY_RANK` must be set, because DUALDIST_RANK_FROM names it"),
         ({"MY_LOCAL_SIZE": ""}, "`MY_LOCAL_SIZE` must be set, because DUALDIST_LOCAL_SIZE_FROM names it"),
-        ({"MY_SIZE": "six"}, "`MY_SIZE` must be a whole number, but is 'six'"),
+        ({"MY_SIZE": "six"}, "`MY_SIZE` must be a whole number of at least 0, but is 'six'"),
         ({"MY_RANK": "6"}, "`MY_RANK` must be at least 0 and less than MY_SIZE=6"),
     ],
 )
