@@ -49,7 +49,9 @@ def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
     if call.kind.when_joined is WhenJoined.REDUCTION:
         _contribute_neutral(group, call)
     elif call.kind.when_joined is WhenJoined.GRADIENTS:
-        current().grad_syncs[arguments["process_set"]][arguments["grad_sync"]].contribute_nothing()
+        current().grad_syncs[arguments["process_set"]][arguments["grad_sync"]].contribute_nothing(
+            group, verdict
+        )
 
 
 def _contribute_neutral(group: Group, call: Call) -> None:

@@ -1,6 +1,12 @@
-"""What the ranks report to each other at the end of a backward, while their gradients are being sent."""
+"""What the ranks report to each other at the end of a backward, while their gradients are being sent.
+
+It travels from host to host. Nothing that the ranks must know of each other's gradients is read from a GPU.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 from ..agreement import call_kinds
 from ..agreement.call import Call
@@ -9,31 +15,42 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..errors import HorovodInternalError
 from ..world.process_sets import ProcessSet, channel_of
+from .contributions import Contributions
 
-__all__ = ("announce", "announcement")
+__all__ = ("announce", "announcement", "settle")
 
 
 def announcement(
-    process_set: ProcessSet, grad_sync: int, buckets_sent: int = 0, *, is_wrong: bool = False
+    process_set: ProcessSet,
+    grad_sync: int,
+    buckets_sent: int,
+    *,
+    changed: bool = False,
+    is_wrong: bool = False,
 ) -> Call:
     """Return the call that announces a reduction of gradients, at the user's line.
 
     Args:
         grad_sync: the ID of the reducer in the process set.
         buckets_sent: how many buckets this rank has sent since the reducer entered the world.
+        changed: whether this rank contributes other kinds of gradients than before, see `Contributions.changed`.
         is_wrong: whether this rank cannot use the gradients.
     """
     return Call(
         call_kinds.GRADIENTS,
         (("process_set", process_set.process_set_id), ("grad_sync", grad_sync)),
         site=call_site(),
-        count=buckets_sent,
+        count=2 * buckets_sent + changed,
         flag=is_wrong,
     )
 
 
-def announce(process_set: ProcessSet, call: Call) -> list[int]:
-    """Return the ranks on which something is wrong. Collective over the process set. call: an `announcement`.
+def announce(
+    process_set: ProcessSet, call: Call, contributions: Contributions, kinds: Sequence[bytes]
+) -> list[int]:
+    """Return the ranks on which something is wrong; if there are none, bring `contributions` up to date.
+
+    Collective over the process set. call: an `announcement`. kinds: what this rank contributes to each bucket.
 
     Gradients are matched by the order in which they are sent. If a backward fails on one rank, or one rank repeats
     it alone, that rank is therefore out of step until the next shutdown() and init().
@@ -42,15 +59,23 @@ def announce(process_set: ProcessSet, call: Call) -> list[int]:
         CollectiveMismatchError: a rank called something else.
         HorovodInternalError: the ranks are out of step.
     """
-    return channel_of(process_set).run(call, _compare)
+    return channel_of(process_set).run(call, functools.partial(settle, contributions, kinds))
 
 
-def _compare(group: Group, verdict: Verdict) -> list[int]:
+def settle(
+    contributions: Contributions, kinds: Sequence[bytes] | None, group: Group, verdict: Verdict
+) -> list[int]:
+    """Do what `announce` does after the agreement. kinds: None on a rank that has joined."""
     active = [place for place in range(group.size) if place not in verdict.joined]
-    if len({verdict.counts[place] for place in active}) > 1:
-        sent = ", ".join(f"rank {group.ranks[place]}: {verdict.counts[place]}" for place in active)
+    sent = {group.ranks[place]: verdict.counts[place] >> 1 for place in active}
+    if len(set(sent.values())) > 1:
+        shown = ", ".join(f"rank {rank}: {count}" for rank, count in sent.items())
         raise HorovodInternalError(
             "the ranks have not sent the same number of gradient buckets, because a backward failed or was repeated on "
-            f"some ranks only (sent until now: {sent})"
+            f"some ranks only (sent until now: {shown})"
         )
-    return [group.ranks[place] for place in active if verdict.flags[place]]
+    wrong = [group.ranks[place] for place in active if verdict.flags[place]]
+    any_changed = any(verdict.counts[place] & 1 for place in active)
+    if not wrong and contributions.must_exchange(any_changed, bool(verdict.joined)):
+        contributions.exchange(group, kinds)
+    return wrong

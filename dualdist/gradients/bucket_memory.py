@@ -9,6 +9,7 @@ import torch
 
 from ..collectives.reduction import scale_
 from .buckets import Bucket, as_real
+from .contributions import DENSE, NOTHING, SPARSE
 from .tracked_parameter import TrackedParameter
 
 __all__ = ("BucketMemory",)
@@ -23,9 +24,7 @@ class BucketMemory:
     def __init__(self, bucket: Bucket, params: Sequence[TrackedParameter]) -> None:
         self.params = params
         self.flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
-        self.counts = self.flat[bucket.numel :]
-        """How many ranks contribute to each gradient, see Bucket."""
-        self._all_dense = torch.tensor([1.0, 0.0], dtype=bucket.dtype).repeat_interleave(len(params))
+        self._all_dense = bytes([DENSE]) * len(params)
         # .data gives each view a version counter of its own, which TrackedParameter.count_pass needs.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
         self._gradients = [
@@ -56,15 +55,13 @@ class BucketMemory:
         )
 
     @torch.no_grad()
-    def pack(
-        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float
-    ) -> Sequence[bool]:
-        """Write what this rank sends; return for each parameter whether this rank contributes a dense gradient.
+    def pack(self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float) -> bytes:
+        """Write what this rank sends; return the kind of contribution to each gradient, see contributions.py.
 
         Args:
             grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. If the parameter's
                 current gradient lies in the memory that they overwrite, it is copied first.
-            is_new: whether each gradient counts as a contribution in `counts`.
+            is_new: whether each gradient counts as a contribution.
         """
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)
@@ -79,16 +76,11 @@ class BucketMemory:
             torch._foreach_copy_(targets, sources)
             scale_(self.flat, factor)
         if is_whole and all(is_new):
-            self.counts.copy_(self._all_dense)
-            return is_new
-        dense = [
-            new and grad is not None and not grad.is_sparse for new, grad in zip(is_new, grads, strict=True)
-        ]
-        sparse = [
-            new and grad is not None and grad.is_sparse for new, grad in zip(is_new, grads, strict=True)
-        ]
-        self.counts.copy_(torch.tensor([*dense, *sparse], dtype=self.flat.dtype))
-        return dense
+            return self._all_dense
+        return bytes(
+            NOTHING if grad is None or not new else SPARSE if grad.is_sparse else DENSE
+            for new, grad in zip(is_new, grads, strict=True)
+        )
 
     def _clear(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Write zeros where `grads` has no dense gradient; return the places of the dense ones."""
@@ -102,11 +94,11 @@ class BucketMemory:
             view.zero_()
         return targets
 
-    def set_gradients(self, chosen: Sequence[float]) -> None:
-        """Make the views of this memory the gradients of those parameters whose number in `chosen` is not zero."""
-        for param, combined, is_chosen in zip(self.params, self._gradients, chosen, strict=True):
+    def set_gradients(self, kinds: bytes) -> None:
+        """Make the views of this memory the gradients of those parameters whose kind is DENSE."""
+        for param, combined, kind in zip(self.params, self._gradients, kinds, strict=True):
             tensor = param.tensor
-            if is_chosen and (grad := tensor.grad) is not combined:
+            if kind & DENSE and (grad := tensor.grad) is not combined:
                 if grad is not None and grad.is_sparse:  # sparse_as_dense
                     combined = combined.to_sparse(grad.sparse_dim())
                 tensor.grad = combined

@@ -36,12 +36,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters whose gradients are sent together.
-
-    The gradients are followed by counts, which are summed with them: first for each parameter the number of ranks that
-    contribute a dense gradient, then for each the number that contribute a sparse one. From these every rank learns
-    which gradients exist, without another collective.
-    """
+    """Some parameters whose gradients are sent together."""
 
     slots: tuple[GradientSlot, ...]
     numel: int
@@ -50,8 +45,8 @@ class Bucket:
 
     @property
     def length(self) -> int:
-        """Return the number of elements, the counts included."""
-        return self.numel + 2 * len(self.slots)
+        """Return the number of elements that are sent. It is at least 1, because not every backend sends none."""
+        return max(1, self.numel)
 
 
 def lay_out(
@@ -63,7 +58,7 @@ def lay_out(
     """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
 
     Args:
-        sparse: indices of parameters whose gradients are sparse. A bucket has counts but no elements for these.
+        sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
         cap_mb: size of a bucket in MiB; the first bucket is smaller. None: DDP's sizes.
     """

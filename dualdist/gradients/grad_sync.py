@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._C import _current_graph_task_id
 
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
 from ..types import Average
 from ..world.context import current
 from .combiner import Combiner
@@ -104,10 +106,10 @@ class GradSync(Combiner):
         self._reducer.forget_world()
         self._start_over()
 
-    def contribute_nothing(self) -> None:
-        """Take part with zeros when the other ranks combine gradients: this rank has called `join`."""
+    def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
+        """Take part with zeros when the other ranks combine gradients, see Reducer.contribute_nothing."""
         self._start_over()
-        self._reducer.contribute_nothing()
+        self._reducer.contribute_nothing(group, verdict)
 
     def _start_over(self) -> None:
         self._fired.clear()

@@ -110,7 +110,10 @@ class SyncBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        # On the device, so that the host does not wait for it.
+        share = (
+            self.num_batches_tracked.to(mean.dtype).reciprocal() if self.momentum is None else self.momentum
+        )
         for running, new in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
             running.copy_(running.to(new.dtype).lerp(new, share))
 
