@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,7 @@ from .tracked_parameter import TrackedParameter
 
 __all__ = ("GradSync",)
 
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
 
 
@@ -43,6 +45,8 @@ class GradSync(Combiner):
             passes: how many backward passes accumulate before gradients are combined.
         """
         self._reducer = Reducer(options)
+        self._lock = threading.RLock()
+        """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
         self._averages = options.reduction.op == Average
         self.set_passes(passes)
         self.enabled = True
@@ -118,6 +122,10 @@ class GradSync(Combiner):
 
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         """Handle the gradient that backward has just completed for the parameter at `index`."""
+        with self._lock:
+            self._handle(index)
+
+    def _handle(self, index: int) -> None:
         param = self._params[index]
         if self._counts or not self.enabled:
             self._count(param)
@@ -130,7 +138,7 @@ class GradSync(Combiner):
         task = _current_graph_task_id()
         if task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
             self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            _queue_callback(self._end_of_backward)
         self._fired.add(index)
         if param.passes >= self._passes:
             if not self._reducer.is_known:

@@ -44,11 +44,13 @@ class SyncOptions:
     def divides_first(self, dtype: torch.dtype, group: Group) -> bool:
         """Return whether an average divides gradients while they are copied, before the sum, as in DDP.
 
-        Only where this is exact: the number of ranks is a power of two, gradients are sent in their own dtype, and the
-        user set no factors.
+        Only for gradients that are sent in their own dtype, without factors of the user. For float16 always, because
+        the sum could overflow where the average does not; for other dtypes where this is exact, which it is if the
+        number of ranks is a power of two.
         """
         sent_as_is = self.compression is Compression.none and reduction_dtype(dtype, group) is dtype
-        return self.reduction == Reduction(Average) and sent_as_is and group.size.bit_count() == 1
+        is_safe = dtype is torch.float16 or group.size.bit_count() == 1
+        return self.reduction == Reduction(Average) and sent_as_is and is_safe
 
     def describe(self, params: Sequence[TrackedParameter]) -> tuple[tuple[str, Any], ...]:
         """Return (name, value) pairs that must be equal on all ranks, the layout of `params` first."""

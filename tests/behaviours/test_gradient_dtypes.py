@@ -51,6 +51,16 @@ def test_complex_and_real_parameters_together() -> None:
         torch.testing.assert_close(reals.grad, torch.full((3,), mean))
 
 
+@everywhere
+def test_an_average_in_float16_does_not_overflow() -> None:
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    (weight * 48000).sum().backward()  # the sum of two ranks is above 65504, the largest float16
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [48000.0] * 3
+    optimizer.synchronize()
+
+
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 @everywhere
 def test_compressed_gradients_keep_their_dtype(compression: str) -> None:

@@ -130,13 +130,10 @@ def test_accumulation_with_no_sync() -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @everywhere
 def test_sync_batch_norm(momentum: float | None, wrapped: bool) -> None:
-    model: nn.Module = network(normalized=True)
-    model[1].momentum = momentum
-    if wrapped:
-        model = hvd.DistributedDataParallel(model)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        optimizer = optimizer_of(model)
+    bare = network(normalized=True)
+    bare[1].momentum = momentum  # type: ignore[assignment]
+    model = hvd.DistributedDataParallel(bare) if wrapped else bare
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if wrapped else optimizer_of(model)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -167,7 +164,7 @@ class Added(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = sum(part(x) for part in self.parts)  # type: ignore[assignment]
+        total: torch.Tensor = sum(part(x) for part in self.parts)
         return total
 
 
