@@ -63,6 +63,7 @@ def init(
     try:
         _check_comm(comm, context.world.size)
         register_world([] if process_sets is None or process_sets == "dynamic" else process_sets)  # type: ignore[arg-type]
+        context.backend.finish_start()
     except BaseException:
         shutdown()
         raise

@@ -94,6 +94,8 @@ class Settings:
     """If a collective waits longer, rank 0 logs which ranks are missing."""
     stall_timeout_seconds: float = 600.0
     """If a collective waits longer, it fails."""
+    start_timeout_seconds: float = 60.0
+    """How long `init` waits for another rank, from the arrival of the first."""
     timeline: str | None = None
     """The path of the timeline (agreement/timeline.py); None to write none."""
     timeline_mark_cycles: bool = False

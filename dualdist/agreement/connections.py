@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from ..errors import HorovodInternalError, StallError
+from .meeting import Meeting
 
 __all__ = ("Connections",)
 
 _CONNECT_SECONDS = 5.0
+_CHECK_SECONDS = 0.5
+"""How often a rank that waits for connections looks whether another one has failed."""
 _TOKEN_BYTES = 16
 _LONGEST_POLL = 2**31 - 1
 """The longest timeout of poll(2): milliseconds in a C int."""
@@ -39,7 +40,14 @@ class Connections:
     """The connections of one member to its peers."""
 
     def __init__(
-        self, store: Any, name: str, ranks: Sequence[int], rank: int, address: str, timeout: float
+        self,
+        store: Any,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        address: str,
+        timeout: float,
+        connect_timeout: float | None = None,
     ) -> None:
         """Connect to the peers. Collective over `ranks`; a rank that is not a member gets no connections.
 
@@ -48,7 +56,8 @@ class Connections:
             ranks: global ranks of the members.
             rank: the global rank of this process.
             address: the IPv4 address at which the other members reach this process.
-            timeout: seconds to wait for the other members.
+            timeout: seconds to wait for the other members in each exchange.
+            connect_timeout: seconds to wait for their connections; None: the same.
 
         Raises:
             HorovodInternalError: a peer cannot be reached.
@@ -60,7 +69,9 @@ class Connections:
         self._timeout = timeout
         self._peers: dict[int, _Peer] = {}
         if self.rank >= 0 and self.size > 1:
-            self._connect(store, f"connections/{name}", address)
+            limit = timeout if connect_timeout is None else connect_timeout
+            meeting = Meeting(store, f"connections/{name}", self.ranks, self.rank, limit)
+            self._connect(meeting, address)
 
     def allgather_messages(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.
@@ -87,31 +98,32 @@ class Connections:
         for peer in self._peers.values():
             peer.socket.close()
 
-    def _connect(self, store: Any, key: str, address: str) -> None:
+    def _connect(self, meeting: Meeting, address: str) -> None:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}
-        token, deadline = secrets.token_bytes(_TOKEN_BYTES), time.monotonic() + self._timeout
+        token = secrets.token_bytes(_TOKEN_BYTES)
         with socket.create_server((address, 0), backlog=len(peers)) as server:
-            store.set(f"{key}/{self.rank}", json.dumps([*server.getsockname(), token.hex()]))
             try:
-                for peer in sorted(place for place in peers if place > self.rank):
-                    store.wait([f"{key}/{peer}"], timedelta(seconds=_left(deadline)))
-                    host, port, peers_token = json.loads(store.get(f"{key}/{peer}"))
-                    self._peers[peer] = _Peer(self._call(host, port, peers_token, deadline))
-                self._accept(server, token, sum(place < self.rank for place in peers), deadline)
-            except (OSError, RuntimeError) as error:
+                meeting.publish(address, server.getsockname()[1], token)
+                for peer, where in meeting.wait_for(peers).items():
+                    if peer > self.rank:
+                        self._peers[peer] = _Peer(self._call(*where, meeting))
+                self._accept(server, token, peers, meeting)
+            except HorovodInternalError:
                 self.close()
-                raise HorovodInternalError(
-                    f"Rank {self.ranks[self.rank]} could not connect to its peers among ranks {self.ranks}: {error}"
-                ) from error
+                raise
+            except (OSError, RuntimeError) as error:
+                failure = meeting.failure(peers - self._peers.keys(), error)
+                self.close()
+                raise failure from error
 
-    def _call(self, host: str, port: int, token: str, deadline: float) -> socket.socket:
+    def _call(self, host: str, port: int, token: bytes, meeting: Meeting) -> socket.socket:
         """Connect to the peer that listens at `host`. A listener that accepts the token and replies is the peer."""
         with contextlib.ExitStack() as stack:
             try:
                 connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
-                connection.settimeout(_left(deadline))
-                connection.sendall(bytes.fromhex(token) + self.rank.to_bytes(4, "little"))
+                connection.settimeout(meeting.left())
+                connection.sendall(token + self.rank.to_bytes(4, "little"))
                 if not connection.recv(1):
                     raise OSError("another program listens at this address")
             except OSError as error:
@@ -119,10 +131,14 @@ class Connections:
             stack.pop_all()
         return connection
 
-    def _accept(self, server: socket.socket, token: bytes, expected: int, deadline: float) -> None:
-        while expected:
-            server.settimeout(_left(deadline))
-            connection, _ = server.accept()
+    def _accept(self, server: socket.socket, token: bytes, peers: set[int], meeting: Meeting) -> None:
+        while missing := peers - self._peers.keys():
+            server.settimeout(min(_CHECK_SECONDS, meeting.left()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                meeting.check(missing)
+                continue
             connection.settimeout(_CONNECT_SECONDS)
             hello = b""
             with contextlib.suppress(OSError):
@@ -132,7 +148,6 @@ class Connections:
                 continue
             connection.sendall(b"\1")
             self._peers[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = _Peer(connection)
-            expected -= 1
 
 
 class _Peer:

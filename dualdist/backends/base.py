@@ -144,6 +144,12 @@ class Backend(ABC):
     def shutdown(self) -> None:
         """Leave the world. An adopted backend keeps running. Never raises for a broken world."""
 
+    def finish_start(self) -> None:  # noqa: B027 - most backends do nothing then
+        """From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`. Local.
+
+        Called once, when `init` has joined the world.
+        """
+
     def abandon(self) -> None:  # noqa: B027 - most backends do nothing at exit
         """In a forked process, keep its exit from affecting the parent's world. Local."""
 

@@ -8,16 +8,15 @@ one agent only. Therefore every rank sends a random token, and rank 0 replies to
 from __future__ import annotations
 
 import secrets
-import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import ConfigurationError
+from ..rendezvous import not_arrived
+from .store_gather import await_all
 
 __all__ = ("new_prefix_store",)
-
-_POLL_SECONDS = 0.01
 
 
 def new_prefix_store(
@@ -25,43 +24,42 @@ def new_prefix_store(
 ) -> dist.PrefixStore:
     """Return a part of `store` that only these `size` processes use. Collective.
 
-    timeout: how long to wait for another process. advice: the last sentence of the error.
+    timeout: how long to wait for another process. advice: the last sentences of the error.
     Raises ConfigurationError when a process does not arrive.
     """
     token = secrets.token_hex(8)
     if rank == 0:
-        part = dist.PrefixStore(f"dualdist/{token}", store)
-        _send_prefix(store, part, token, size, timeout, advice)
-        return part
+        prefix, at_poll = token, _replier(store, token, size)
+    else:
+        prefix, at_poll = _request(store, token, rank, timeout, advice), _do_nothing
+    part = dist.PrefixStore(f"dualdist/{prefix}", store)
+    await_all(part, rank, size, timeout.total_seconds(), advice=advice, at_poll=at_poll)
+    return part
+
+
+def _request(store: dist.Store, token: str, rank: int, timeout: timedelta, advice: str) -> str:
+    """Send `token`, and return the prefix that rank 0 replies."""
     store.set(f"dualdist/call/{rank}", token)
     try:
         store.wait([f"dualdist/answer/{token}"], timeout)
     except RuntimeError as error:
-        raise _not_arrived(rank, "0", timeout, advice) from error
-    part = dist.PrefixStore(f"dualdist/{store.get(f'dualdist/answer/{token}').decode()}", store)
-    part.set(f"arrived/{rank}", "")
-    return part
+        raise not_arrived(rank, [0], timeout.total_seconds(), advice) from error
+    return store.get(f"dualdist/answer/{token}").decode()
 
 
-def _send_prefix(
-    store: dist.Store, part: dist.Store, prefix: str, size: int, timeout: timedelta, advice: str
-) -> None:
-    """Reply to every token, also to those of earlier processes, until all current processes have arrived."""
+def _replier(store: dist.Store, prefix: str, size: int) -> Callable[[], None]:
+    """Return a function that replies to every new token, also to those of earlier processes."""
     answered: dict[int, bytes] = {}
-    missing = list(range(1, size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while missing := [rank for rank in missing if not part.check([f"arrived/{rank}"])]:
-        for rank in missing:
+
+    def reply() -> None:
+        for rank in range(1, size):
             call = f"dualdist/call/{rank}"
             if store.check([call]) and (token := store.get(call)) != answered.get(rank):
                 store.set(f"dualdist/answer/{token.decode()}", prefix)
                 answered[rank] = token
-        if time.monotonic() > deadline:
-            raise _not_arrived(0, ", ".join(map(str, missing)), timeout, advice)
-        time.sleep(_POLL_SECONDS)
+
+    return reply
 
 
-def _not_arrived(rank: int, others: str, timeout: timedelta, advice: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"Rank {rank} waited {timeout.total_seconds():.0f} s for rank {others}, which did not arrive. {advice}"
-    )
+def _do_nothing() -> None:
+    pass

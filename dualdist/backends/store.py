@@ -17,18 +17,19 @@ from typing import cast
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..rendezvous import Addresses, Gather, find_addresses, gather_through, share_server_address
+from ..rendezvous import ADVICE, Addresses, find_addresses, share_server_address
 from ..types import Launch
 from .prefix_store import new_prefix_store
+from .store_gather import await_all, store_gather
 
-__all__ = ("SharedStore", "open_store", "serve_store", "share_store", "store_gather")
+__all__ = ("SharedStore", "open_store", "serve_store", "share_store")
 
 _stores: dict[tuple[str, int, int], SharedStore] = {}
 _generation = itertools.count()
 _ADVICE = {
-    False: "Look at that rank's output; every process must call dualdist.init().",
-    True: "Look at that rank's output. If hosts join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
-    "torchrun: without it, its older processes may get the address of an earlier round's store.",
+    False: ADVICE,
+    True: f"{ADVICE} If hosts join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun: without it, "
+    "its older processes may get the address of an earlier round's store.",
 }
 """Whether torchrun restarts processes -> advice. If it does, its agents keep the address of an earlier round's store
 (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous)."""
@@ -44,33 +45,26 @@ class SharedStore:
 
 
 def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> SharedStore:
-    """Return a store that all launched processes share. Collective. timeout: seconds to wait for another process."""
+    """Return a store that all launched processes share. Collective. timeout: seconds to wait for another process.
+
+    When a process does not arrive, all that have arrived raise a ConfigurationError that names it.
+    """
     key = (launch.init_method or launch.launcher, launch.rank, launch.size)
     if key not in _stores:
         _stores[key] = _open_first(launch, env, timedelta(seconds=timeout))
     known = _stores[key]
-    return SharedStore(_own_part(known.store), known.addresses)
+    own = _own_part(known.store)
+    # Also at a later start, when the store is open already.
+    await_all(own, launch.rank, launch.size, timeout, advice=_ADVICE[launch.restarts])
+    return SharedStore(own, known.addresses)
 
 
-def share_store(store: dist.Store, rank: int, size: int, env: Mapping[str, str]) -> SharedStore:
+def share_store(
+    store: dist.Store, rank: int, size: int, env: Mapping[str, str], timeout: float
+) -> SharedStore:
     """Return a new part of `store`, which these `size` processes share already. Collective."""
     own = _own_part(store)
-    return SharedStore(own, find_addresses(rank, store_gather(own, rank, size), env))
-
-
-def store_gather(store: dist.Store, rank: int, size: int) -> Gather:
-    """Return a function that gathers a text from every process through `store`."""
-
-    def get(key: str) -> str:
-        try:
-            return store.get(key).decode()
-        except RuntimeError as error:  # c10d's timeout
-            raise ConfigurationError(
-                f"Rank {rank} waited for rank {key.rpartition('.')[2]}, which did not arrive: "
-                f"{str(error).splitlines()[0]}. Look at that rank's output; every process must call dualdist.init()."
-            ) from error
-
-    return gather_through(rank, size, store.set, get)
+    return SharedStore(own, find_addresses(rank, store_gather(own, rank, size, timeout), env))
 
 
 def serve_store(host: str, timeout: timedelta) -> dist.TCPStore:
@@ -90,7 +84,7 @@ def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> S
     if launch.init_method is not None:
         given = _rendezvous(launch, timeout)
         store = new_prefix_store(given, launch.rank, launch.size, timeout, _ADVICE[launch.restarts])
-        return _with_addresses(store, launch, env)
+        return _with_addresses(store, launch, env, timeout)
     served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:
@@ -99,22 +93,27 @@ def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> S
 
     with share_server_address(launch, env, serve, timeout.total_seconds()) as (host, port):
         joined = served[0] if served else dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        return _with_addresses(joined, launch, env)
+        return _with_addresses(joined, launch, env, timeout)
 
 
-def _with_addresses(store: dist.Store, launch: Launch, env: Mapping[str, str]) -> SharedStore:
-    gather = store_gather(dist.PrefixStore("dualdist/addresses", store), launch.rank, launch.size)
+def _with_addresses(
+    store: dist.Store, launch: Launch, env: Mapping[str, str], timeout: timedelta
+) -> SharedStore:
+    part = dist.PrefixStore("dualdist/addresses", store)
+    gather = store_gather(part, launch.rank, launch.size, timeout.total_seconds())
     return SharedStore(store, find_addresses(launch.rank, gather, env))
 
 
 def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
     method = cast(str, launch.init_method)
+    # With a world size of 1, torch's TCPStore does not wait for the others: new_prefix_store does, and names them.
+    size = 1 if method.startswith(("tcp://", "env://")) else launch.size
     try:
-        store, _, _ = next(iter(dist.rendezvous(method, launch.rank, launch.size, timeout=timeout)))
+        store, _, _ = next(iter(dist.rendezvous(method, launch.rank, size, timeout=timeout)))
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigurationError(
-            f"Rank {launch.rank} of {launch.describe('size')} could not meet the other ranks at "
-            f"`init_method`={launch.init_method!r}: {str(error).splitlines()[0]}. Check the address, and that all "
-            f"{launch.size} processes were started."
+            f"Rank {launch.rank} of {launch.describe('size')} could not open the store of the job, which rank 0 or the "
+            f"launcher serves, at `init_method`={launch.init_method!r}: {str(error).splitlines()[0]} Check the "
+            "address, and that rank 0 was started."
         ) from error
     return cast(dist.Store, store)

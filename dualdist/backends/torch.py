@@ -20,6 +20,7 @@ from ..errors import BackendUnavailableError, ConfigurationError, HorovodInterna
 from ..rendezvous import INTERFACE, interface_of
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
+from .start_step import start_step
 from .store import SharedStore, open_store, share_store
 from .temporary_environment import temporary_environment
 from .torch_build import built_into_torch
@@ -103,6 +104,10 @@ class _TorchGroup(Group):
             work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
         return _TorchWork(work, tensor.device)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        if self._pg is not None:
+            _set_timeout(timeout, self._pg)
+
     def close(self) -> None:
         if self._pg is not None and dist.is_initialized():
             dist.destroy_process_group(self._pg)
@@ -117,6 +122,21 @@ def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
     """
     names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * bool(env.get(INTERFACE))
     return {name: interface_of(address) for name in names if not env.get(name)}
+
+
+def _start_timeout(transport: str, settings: Settings) -> timedelta:
+    """Return the timeout of the process groups until all ranks have joined.
+
+    With mpi, mpirun ends the job when a process dies, and torch cannot change the timeout later.
+    """
+    is_mpi = transport == "mpi"
+    return timedelta(seconds=settings.stall_timeout_seconds if is_mpi else settings.start_timeout_seconds)
+
+
+def _set_timeout(timeout: timedelta, process_group: Any) -> None:
+    # Older releases of torch have only the private function, newer ones warn of it.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, process_group)
 
 
 def _preferred_transport(launch: Launch) -> str:
@@ -138,12 +158,13 @@ def _start_mpi(launch: Launch, required: bool) -> bool:
 class TorchBackend(Backend):
     name = "torch"
 
-    def __init__(self, transport: str, shared: SharedStore, timeout: timedelta, adopted: bool) -> None:
+    def __init__(self, transport: str, shared: SharedStore, settings: Settings, adopted: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.transport = transport
         self.address = shared.addresses.own
         self._store = shared.store
-        self._timeout = timeout
+        self._settings = settings
+        self._timeout = _start_timeout(transport, settings)
         self._adopted = adopted
         self._groups: list[_TorchGroup] = []
         self._on_shutdown = contextlib.ExitStack()
@@ -157,9 +178,8 @@ class TorchBackend(Backend):
     def start(
         cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
     ) -> TorchBackend:
-        timeout = timedelta(seconds=settings.stall_timeout_seconds)
         if cls.is_running():
-            return cls._adopt(transport, env, timeout)
+            return cls._adopt(transport, env, settings)
         if transport is not None:
             cls.check(transport, launch)
         chosen = transport or _preferred_transport(launch)
@@ -169,23 +189,24 @@ class TorchBackend(Backend):
         if chosen == "nccl":
             device = torch.device("cuda", (launch.local_rank or 0) % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        shared = open_store(launch, env, settings.stall_timeout_seconds)
+        shared = open_store(launch, env, settings.start_timeout_seconds)
         with contextlib.ExitStack() as undo, _wrapped():
             undo.enter_context(temporary_environment(_interfaces(shared.addresses.own, env)))
-            dist.init_process_group(
-                _TRANSPORTS[chosen],
-                store=shared.store,
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=timeout,
-                device_id=device,
-            )
-            started = cls(chosen, shared, timeout, adopted=False)
+            with start_step(shared.store, "process group", launch.rank, launch.size):
+                dist.init_process_group(
+                    _TRANSPORTS[chosen],
+                    store=shared.store,
+                    rank=launch.rank,
+                    world_size=launch.size,
+                    timeout=_start_timeout(chosen, settings),
+                    device_id=device,
+                )
+            started = cls(chosen, shared, settings, adopted=False)
             started._on_shutdown.push(undo.pop_all())
         return started
 
     @classmethod
-    def _adopt(cls, asked: str | None, env: Mapping[str, str], timeout: timedelta) -> TorchBackend:
+    def _adopt(cls, asked: str | None, env: Mapping[str, str], settings: Settings) -> TorchBackend:
         """Use the process group that torch.distributed has already. Collective."""
         transport = next((name for name in ("nccl", "mpi") if name in dist.get_backend()), "gloo")
         if asked not in (None, transport):
@@ -193,8 +214,9 @@ class TorchBackend(Backend):
                 f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
             )
         store = dist.distributed_c10d._get_default_store()
-        shared = share_store(store, dist.get_rank(), dist.get_world_size(), env)
-        return cls(transport, shared, timeout, adopted=True)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        shared = share_store(store, rank, size, env, settings.start_timeout_seconds)
+        return cls(transport, shared, settings, adopted=True)
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
@@ -215,7 +237,8 @@ class TorchBackend(Backend):
             )
 
     def new_group(self, ranks: Sequence[int]) -> Group:
-        with _wrapped():
+        step = f"group {len(self._groups)}"
+        with _wrapped(), start_step(self._store, step, self.rank, self.size):
             process_group = dist.new_group(
                 list(ranks), backend=_TRANSPORTS[self.transport], timeout=self._timeout
             )
@@ -224,6 +247,17 @@ class TorchBackend(Backend):
         )
         self._groups.append(group)
         return group
+
+    def finish_start(self) -> None:
+        timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
+        if timeout == self._timeout:
+            return
+        self._timeout = timeout
+        self._store.set_timeout(timeout)
+        if not self._adopted:
+            _set_timeout(timeout, None)
+        for group in self._groups:
+            group.set_timeout(timeout)
 
     def shutdown(self) -> None:
         with self._on_shutdown:

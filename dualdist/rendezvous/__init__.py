@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from .addresses import Addresses, find_addresses
 from .bootstrap import share_server_address
-from .gather import Gather, gather_through
+from .gather import ADVICE, Gather, gather_through, not_arrived
 from .interfaces import INTERFACE, LOOPBACK, interface_of, own_node
 from .launcher_process import LauncherProcess, find_launcher_process
 
 __all__ = (
+    "ADVICE",
     "INTERFACE",
     "LOOPBACK",
     "Addresses",
@@ -18,6 +19,7 @@ __all__ = (
     "find_launcher_process",
     "gather_through",
     "interface_of",
+    "not_arrived",
     "own_node",
     "share_server_address",
 )

@@ -21,7 +21,15 @@ from ..errors import ConfigurationError
 from ..types import Launch
 from .keyvalue import KeyValueClient
 
-__all__ = ("Gather", "gather_through", "gather_through_files", "gather_through_http", "gather_through_server")
+__all__ = (
+    "ADVICE",
+    "Gather",
+    "gather_through",
+    "gather_through_files",
+    "gather_through_http",
+    "gather_through_server",
+    "not_arrived",
+)
 
 Gather = Callable[[str], list[str]]
 """Sends this process's text; returns every process's text in rank order. Collective over the launched processes."""
@@ -31,26 +39,83 @@ _Set = Callable[[str, "str | None"], None]
 _Get = Callable[[str], "str | None"]
 """Returns the text of a key; None when it is not set yet."""
 
+ADVICE = (
+    "Look at its output; every process must call dualdist.init(). "
+    "Set DUALDIST_START_TIMEOUT_SECONDS to wait longer."
+)
 _POLL_SECONDS = 0.02
+_FAREWELL_SECONDS = 1.0
+"""How long a rank that gives up stays, so that the others can read why. Rank 0 may serve what they read."""
 
 
 def gather_through(
-    rank: int, size: int, set_: Callable[[str, str], object], get: Callable[[str], str]
+    rank: int,
+    size: int,
+    set_: Callable[[str, str], object],
+    get: Callable[[str, float], str | None],
+    timeout: float,
+    *,
+    advice: str = ADVICE,
+    at_poll: Callable[[], object] = lambda: None,
 ) -> Gather:
-    """Return a Gather that uses a key-value store, whose `get` waits for the key.
+    """Return a Gather that uses a key-value store.
 
-    Rank 0 reads every rank's text and sets all of them under one key. Each other rank uses the store only twice.
+    Rank 0 reads every rank's text and sets all of them under one key, or why it could not. Each other rank waits for
+    that key only. When a rank does not arrive, all that have arrived raise the same ConfigurationError.
+
+    get: waits for a key, for a number of seconds, and returns its text, or None. timeout: seconds from this rank's
+    call until it gives up. advice: the last sentences of the error. at_poll: called on rank 0 while it waits.
     """
     rounds = itertools.count()
+
+    def missing(number: int) -> list[int]:
+        return [other for other in range(size) if get(f"{number}.{other}", 0) is None]
+
+    def give_up(number: int, key: str, ranks: list[int]) -> ConfigurationError:
+        error = not_arrived(rank, ranks, timeout, advice)
+        set_(f"{number}.{key}", json.dumps(str(error)))
+        time.sleep(_FAREWELL_SECONDS)
+        return error
+
+    def lead(number: int) -> None:
+        deadline = time.monotonic() + timeout
+        texts: list[str] = []
+        while len(texts) < size:
+            text = get(f"{number}.{len(texts)}", 0)
+            if text is not None:
+                texts.append(text)
+                continue
+            at_poll()
+            if time.monotonic() > deadline:
+                raise give_up(number, "all", missing(number))
+            if (failure := get(f"{number}.failure", 0)) is not None:
+                set_(f"{number}.all", failure)
+                return
+            time.sleep(_POLL_SECONDS)
+        set_(f"{number}.all", json.dumps(texts))
 
     def gather(text: str) -> list[str]:
         number = next(rounds)
         set_(f"{number}.{rank}", text)
         if rank == 0:
-            set_(f"{number}.all.0", json.dumps([get(f"{number}.{other}") for other in range(size)]))
-        return list(json.loads(get(f"{number}.all.0")))
+            lead(number)
+        answer = get(f"{number}.all", timeout)
+        if answer is None:
+            raise give_up(number, "failure", missing(number) or [0])
+        found = json.loads(answer)
+        if isinstance(found, str):
+            raise ConfigurationError(found)
+        return list(found)
 
     return gather
+
+
+def not_arrived(rank: int, ranks: list[int], timeout: float, advice: str) -> ConfigurationError:
+    """Return the error of `rank`, which has waited `timeout` seconds for `ranks`."""
+    others = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return ConfigurationError(
+        f"Rank {rank} waited {timeout:.0f} s for {others}, which did not arrive. {advice}"
+    )
 
 
 def gather_through_server(
@@ -67,16 +132,18 @@ def gather_through_server(
         client.set(key, text.encode())
         cleanup.callback(remove, key)
 
-    def get(key: str) -> str:
+    def get(key: str, seconds: float) -> str | None:
         try:
-            return client.get(key, timeout).decode()
-        except OSError as error:  # TimeoutError is one
+            return client.get(key, seconds).decode()
+        except TimeoutError:
+            return None
+        except OSError as error:
             raise ConfigurationError(
-                f"Rank {launch.rank} waited for rank {key.rpartition('.')[2]}, which did not arrive: {error} "
-                "Look at that rank's output; every process must call dualdist.init()."
+                f"Rank {launch.rank} lost the connection to the job's key-value server, which the launcher or rank 0 "
+                f"runs: {error}. Look at their output."
             ) from error
 
-    return gather_through(launch.rank, launch.size, set_, get)
+    return gather_through(launch.rank, launch.size, set_, get, timeout)
 
 
 def gather_through_http(
@@ -100,7 +167,7 @@ def gather_through_http(
                 return None
             raise
 
-    return _gather_by_polling(launch, set_, get, address, timeout, cleanup)
+    return _gather_by_polling(launch, set_, get, timeout, cleanup)
 
 
 def gather_through_files(
@@ -135,25 +202,20 @@ def gather_through_files(
             return (folder / key).read_text()
         return None
 
-    return _gather_by_polling(launch, set_, get, str(folder), timeout, cleanup)
+    return _gather_by_polling(launch, set_, get, timeout, cleanup)
 
 
 def _gather_by_polling(
-    launch: Launch, set_: _Set, get: _Get, where: str, timeout: float, cleanup: contextlib.ExitStack
+    launch: Launch, set_: _Set, get: _Get, timeout: float, cleanup: contextlib.ExitStack
 ) -> Gather:
     def set_until_cleanup(key: str, text: str) -> None:
         cleanup.callback(set_, key, None)
         set_(key, text)
 
-    def wait_for(key: str) -> str:
-        deadline = time.monotonic() + timeout
-        while (answer := get(key)) is None:
-            if time.monotonic() > deadline:
-                raise ConfigurationError(
-                    f"Rank {launch.rank} waited {timeout:.0f} s for rank {key.rpartition('.')[2]} at {where}. "
-                    "Look at that rank's output; every process must call dualdist.init()."
-                )
+    def wait_for(key: str, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
+        while (answer := get(key)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return answer
 
-    return gather_through(launch.rank, launch.size, set_until_cleanup, wait_for)
+    return gather_through(launch.rank, launch.size, set_until_cleanup, wait_for, timeout)

@@ -87,7 +87,14 @@ class Context:
         backend, name = self.backend, f"set {set_id}"
         data, gradients = (backend.new_group(ranks) for _ in range(2))
         connections = Connections(
-            backend.store, name, ranks, backend.rank, backend.address, self.settings.stall_timeout_seconds
+            backend.store,
+            name,
+            ranks,
+            backend.rank,
+            backend.address,
+            self.settings.stall_timeout_seconds,
+            # All ranks have just made the groups.
+            self.settings.start_timeout_seconds,
         )
         self.channels[set_id] = Channel(
             name, connections, data, gradients, self.watch, self.timeline, self._stand_in

@@ -15,10 +15,14 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     """Return what `env` sets. Raises ConfigurationError for a value that is not a number of seconds."""
     warn = _stall_seconds(env, "DUALDIST_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")
     timeout = _stall_seconds(env, "DUALDIST_STALL_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    start = "DUALDIST_START_TIMEOUT_SECONDS"
     timeline = env.get("HOROVOD_TIMELINE", "")
     return Settings(
         stall_warn_seconds=warn or Settings.stall_warn_seconds,
         stall_timeout_seconds=timeout or Settings.stall_timeout_seconds,
+        start_timeout_seconds=(
+            _read_seconds(start, env[start], "positive") if start in env else Settings.start_timeout_seconds
+        ),
         # Horovod's DYNAMIC means that the script will call start_timeline().
         timeline=None if timeline in ("", "DYNAMIC") else timeline,
         timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),

@@ -12,14 +12,19 @@ from dualdist.world.settings import read_settings
 def test_an_empty_environment_gives_the_defaults() -> None:
     assert read_settings({}) == Settings()
     assert (Settings().stall_warn_seconds, Settings().stall_timeout_seconds) == (60, 600)
+    assert Settings().start_timeout_seconds == 60
 
 
 def test_seconds_are_numbers() -> None:
     read = read_settings({"DUALDIST_STALL_WARN_SECONDS": "0.5", "DUALDIST_STALL_TIMEOUT_SECONDS": "7"})
     assert (read.stall_warn_seconds, read.stall_timeout_seconds) == (0.5, 7)
+    assert read_settings({"DUALDIST_START_TIMEOUT_SECONDS": "9"}).start_timeout_seconds == 9
 
 
-@pytest.mark.parametrize("name", ["DUALDIST_STALL_WARN_SECONDS", "DUALDIST_STALL_TIMEOUT_SECONDS"])
+@pytest.mark.parametrize(
+    "name",
+    ["DUALDIST_STALL_WARN_SECONDS", "DUALDIST_STALL_TIMEOUT_SECONDS", "DUALDIST_START_TIMEOUT_SECONDS"],
+)
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "", "nan"])
 def test_what_is_not_a_positive_number_of_seconds_is_an_error(name: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=name) as caught:

@@ -47,7 +47,8 @@ def _wrapped() -> Iterator[None]:
     """Convert Horovod's exceptions into those of this package."""
     try:
         yield
-    except (hvd.HorovodInternalError, RuntimeError) as error:
+    except (hvd.HorovodInternalError, RuntimeError, ValueError) as error:
+        # ValueError: Horovod's background thread has ended (horovod/common/process_sets.py, _create_process_set).
         if isinstance(error, HorovodInternalError):
             raise
         raise HorovodInternalError(str(error)) from error
@@ -84,13 +85,13 @@ class _HorovodGroup(Group):
         super().__init__(ranks, rank)
         self._set = process_set
         self._prefix = prefix
-        self._timeout = timeout
+        self.timeout = timeout
 
     def wire_device(self, device: torch.device) -> torch.device:
         return device if device.type == "cuda" and hvd.nccl_built() else torch.device("cpu")
 
     def _started(self, handle: int, output: torch.Tensor | None = None) -> Work:
-        return _HorovodWork(handle, output, self._timeout)
+        return _HorovodWork(handle, output, self.timeout)
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         name = f"{self._prefix}.allreduce.{tag}"
@@ -150,7 +151,9 @@ class HorovodBackend(Backend):
     ) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
-        self._timeout = settings.stall_timeout_seconds
+        self._stall_timeout = settings.stall_timeout_seconds
+        self._timeout = settings.start_timeout_seconds
+        self._groups: list[_HorovodGroup] = []
         self._rendezvous = rendezvous
         self._adopted = adopted
         self._elastic = launch.elastic
@@ -196,7 +199,7 @@ class HorovodBackend(Backend):
             if transport == "mpi":
                 variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
             elif cls._needs_rendezvous(launch, env, transport):
-                rendezvous = serve_rendezvous(launch, env, settings.stall_timeout_seconds)
+                rendezvous = serve_rendezvous(launch, env, settings)
                 undo.callback(rendezvous.close)
                 variables |= rendezvous.variables
             elif _has_launchers_server(env):
@@ -254,7 +257,7 @@ class HorovodBackend(Backend):
         def gather(text: str) -> list[str]:
             return list(hvd.allgather_object(text, name=f"dualdist.addresses.{next(rounds)}"))
 
-        timeout = timedelta(seconds=self._timeout)
+        timeout = timedelta(seconds=self._stall_timeout)
         addresses = find_addresses(self.rank, gather, env)
         served = serve_store(addresses.first, timeout) if self.rank == 0 else None
         port = int(gather(str(served.port if served else None))[0])
@@ -279,7 +282,14 @@ class HorovodBackend(Backend):
                 self._sets[key] = hvd.add_process_set(list(ranks))
                 hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
             prefix = f"dualdist.{next(self._group_numbers)}"
-            return _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
+            group = _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
+        self._groups.append(group)
+        return group
+
+    def finish_start(self) -> None:
+        self._timeout = self._stall_timeout
+        for group in self._groups:
+            group.timeout = self._timeout
 
     def shutdown(self) -> None:
         self._store = None

@@ -14,8 +14,9 @@ from typing import Any
 
 from ...launch import Place, nodes, topology
 from ...rendezvous import interface_of, own_node
-from ...types import Launch, World
-from ..store import SharedStore, open_store, store_gather
+from ...types import Launch, Settings, World
+from ..store import SharedStore, open_store
+from ..store_gather import store_gather
 from .installed import real_horovod
 
 with real_horovod():
@@ -41,14 +42,15 @@ class GlooRendezvous:
             self.server.server_close()
 
 
-def serve_rendezvous(launch: Launch, env: Mapping[str, str], timeout: float) -> GlooRendezvous:
+def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective.
 
-    timeout: seconds to wait for another process. The variables are those of
+    The variables are those of
     horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with MPI from starting MPI.
     """
+    timeout = settings.start_timeout_seconds
     shared = open_store(launch, env, timeout)
-    gather = store_gather(shared.store, launch.rank, launch.size)
+    gather = store_gather(shared.store, launch.rank, launch.size, timeout)
     places: list[Place] = [
         tuple(json.loads(text)) for text in gather(json.dumps([own_node(), launch.local_rank]))
     ]
@@ -59,7 +61,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], timeout: float) -> 
     variables = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _gloo_timeout(timeout),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _gloo_timeout(settings),
         "HOROVOD_GLOO_IFACE": env.get("HOROVOD_GLOO_IFACE") or interface_of(shared.addresses.own),
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": shared.addresses.first,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
@@ -87,6 +89,7 @@ def _serve(address: str, names: list[str], worlds: list[World]) -> Any:
     return server
 
 
-def _gloo_timeout(seconds: float) -> str:
-    """Return how long Horovod's Gloo waits for an unreachable host: `seconds`, but at most its default of 30 s."""
-    return str(max(1, min(30, int(seconds))))
+def _gloo_timeout(settings: Settings) -> str:
+    """Return how long Horovod's Gloo waits for an unreachable host: at most its default of 30 s."""
+    seconds = min(settings.start_timeout_seconds, settings.stall_timeout_seconds, 30)
+    return str(max(1, int(seconds)))

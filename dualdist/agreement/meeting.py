@@ -1,0 +1,79 @@
+"""How the members of a process set learn each other's addresses, and that one of them cannot connect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import HorovodInternalError
+
+__all__ = ("Meeting",)
+
+_POLL_SECONDS = 0.01
+
+
+class Meeting:
+    """The keys of one process set in c10d's Store. When one member fails, all raise its error."""
+
+    def __init__(self, store: Any, key: str, ranks: Sequence[int], place: int, timeout: float) -> None:
+        """ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls."""
+        self._store = store
+        self._key = key
+        self._ranks = ranks
+        self._place = place
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+
+    def publish(self, host: str, port: int, token: bytes) -> None:
+        """Publish the address of this process, and the token with which others must call it."""
+        self._store.set(f"{self._key}/{self._place}", json.dumps([host, port, token.hex()]))
+
+    def wait_for(self, places: Iterable[int]) -> dict[int, tuple[str, int, bytes]]:
+        """Return what the members at `places` have published. Waits for them. Raises HorovodInternalError."""
+        missing = set(places)
+        found = {}
+        while True:
+            for place in sorted(missing):
+                if self._store.check([f"{self._key}/{place}"]):
+                    host, port, token = json.loads(self._store.get(f"{self._key}/{place}"))
+                    found[place] = (host, port, bytes.fromhex(token))
+            missing -= found.keys()
+            if not missing:
+                return found
+            self.check(missing)
+            time.sleep(_POLL_SECONDS)
+
+    def left(self) -> float:
+        """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
+        return max(1e-3, self._deadline - time.monotonic())
+
+    def check(self, missing: Iterable[int]) -> None:
+        """Raise HorovodInternalError when another member has failed, or when the time is over.
+
+        missing: the places of the members for which this process waits.
+        """
+        if self._store.check([f"{self._key}/failure"]):
+            raise HorovodInternalError(self._store.get(f"{self._key}/failure").decode())
+        if time.monotonic() > self._deadline:
+            raise self.failure(missing, f"nothing arrived for {self._timeout:g} s")
+
+    def failure(self, missing: Iterable[int], reason: object) -> HorovodInternalError:
+        """Return the error of a member that cannot connect to those at `missing`, after sending it to the others.
+
+        If another member has failed already, return its error instead.
+        """
+        ranks = sorted(self._ranks[place] for place in missing)
+        text = (
+            f"Rank {self._ranks[self._place]} could not connect to rank{'s' * (len(ranks) > 1)} "
+            f"{', '.join(map(str, ranks))} of {list(self._ranks)}: {reason}. Look at their output."
+        )
+        # Without the store, rank 0 has ended.
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([f"{self._key}/failure"]):
+                text = self._store.get(f"{self._key}/failure").decode()
+            else:
+                self._store.set(f"{self._key}/failure", text)
+        return HorovodInternalError(text)

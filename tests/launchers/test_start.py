@@ -1,0 +1,128 @@
+"""A rank that dies before or during `init`: the others raise soon, and name it."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from ..helpers.script_launch import finish
+
+SCRIPT = """\
+import multiprocessing, os, pathlib, sys
+import torch.distributed
+import dualdist as hvd
+from dualdist.backends import prefix_store
+from dualdist.world import context
+
+def end(*arguments, **options):
+    os._exit(1)
+
+def connect_of(rank, folder):
+    connections = context.Connections
+    def connect(*arguments, **options):
+        (folder / str(rank)).touch()
+        if rank == 1:
+            while not all((folder / other).exists() for other in "02"):
+                pass
+            end()
+        return connections(*arguments, **options)
+    return connect
+
+def join(rank, backend, address, moment, folder):
+    if rank == 1:
+        if moment == "before":
+            end()
+        elif moment == "while all arrive":
+            prefix_store.await_all = end
+        elif moment == "while torch connects":
+            torch.distributed.init_process_group = end
+    if moment == "while ranks connect":
+        context.Connections = connect_of(rank, pathlib.Path(folder))
+    try:
+        hvd.init(backend=backend, init_method=address, rank=rank, world_size=3)
+    except Exception as error:
+        os.write(1, f"<{rank}: {type(error).__name__}: {error}>\\n".encode())
+    os._exit(0)
+
+fork = multiprocessing.get_context("fork")
+processes = [fork.Process(target=join, args=(rank, *sys.argv[1:])) for rank in range(3)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+"""
+"""Three ranks, of which rank 1 dies at a moment."""
+
+START_TIMEOUT = {"DUALDIST_START_TIMEOUT_SECONDS": "10"}
+"""Longer than a busy machine needs for a start."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "method", "moment", "error"),
+    [
+        ("torch", "tcp", "before", "ConfigurationError: Rank 0 waited 10 s for rank 1, which did not arrive"),
+        (
+            "torch",
+            "file",
+            "before",
+            "ConfigurationError: Rank 0 waited 10 s for rank 1, which did not arrive",
+        ),
+        (
+            "horovod",
+            "tcp",
+            "while all arrive",
+            "ConfigurationError: Rank 0 waited 10 s for rank 1, which did",
+        ),
+        (
+            "torch",
+            "tcp",
+            "while torch connects",
+            "HorovodInternalError: .* rank 1 did not arrive, or has ended",
+        ),
+        (
+            "torch",
+            "file",
+            "while ranks connect",
+            "HorovodInternalError: Rank . could not connect to rank 1 of",
+        ),
+        (
+            "horovod",
+            "tcp",
+            "while ranks connect",
+            "HorovodInternalError: Rank . could not connect to rank 1 of",
+        ),
+    ],
+)
+def test_a_rank_that_dies_during_the_start_is_named_by_all_others(
+    backend: str, method: str, moment: str, error: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{port}"
+    ended = finish(["python", str(script), backend, address, moment, str(tmp_path)], START_TIMEOUT)
+    found = dict(re.findall(r"<(\d): (.*)>", ended.output))
+    assert found.keys() == {"0", "2"}, ended.output
+    for text in found.values():
+        assert re.match(error, text), ended.output
+
+
+def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, torch, torch.distributed as dist, dualdist as hvd\n"
+        "hvd.init()\n"
+        "pair = None\n"
+        "for call in (lambda: dist.all_reduce(torch.ones(1)), lambda: hvd.add_process_set([0, 2])):\n"
+        "    if hvd.rank() == 0:\n"
+        "        time.sleep(2 * float(os.environ['DUALDIST_START_TIMEOUT_SECONDS']))\n"
+        "    call()\n"
+        "hvd.barrier()\n"
+        "hvd.shutdown()\n"
+    )
+    command = ["python", "-m", "dualdist", "run", "-np", "3", "--backend", "torch", "python", str(script)]
+    assert finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "4"}).code == 0

@@ -1,0 +1,122 @@
+"""Gathering texts before any backend runs. Without one rank, all others raise an error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from dualdist.backends.store_gather import store_gather
+from dualdist.errors import ConfigurationError
+from dualdist.rendezvous import Gather
+from dualdist.rendezvous.gather import gather_through_files, gather_through_http, gather_through_server
+from dualdist.rendezvous.keyvalue import KeyValueClient, KeyValueServer
+from dualdist.types import Launch
+
+SECRET = b"s" * 32
+Make = Callable[[int, float, contextlib.ExitStack], Gather]
+"""Makes the Gather of a rank of three. Takes the timeout in seconds, and what cleans up."""
+
+
+@contextlib.contextmanager
+def through_server(_: Path) -> Iterator[Make]:
+    with KeyValueServer("127.0.0.1", secret=SECRET) as server:
+
+        def make(rank: int, timeout: float, cleanup: contextlib.ExitStack) -> Gather:
+            client = cleanup.enter_context(KeyValueClient(server.host, server.port, SECRET))
+            return gather_through_server(Launch("x", rank, 3), client, timeout, cleanup)
+
+        yield make
+
+
+@contextlib.contextmanager
+def through_files(folder: Path) -> Iterator[Make]:
+    yield lambda rank, timeout, cleanup: gather_through_files(
+        Launch("x", rank, 3), folder / "job", timeout, cleanup
+    )
+
+
+class Values(http.server.BaseHTTPRequestHandler):
+    """horovodrun's server: PUT sets a value, GET returns it or 404."""
+
+    values: dict[str, bytes]
+
+    def do_PUT(self) -> None:
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        value = self.values.get(self.path)
+        self.send_response(200 if value is not None else 404)
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def through_http(_: Path) -> Iterator[Make]:
+    Values.values = {}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Values) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        yield lambda rank, timeout, cleanup: gather_through_http(
+            Launch("x", rank, 3), address, timeout, cleanup
+        )
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def through_store(_: Path) -> Iterator[Make]:
+    store = HashStore()
+    yield lambda rank, timeout, _: store_gather(store, rank, 3, timeout)
+
+
+@pytest.fixture(params=[through_server, through_files, through_http, through_store])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    with request.param(tmp_path) as made:
+        yield made
+
+
+def error_of(make: Make, timeout: float, rank: int) -> str:
+    """Gather without some ranks, clean up, and return the error."""
+    with contextlib.ExitStack() as cleanup, pytest.raises(ConfigurationError) as caught:
+        make(rank, timeout, cleanup)("here")
+    return str(caught.value)
+
+
+def test_all_ranks_get_all_texts(make: Make) -> None:
+    # A rank may only clean up when all have read.
+    with contextlib.ExitStack() as cleanup, ThreadPoolExecutor(3) as pool:
+
+        def take_part(rank: int) -> list[list[str]]:
+            gather = make(rank, 60.0, cleanup)
+            return [gather(f"one {rank}"), gather(f"two {rank}")]
+
+        for found in pool.map(take_part, range(3)):
+            assert found == [[f"one {rank}" for rank in range(3)], [f"two {rank}" for rank in range(3)]]
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_all_that_arrived_name_the_rank_that_did_not(make: Make, missing: int) -> None:
+    arrived = [rank for rank in range(3) if rank != missing]
+    with ThreadPoolExecutor(2) as pool:
+        for error in pool.map(partial(error_of, make, 1.0), arrived):
+            assert f"waited 1 s for rank {missing}, which did not arrive. Look at its output" in error
+            assert "DUALDIST_START_TIMEOUT_SECONDS" in error
+
+
+def test_the_rank_that_arrived_first_ends_the_wait_of_all(make: Make) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.map(partial(error_of, make), (600.0, 1.0), (0, 2))
+    assert first == last
+    assert "Rank 2 waited 1 s for rank 1, which did not arrive" in last
