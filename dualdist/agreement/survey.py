@@ -24,11 +24,11 @@ class State:
 
     def __str__(self) -> str:
         if self.kind == SILENT:
-            return "no answer: its process is stopped, or the network to it is cut"
+            return "no answer: stopped, or cut off from the network"
         if self.kind == ENDED:
-            return "its process has ended or has called shutdown()"
+            return "process ended, or called shutdown()"
         where = f"waiting in {self.call}" if self.call else "in no collective"
-        return f"has left this call, {where}" if self.kind == LEFT else where
+        return f"done with this call, {where}" if self.kind == LEFT else where
 
 
 @dataclass(frozen=True)

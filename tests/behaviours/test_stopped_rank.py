@@ -128,5 +128,5 @@ def test_errors_name_a_stopped_rank_and_no_other(name: str, tmp_path: Path) -> N
             call = "gradient synchronization" if where == "gradients" else "allreduce"
             first, stopped, waiting = error.splitlines()
             assert first.startswith(f"{call}(") and first.endswith("missing ranks: [1].")
-            assert stopped == "  rank 1: no answer: its process is stopped, or the network to it is cut"
+            assert stopped == "  rank 1: no answer: stopped, or cut off from the network"
             assert waiting.startswith(f"  ranks 0, 2: waiting in {call}(") and f"at {__file__}:" in waiting

@@ -41,6 +41,26 @@ def test_an_exit_code_of_one_rank_ends_all(script: str) -> None:
     assert launch("mpirun", script, "exit").code != 0
 
 
+def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) -> None:
+    """Rank 0 serves the store. What the other rank does without it must not log c10d's stack again and again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, select, dualdist as hvd\n"
+        "hvd.init()\n"
+        "first = os.pidfd_open(hvd.broadcast_object(os.getpid(), 0))\n"
+        "hvd.barrier()\n"
+        "if hvd.rank() == 1:\n"
+        "    select.select([first], [], [])\n"
+        "    try:\n"
+        "        hvd.barrier()\n"
+        "    except hvd.HorovodInternalError as error:\n"
+        "        print(error)\n"
+    )
+    ended = launch("mpirun-torch", str(script), environment={"DUALDIST_STALL_WARN_SECONDS": "0.2"})
+    assert ended.code == 0, ended.output
+    assert "rank 0: process ended" in ended.output and len(ended.output.splitlines()) == 3, ended.output
+
+
 def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -43,11 +43,11 @@ def test_a_survey_says_what_each_rank_does(watches: Sequence[StallWatch]) -> Non
     assert survey.missing == [2, 3, 4]
     assert str(survey).splitlines() == [
         "missing ranks: [2, 3, 4].",
-        "  rank 2: its process has ended or has called shutdown()",
+        "  rank 2: process ended, or called shutdown()",
         "  rank 3: in no collective",
         "  rank 4: waiting in barrier() at train.py:9 of process set 1",
         f"  rank 0: waiting in {TEXT}",
-        "  rank 1: has left this call, in no collective",
+        "  rank 1: done with this call, in no collective",
     ]
 
 
@@ -62,7 +62,7 @@ def test_a_rank_that_is_ahead_is_not_missing(watches: Sequence[StallWatch]) -> N
     assert str(survey).splitlines() == [
         "missing ranks: [].",
         f"  rank 0: waiting in {TEXT}",
-        "  ranks 1, 2, 3, 4: has left this call, waiting in barrier() at train.py:9",
+        "  ranks 1, 2, 3, 4: done with this call, waiting in barrier() at train.py:9",
     ]
 
 
