@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import checks
 from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
@@ -35,7 +36,11 @@ class StateHandler:
     """Saves, restores and shares one kind of object. The base class of all handlers in the registry."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value = self._checked(value)
+
+    def _checked(self, value: Any) -> Any:
+        """Return `value` if this class can handle it, else raise TypeError."""
+        return value
 
     def save(self) -> None:
         """Keep a copy of the object's state in host memory. Local."""
@@ -54,7 +59,7 @@ class StateHandler:
 
     def set_value(self, value: Any) -> None:
         """Handle another object from now on, and save it."""
-        self.value = value
+        self.value = self._checked(value)
         self.save()
 
 
@@ -62,6 +67,12 @@ class _StateDictHandler(StateHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self.save()
+
+    def _checked(self, value: Any) -> Any:
+        methods = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+        if methods and not isinstance(value, type):
+            return value
+        raise checks.wrong("value", "an object with state_dict and load_state_dict", value, error=TypeError)
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
@@ -117,8 +128,12 @@ def get_handler_registry() -> Registry:
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Make `TorchState` use other pairs (type, handler) from now on."""
+    """Make `TorchState` use other pairs (type, handler) from now on. Both are classes."""
     global _registry
+    rule = "a list of pairs (type, handler)"
+    for pair in checks.items("registry", registry, rule):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, type) for part in pair)):
+            raise checks.wrong("registry", rule, registry, error=TypeError)
     _registry = registry
 
 

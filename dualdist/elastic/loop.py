@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .. import checks
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 from ..lifecycle import init, shutdown
 from ..world.context import current
@@ -36,6 +37,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     lists the failures that it can recover from.
     """
 
+    checks.function("func", func)
+
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         _check_state(state)
@@ -49,6 +52,9 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
     """Do what `run` does, but call `reset` to join the world again (horovod/common/elastic.py, run_fn)."""
+
+    checks.function("func", func)
+    checks.function("reset", reset)
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import checks
 from ..checkpoint.for_elastic import is_stateful
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
@@ -67,8 +68,8 @@ class State:
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
-        self._bcast_object = bcast_object
-        self._rank = get_rank
+        self._bcast_object = checks.function("bcast_object", bcast_object)
+        self._rank = checks.function("get_rank", get_rank)
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -76,9 +77,11 @@ class State:
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call `callbacks` each time the world has been joined again, for example to scale the learning rate."""
-        if callable(callbacks):
-            raise TypeError("`callbacks` must be a list of functions, but is one function instead.")
-        self._reset_callbacks.extend(callbacks)
+        rule = "a list of functions"
+        functions = checks.items("callbacks", callbacks, rule)
+        if not all(map(callable, functions)):
+            raise checks.wrong("callbacks", rule, callbacks, error=TypeError)
+        self._reset_callbacks.extend(functions)
 
     def on_reset(self) -> None:
         """Adapt to a new world and call the reset callbacks, before the state is shared."""
@@ -88,8 +91,12 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Record that the launcher has changed the hosts. timestamp: of the change, in seconds."""
-        self._host_messages.put((timestamp, update_res))
+        """Record that the launcher has changed the hosts.
+
+        timestamp: of the change, in seconds. update_res: 1 when hosts were removed, 2 when added, 3 for both.
+        """
+        seconds = checks.number("timestamp", timestamp)
+        self._host_messages.put((seconds, checks.integer("update_res", update_res, 0, 4)))
 
     def commit(self) -> None:
         """Save the state, then call `check_host_updates`. Collective.
@@ -236,7 +243,7 @@ class TorchState(ObjectState):
     """Models, optimizers, samplers and plain values, each an attribute under its keyword.
 
     Args:
-        model, optimizer: further ones can be given as kwargs.
+        model, optimizer: objects with a handler or a `state_dict`. Further ones can be given as kwargs.
         kwargs: a value with a handler (modules, optimizers, samplers, see `set_handler_registry`) is saved and shared
             by its handler, an object with `state_dict` and `load_state_dict` (schedulers, GradScaler) by these methods,
             any other value as in ObjectState.
@@ -254,6 +261,10 @@ class TorchState(ObjectState):
         values = {**kwargs, "model": model, "optimizer": optimizer}
         _check_names(values)
         kinds = {name: handler_class(name, value) for name, value in values.items()}
+        for name, value in (("model", model), ("optimizer", optimizer)):
+            if value is not None and kinds[name] is None:
+                rule = f"None or {'a module' if name == 'model' else 'an optimizer'}"
+                raise checks.wrong(name, rule, value, "Name other values otherwise.", TypeError)
         self._handlers = {name: kind(values[name]) for name, kind in kinds.items() if kind is not None}
         for name, handler in self._handlers.items():
             super().__setattr__(name, handler.value)

@@ -197,6 +197,14 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "group": accept("none", "all ranks"),
         "length": accept("none", "no check"),
         "outputs": accept("", "a tensor with one row"),
+        "elastic.TorchState.model": accept("none", "no model"),
+        "elastic.TorchState.optimizer": accept("none", "no optimizer"),
+        "timestamp": accept("whole negative huge fraction", "any number of seconds"),
+        "update_res": accept("", "1, 2 or 3"),
+        "func": accept("class", "what can be called"),
+        "reset": accept("class", "what can be called"),
+        "bcast_object": accept("class", "what can be called"),
+        "get_rank": accept("class", "what can be called"),
         "synchronize.handle": accept("whole negative huge", "None for an unknown handle, as in Horovod"),
     }
 )

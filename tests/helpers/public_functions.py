@@ -319,6 +319,51 @@ CHECKPOINTS: dict[str, Case] = {
     ),
 }
 
+
+def elastic_state() -> elastic.ObjectState:
+    return elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0)
+
+
+def registered(**arguments: Any) -> None:
+    """Set the registry, and then the former one."""
+    former = elastic.get_handler_registry()
+    try:
+        elastic.set_handler_registry(**{"registry": former, **arguments})
+    finally:
+        elastic.set_handler_registry(former)
+
+
+def functions() -> dict[str, Any]:
+    return {"bcast_object": hvd.broadcast_object, "get_rank": hvd.rank}
+
+
+ELASTIC: dict[str, Case] = {
+    "elastic.State": Case(elastic.State, functions),
+    "elastic.ObjectState": Case(elastic.ObjectState, functions),
+    "elastic.TorchState": Case(elastic.TorchState),
+    **{
+        f"elastic.State.{method}": Case(
+            getattr(elastic.State, method),
+            valid,
+            lambda method=method, **arguments: getattr(elastic_state(), method)(**arguments),
+        )
+        for method, valid in (
+            ("register_reset_callbacks", dict),
+            ("on_hosts_updated", lambda: {"timestamp": 1.0, "update_res": 1}),
+        )
+    },
+    "elastic.run": Case(elastic.run),
+    "elastic.run_fn": Case(elastic.run_fn, lambda: {"func": print, "reset": print}),
+    "elastic.ModelStateHandler": Case(elastic.ModelStateHandler),
+    "elastic.OptimizerStateHandler": Case(elastic.OptimizerStateHandler),
+    "elastic.SamplerStateHandler": Case(elastic.SamplerStateHandler),
+    "elastic.ModelStateHandler.set_value": Case(
+        elastic.ModelStateHandler.set_value,
+        call=lambda **arguments: elastic.ModelStateHandler(linear()).set_value(**arguments),
+    ),
+    "elastic.set_handler_registry": Case(elastic.set_handler_registry, call=registered),
+}
+
 WORLD: dict[str, Case] = {
     "ProcessSet": Case(hvd.ProcessSet),
     "add_process_set": Case(hvd.add_process_set),
@@ -329,6 +374,7 @@ WORLD: dict[str, Case] = {
 
 CASES: dict[str, Case] = {
     **CHECKPOINTS,
+    **ELASTIC,
     **TRAINING,
     **WORLD,
     **DATA,
