@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
-from ..rendezvous import INTERFACE, interface_of
+from ..rendezvous import INTERFACE, check_interfaces, interface_of
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
 from .start_step import start_step
@@ -189,6 +189,7 @@ class TorchBackend(Backend):
         if chosen == "nccl":
             device = torch.device("cuda", (launch.local_rank or 0) % torch.cuda.device_count())
             torch.cuda.set_device(device)
+        check_interfaces("GLOO_SOCKET_IFNAME", env)
         shared = open_store(launch, env, settings.start_timeout_seconds)
         with contextlib.ExitStack() as undo, _wrapped():
             undo.enter_context(temporary_environment(_interfaces(shared.addresses.own, env)))

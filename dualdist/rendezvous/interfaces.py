@@ -15,7 +15,16 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 
-__all__ = ("INTERFACE", "LOOPBACK", "addresses", "candidates", "interface_of", "own_address", "own_node")
+__all__ = (
+    "INTERFACE",
+    "LOOPBACK",
+    "addresses",
+    "candidates",
+    "check_interfaces",
+    "interface_of",
+    "own_address",
+    "own_node",
+)
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "DUALDIST_INTERFACE"
@@ -53,6 +62,20 @@ def candidates(env: Mapping[str, str]) -> list[str]:
             )
         return chosen
     return [address for address in found.values() if not address.startswith("127.")]
+
+
+def check_interfaces(variable: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if `variable` names a network interface that this host does not have.
+
+    Its names are separated by commas. Gloo itself fails later, with an error of C++ that does not name the variable.
+    """
+    names = [name.strip() for name in env.get(variable, "").split(",") if name.strip()]
+    existing = [name for _, name in socket.if_nameindex()]
+    if not set(names) <= set(existing):
+        raise ConfigurationError(
+            f"`{variable}` must name network interfaces of {socket.gethostname()} ({', '.join(existing)}), but is "
+            f"{env[variable]!r} instead. Choose one of these, or unset it: dualdist finds one by itself."
+        )
 
 
 def interface_of(address: str) -> str:

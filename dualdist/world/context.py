@@ -28,6 +28,7 @@ from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import launch_from, topology
 from ..rendezvous import mpi, own_node
 from ..types import Launch, Settings, World
+from .cpu_threads import CpuThreads, warn_of_too_many_threads
 from .forks import never_delete, skip_destructors_at_exit
 from .settings import read_settings
 
@@ -133,10 +134,13 @@ class Context:
                 "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
                 "mpirun of the library that the backend was built for."
             )
-        mine = json.dumps([own_node(), launched.local_rank, self.watch.contact]).encode().ljust(512)
+        threads = CpuThreads.of_this_process()
+        mine = json.dumps([own_node(), launched.local_rank, self.watch.contact, threads]).encode().ljust(512)
         ranks = [json.loads(text) for text in self.channels[0].group.allgather_bytes(mine)]
-        self.watch.start([contact and Contact(*contact) for *_, contact in ranks])
-        return topology([(host, local_rank) for host, local_rank, _ in ranks])[joined.rank]
+        self.watch.start([contact and Contact(*contact) for _, _, contact, _ in ranks])
+        if joined.rank == 0:
+            warn_of_too_many_threads((host, CpuThreads(*threads)) for host, *_, threads in ranks)
+        return topology([(host, local_rank) for host, local_rank, *_ in ranks])[joined.rank]
 
 
 def current() -> Context:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...launch import Place, nodes, topology
-from ...rendezvous import interface_of, own_node
+from ...rendezvous import check_interfaces, interface_of, own_node
 from ...types import Launch, Settings, World
 from ..store import SharedStore, open_store
 from ..store_gather import store_gather
@@ -49,6 +49,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
     horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with MPI from starting MPI.
     """
     timeout = settings.start_timeout_seconds
+    check_interfaces("HOROVOD_GLOO_IFACE", env)
     shared = open_store(launch, env, timeout)
     gather = store_gather(shared.store, launch.rank, launch.size, timeout)
     places: list[Place] = [
