@@ -15,8 +15,11 @@ import torch
 
 from ...rendezvous import mpi
 from .buffers import PIECE_BYTES, Buffer, MpiReduction, fits, mpi_reduction, overlap
+from .sparse import SparseSum
 
 __all__ = ("Communicator", "Operation")
+
+_SPARSE_TAGS = 1024
 
 Block = tuple[Buffer, int, int]
 """(buffer, start, length): a part of a buffer, in bytes."""
@@ -30,6 +33,9 @@ class Operation:
     """Starts it and yields its requests."""
     finish: Callable[[], None] | None = None
     """What remains to do after the requests; None for nothing."""
+    further: Callable[[], Iterator[Any]] | None = None
+    """Starts and yields requests that depend on the results of the first ones. They must be messages with a tag of
+    their own: members post them at different times, while MPI matches collectives by their order."""
 
 
 class Communicator:
@@ -41,8 +47,9 @@ class Communicator:
         self.size = int(communicator.Get_size())
         library: Any = mpi.library()
         self._mpi = library
-        self.own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB))
-        """The tag that is reserved for our own messages: the largest that MPI allows."""
+        self.own_tag = int(library.COMM_WORLD.Get_attr(library.TAG_UB)) - _SPARSE_TAGS
+        """From here on, tags are reserved for our own messages."""
+        self._num_sparse = 0
 
     def allreduce(self, tensor: torch.Tensor, op: Any) -> Operation:
         how = mpi_reduction(tensor.dtype, op)
@@ -53,6 +60,24 @@ class Communicator:
                 yield self.comm.Iallreduce(self._mpi.IN_PLACE, part, op=how.op)
 
         return Operation(post, self._finish_reduction(buffer, how))
+
+    def sparse_allreduce(self, tensor: torch.Tensor, op: Any) -> Operation:
+        """Sum sparse tensors, which may have different numbers of elements."""
+        self._num_sparse += 1
+        tag = self.own_tag + 1 + self._num_sparse % _SPARSE_TAGS
+        found = SparseSum(tensor, op, self.rank, self.size)
+
+        def post() -> Iterator[Any]:
+            yield self.comm.Iallgather(self._mpi.IN_PLACE, Buffer(found.counts).whole())
+
+        def further() -> Iterator[Any]:
+            for own, theirs in found.messages():
+                own_block, blocks = _whole(own), [_whole(row) for row in theirs]
+                for place in (place for place in range(self.size) if place != self.rank):
+                    yield from self._receive(blocks[place], place, tag)
+                    yield from self._send(own_block, place, tag)
+
+        return Operation(post, found.finish, further)
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> Operation:
         how = mpi_reduction(tensor.dtype, op)
@@ -253,6 +278,11 @@ class Communicator:
                 _copy(own_in, own_out)
 
         return Operation(post, _finish_all(buffers))
+
+
+def _whole(tensor: torch.Tensor) -> Block:
+    buffer = Buffer(tensor)
+    return buffer, 0, buffer.num_bytes
 
 
 def _copy(into: Block, out: Block) -> None:

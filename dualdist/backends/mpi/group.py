@@ -5,7 +5,8 @@ torch 2.14 renamed some of these methods (`_allgather_base` became `all_gather_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -14,14 +15,19 @@ import torch.distributed as dist
 
 from ...rendezvous import mpi
 from .communicator import Communicator, Operation
+from .monitored_barrier import monitored_barrier
+from .profiling import profiler_range
 from .progress import progress
+from .untraced import untraced
 from .work import FORKED, MpiWork
 
 __all__ = ("MpiProcessGroup",)
 
 Tensors = list[torch.Tensor]
+_KEPT_WORKS = 1024
 
 
+@untraced
 class MpiProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed, on a communicator that no other group uses."""
 
@@ -37,6 +43,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
         self._coalesced: list[MpiWork] | None = None
         """What was started between `_start_coalescing` and `_end_coalescing`; None outside of them."""
+        self._store, self._barriers = store, 0
+        self.dropped: deque[MpiWork] = deque(maxlen=_KEPT_WORKS)
+        """Works that Python has dropped. See MpiWork.__del__."""
         self.unsettled = False
         """Whether MPI may still work on requests that were given up. Then the communicator must not be freed."""
         progress.enter(self)
@@ -80,6 +89,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         if communicator is None or progress.forked:
             return
         progress.leave(self)
+        self.dropped.clear()
         if not self.unsettled and not mpi.is_failing():
             with progress.calls:
                 communicator.comm.Free()
@@ -102,19 +112,33 @@ class MpiProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"MPI: the process group was destroyed on {self}. Make a new one.")
         return self._communicator
 
-    def _start(self, what: str, operations: Sequence[Operation], result: Tensors, **options: Any) -> MpiWork:
-        """Start `operations` in this order. options: as for MpiWork."""
+    def _start(
+        self,
+        what: str,
+        operations: Sequence[Operation],
+        result: Tensors,
+        opts: Any = None,
+        *,
+        inputs: Sequence[torch.Tensor] | None = None,
+        **options: Any,
+    ) -> MpiWork:
+        """Start `operations` in this order.
+
+        opts: the options of torch, for their timeout. inputs: for the profiler, by default `result`. options: as for
+        MpiWork.
+        """
+        range_ = profiler_range(what, result if inputs is None else inputs)
         requests: list[Any] = []
         try:
             with progress.calls:
                 for operation in operations:
                     requests.extend(operation.post())
         except RuntimeError as error:
-            MpiWork(what, self, requests, operations, finish=None, result=[]).give_up("its start failed")
+            MpiWork(what, self, requests, operations, result=[], range_=range_).give_up("its start failed")
             raise RuntimeError(f"MPI: {what} failed on {self}: {error}.") from error
-        finishes = [operation.finish for operation in operations if operation.finish is not None]
         requests.reverse()  # MpiWork tests the last one first
-        work = MpiWork(what, self, requests, operations, finish=_together(finishes), result=result, **options)
+        options.setdefault("seconds", _seconds(opts))
+        work = MpiWork(what, self, requests, operations, result=result, range_=range_, **options)
         progress.add(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -140,18 +164,26 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
         communicator, op = self._usable, _op(opts)
-        return self._start("allreduce", [communicator.allreduce(tensor, op) for tensor in tensors], tensors)
+        operations = [
+            communicator.sparse_allreduce(tensor, op)
+            if tensor.is_sparse
+            else communicator.allreduce(tensor, op)
+            for tensor in tensors
+        ]
+        return self._start("allreduce", operations, tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        return self._start("reduce", [self._usable.reduce(tensors[0], _op(opts), opts.rootRank)], tensors)
+        return self._start(
+            "reduce", [self._usable.reduce(tensors[0], _op(opts), opts.rootRank)], tensors, opts
+        )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> MpiWork:  # type: ignore[override]
         communicator, op = self._usable, _op(opts)
         _check_number("inputs", inputs[0], communicator.size)
         operation = communicator.reduce_scatter(outputs[0], inputs[0], op)
-        return self._start("reduce_scatter", [operation], outputs)
+        return self._start("reduce_scatter", [operation], outputs, opts, inputs=inputs[0])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
         communicator, op = self._usable, _op(opts)
@@ -159,7 +191,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             communicator.reduce_scatter(output, [tensor], op)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._start("reduce_scatter", operations, outputs)
+        return self._start("reduce_scatter", operations, outputs, opts, inputs=inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -169,26 +201,27 @@ class MpiProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        return self._start("broadcast", [self._usable.broadcast(tensors[0], opts.rootRank)], tensors)
+        return self._start("broadcast", [self._usable.broadcast(tensors[0], opts.rootRank)], tensors, opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
         communicator = self._usable
         operations = [
             communicator.allgather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._start("allgather", operations, outputs)
+        return self._start("allgather", operations, outputs, opts, inputs=inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
-        return self.all_gather_single_coalesced([output], [tensor])
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
 
     def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
         communicator = self._usable
         _check_number("outputs", outputs[0], communicator.size)
-        return self._start("allgather", [communicator.allgather_list(outputs[0], tensors[0])], outputs[0])
+        operation = communicator.allgather_list(outputs[0], tensors[0])
+        return self._start("allgather", [operation], outputs[0], opts, inputs=tensors)
 
     def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> MpiWork:
         """outputs: for each member, a list with one tensor for each of `tensors`."""
@@ -198,13 +231,15 @@ class MpiProcessGroup(dist.ProcessGroup):
         operations = [
             communicator.allgather_list(rows, tensor) for rows, tensor in zip(columns, tensors, strict=True)
         ]
-        return self._start("allgather", operations, [tensor for rows in outputs for tensor in rows])
+        gathered = [tensor for rows in outputs for tensor in rows]
+        return self._start("allgather", operations, gathered, opts, inputs=tensors)
 
     def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
         communicator = self._usable
         rows = outputs[0] if communicator.rank == opts.rootRank else []
         _check_number("outputs", rows, communicator.size if communicator.rank == opts.rootRank else 0)
-        return self._start("gather", [communicator.gather(rows, tensors[0], opts.rootRank)], rows)
+        operation = communicator.gather(rows, tensors[0], opts.rootRank)
+        return self._start("gather", [operation], rows, opts, inputs=tensors)
 
     def gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
         is_root = self._rank == opts.rootRank
@@ -216,7 +251,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         communicator = self._usable
         rows = tensors[0] if communicator.rank == opts.rootRank else []
         _check_number("inputs", rows, communicator.size if communicator.rank == opts.rootRank else 0)
-        return self._start("scatter", [communicator.scatter(outputs[0], rows, opts.rootRank)], outputs)
+        operation = communicator.scatter(outputs[0], rows, opts.rootRank)
+        return self._start("scatter", [operation], outputs, opts, inputs=rows)
 
     def all_to_all_single(
         self,
@@ -226,7 +262,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         sent: list[int],
         opts: Any = None,
     ) -> MpiWork:
-        return self._start("alltoall", [self._usable.alltoall(output, tensor, received, sent)], [output])
+        operation = self._usable.alltoall(output, tensor, received, sent)
+        return self._start("alltoall", [operation], [output], opts, inputs=[tensor])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
@@ -234,10 +271,21 @@ class MpiProcessGroup(dist.ProcessGroup):
         communicator = self._usable
         _check_number("outputs", outputs, communicator.size)
         _check_number("inputs", tensors, communicator.size)
-        return self._start("alltoall", [communicator.alltoall_list(outputs, tensors)], outputs)
+        operation = communicator.alltoall_list(outputs, tensors)
+        return self._start("alltoall", [operation], outputs, opts, inputs=tensors)
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        return self._start("barrier", [self._usable.barrier()], [])
+        return self._start("barrier", [self._usable.barrier()], [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all members; on member 0, name those that are missing after the timeout. Collective.
+
+        wait_all_ranks: name all missing members, not only the first. The members meet in the store, so that a member
+        that is late cannot disturb later collectives. torch.distributed.monitored_barrier refuses groups in Python.
+        """
+        seconds = self.seconds if timeout is None else timeout.total_seconds()
+        self._barriers += 1
+        monitored_barrier(self._store, self._rank, self._size, self._barriers, seconds, wait_all_ranks)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> MpiWork:
         return self._start(f"send to {to}", [self._usable.send(tensors[0], to, tag)], tensors, expires=False)
@@ -256,20 +304,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._start(what, [operation], tensors, status=status, expires=False)
 
 
-def _together(finishes: list[Callable[[], None]]) -> Callable[[], None] | None:
-    """Return one function that calls all `finishes`, None if there are none."""
-    if len(finishes) < 2:
-        return finishes[0] if finishes else None
-
-    def finish() -> None:
-        for one in finishes:
-            one()
-
-    return finish
-
-
 def _op(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _seconds(opts: Any) -> float | None:
+    """Return the timeout of one call; None if the call has none, which torch writes as -1 ms."""
+    seconds = 0.0 if opts is None else float(opts.timeout.total_seconds())
+    return seconds if seconds > 0 else None
 
 
 def _check_number(what: str, tensors: Sequence[object], wanted: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .callbacks import callbacks
+from .communicator import Operation
 from .progress import progress
+from .untraced import untraced
 
 __all__ = ("FORKED", "MpiWork")
 
@@ -22,10 +26,12 @@ FORKED = (
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.2, 0.001
 _NO_LIMIT = timedelta(0)
+_SMALL_BYTES = 64
 _unfinished: list[Any] = []
 """Requests that were given up, and their buffers: MPI may still write to them when the late rank arrives."""
 
 
+@untraced
 class MpiWork(dist.Work):
     """Pending MPI requests. The progress thread and waiting threads test them."""
 
@@ -34,33 +40,44 @@ class MpiWork(dist.Work):
         what: str,
         owner: Any,
         requests: list[Any],
-        kept: object,
+        operations: Sequence[Operation],
         *,
-        finish: Callable[[], None] | None,
         result: list[torch.Tensor],
+        range_: Any = None,
         status: Any = None,
+        seconds: float | None = None,
         expires: bool = True,
     ) -> None:
-        """Take over `requests`, which are tested from the last to the first.
+        """Take over the `requests` of `operations`. They are tested from the last to the first.
 
-        what: the call, for error messages. kept: what must stay alive while MPI may use it. status: an MPI status that
-        the last request fills. expires: whether the work fails once the group's timeout has passed since its start. A
-        call of `wait` always fails once the timeout has passed since that call.
+        what: the call, for error messages. range_: a future that ends a range of the profiler. status: an MPI status
+        that the last request fills. seconds: the timeout, by default the group's. expires: whether the work fails once
+        the timeout has passed since its start. A call of `wait` always fails once the timeout has passed since that
+        call.
         """
         super().__init__()
         self.owner = owner
         self._what = what
         self._requests = requests
-        self._kept = kept
-        self._finish = finish
+        self._operations = operations
+        self._further = [operation.further for operation in operations if operation.further is not None]
         self._result = result
+        self._range = range_
         self._status = status
-        self._timeout = float(owner.seconds)
+        self._timeout = float(owner.seconds) if seconds is None else seconds
         self._deadline = time.monotonic() + self._timeout if expires else None
         self._lock = threading.Lock()
         self._ended = False
         self._problem: str | None = None
         self._future: Any = None
+
+    def __del__(self) -> None:
+        """Stay alive if the result is small: C++ may still use this work, but does not keep its Python half alive.
+
+        torch's DDP does this in `join`: it passes the work of a collective of one number to its C++ half.
+        """
+        if _num_bytes(self._result) <= _SMALL_BYTES:
+            self.owner.dropped.append(self)
 
     def poll(self) -> bool:
         if self._ended:
@@ -73,10 +90,11 @@ class MpiWork(dist.Work):
             if not self._ended:
                 if not self._test_requests():
                     return False
-                if self._finish is not None:
-                    # A tensor made in inference mode can only be written in that mode.
-                    with torch.inference_mode():
-                        self._finish()
+                for operation in self._operations:
+                    if operation.finish is not None:
+                        # A tensor made in inference mode can only be written in that mode.
+                        with torch.inference_mode():
+                            operation.finish()
                 self._end(None)
         except Exception as error:
             self._end(str(error))
@@ -88,10 +106,13 @@ class MpiWork(dist.Work):
     Test = poll  # so that a work of coalesced calls can test its works like MPI requests
 
     def _test_requests(self) -> bool:
-        """Return whether all requests have completed."""
+        """Return whether all requests have completed, also those that the operations post after the first ones."""
         requests = self._requests
-        while requests:
+        while requests or self._further:
             with progress.calls:
+                if not requests:
+                    requests.extend(self._further.pop()())
+                    continue
                 done = requests[-1].Test(self._status) if self._status is not None else requests[-1].Test()
             if not done:
                 return False
@@ -109,7 +130,7 @@ class MpiWork(dist.Work):
         with self._lock:
             if self._ended:
                 return
-            _unfinished.append((self._requests, self._kept))
+            _unfinished.append((self._requests, self._operations))
             self.owner.unsettled = True
             self._end(problem)
         self._fulfil_future()
@@ -118,15 +139,18 @@ class MpiWork(dist.Work):
         if problem is not None:
             self._problem = f"MPI: {self._what} failed on {self.owner}: {problem}."
         self._ended = True
-        self._kept = self._finish = None
+        self._operations = ()
+        self._further = []
         progress.forget(self)
+        if self._range is not None:
+            self._range.set_result(None)
 
     def _fulfil_future(self) -> None:
-        """Set the result of the future, if there is one. Its callbacks run in this thread."""
+        """Set the result of the future, if there is one. Its callbacks run in another thread; see callbacks.py."""
         with self._lock:
             future, self._future = self._future, None
         if future is not None:
-            _fulfil(future, self._result, self._problem)
+            callbacks.run(functools.partial(_fulfil, future, self._result, self._problem))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         if not self.poll():
@@ -180,6 +204,10 @@ class MpiWork(dist.Work):
                 return first or future
         _fulfil(future, self._result, self._problem)
         return future
+
+
+def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_sparse)
 
 
 def _fulfil(future: Any, result: list[torch.Tensor], problem: str | None) -> None:

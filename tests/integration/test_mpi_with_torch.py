@@ -1,0 +1,215 @@
+"""The process group over mpi4py under parts of torch: DDP's options, its hooks, torch.compile, and the profiler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import profiler_legacy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..helpers.world import everywhere
+
+pytestmark = pytest.mark.world_kinds("torch-mpi")
+
+
+def started(work: Any) -> Any:
+    assert work is not None
+    return work
+
+
+def total() -> float:
+    """Return the sum of rank + 1 over all ranks."""
+    return dist.get_world_size() * (dist.get_world_size() + 1) / 2
+
+
+def own(count: int = 4) -> torch.Tensor:
+    return torch.full((count,), dist.get_rank() + 1.0)
+
+
+@everywhere
+def test_a_callback_may_wait_for_another_collective() -> None:
+    size = dist.get_world_size()
+
+    def again(future: Any) -> torch.Tensor:
+        found: torch.Tensor = future.value()[0]
+        for _ in range(2):
+            found = started(dist.all_reduce(found, async_op=True)).get_future().wait()[0]
+        return found * 2
+
+    future = started(dist.all_reduce(own(), async_op=True)).get_future().then(again)
+    assert future.wait().tolist() == [2 * total() * size * size] * 4
+
+
+def train(model: Any, *batches: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+def same_everywhere(tensors: Any) -> bool:
+    """Return whether all ranks have bitwise equal `tensors`."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    return all(torch.equal(row, flat) for row in rows)
+
+
+@everywhere
+def test_communication_hooks_of_torch() -> None:
+    hooks: list[Callable[[], tuple[Any, Any]]] = [
+        lambda: (None, default_hooks.allreduce_hook),
+        lambda: (None, default_hooks.fp16_compress_hook),
+        lambda: (
+            powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2),
+            powerSGD_hook.powerSGD_hook,
+        ),
+    ]
+    for make in hooks:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)))
+        state, hook = make()
+        model.register_comm_hook(state, hook)
+        torch.manual_seed(dist.get_rank() + 1)
+        train(model, *torch.randn(6, 8, 40))
+        assert same_everywhere(model.parameters())
+
+
+@everywhere
+def test_ddp_with_a_static_graph_and_checkpointed_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    torch.manual_seed(dist.get_rank() + 1)
+    train(wrapped, *torch.randn(4, 8, 6))
+    assert same_everywhere(model.parameters())
+
+
+@everywhere
+def test_ddp_joins_ranks_with_different_numbers_of_batches() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for whole in (True, False):
+        torch.manual_seed(0)
+        wrapped = DistributedDataParallel(nn.Linear(6, 2, bias=False))
+        before = wrapped.module.weight.detach().clone()
+        with wrapped.join(divide_by_initial_world_size=whole):
+            for step in range(rank + 1):
+                wrapped(torch.ones(1, 6)).sum().backward()
+                assert wrapped.module.weight.grad is not None
+                wanted = (size - step) / size if whole else 1.0  # ranks below `step` have joined
+                assert torch.allclose(wrapped.module.weight.grad, torch.full((2, 6), wanted))
+                wrapped.zero_grad()
+        assert torch.equal(wrapped.module.weight, before)
+
+
+@everywhere
+def test_ddp_averages_sparse_gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
+    rows = torch.tensor([rank, rank, 9][: rank + 1])
+    wrapped(rows).sum().backward()
+    grad = wrapped.module.weight.grad
+    assert grad.is_sparse
+    wanted = torch.zeros(10, 3)
+    for other in range(size):
+        for row in [other, other, 9][: other + 1]:
+            wanted[row] += 1 / size
+    assert torch.allclose(grad.to_dense(), wanted)
+
+
+@everywhere
+def test_sparse_tensors_are_summed() -> None:
+    rank = dist.get_rank()
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 5]]), torch.full((2,), 1.0 + rank), (8,), check_invariants=True
+    )
+    dense = own()
+    works = [started(dist.all_reduce(one, async_op=True)) for one in (sparse, dense)]
+    for work in reversed(works):
+        work.wait()
+    assert dense.tolist() == [total()] * 4
+    wanted = torch.zeros(8)
+    wanted[: dist.get_world_size()] = torch.arange(1.0, dist.get_world_size() + 1)
+    wanted[5] = total()
+    assert torch.equal(sparse.to_dense(), wanted)
+    with pytest.raises(RuntimeError, match="must be SUM"):
+        dist.all_reduce(torch.zeros(3).to_sparse(), dist.ReduceOp.MAX)
+
+
+@everywhere
+def test_compiled_functions_call_collectives() -> None:
+    root = dist.get_world_size() - 1
+
+    def steps(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor * 2
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        other = tensor + dist.get_rank()
+        dist.broadcast(other, root)
+        dist.barrier()
+        return other + 1
+
+    assert torch.compile(steps, backend="eager")(own()).tolist() == [2 * total() + root + 1] * 4
+
+
+@everywhere
+def test_compiled_ddp_with_batch_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    wrapped = DistributedDataParallel(model)
+    compiled = torch.compile(wrapped, backend="eager")
+    torch._logging.set_logs(dynamo=logging.ERROR)  # type: ignore[attr-defined]  # a warning of torch about its own profiler ranges
+    torch.manual_seed(dist.get_rank() + 1)
+    train(compiled, *torch.randn(3, 8, 6))
+    assert same_everywhere(model.parameters())
+
+
+@everywhere
+def test_a_timeout_of_one_call_ends_it() -> None:
+    start = time.monotonic()
+    pair = dist.new_group()
+    assert isinstance(pair, dist.ProcessGroup)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"barrier failed .* timed out after 0\.2 s"):
+            dist.barrier(group=pair, timeout=timedelta(seconds=0.2))
+    assert time.monotonic() - start < 60
+    dist.barrier()
+
+
+@everywhere
+def test_a_monitored_barrier_names_the_missing_ranks() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group()
+    group.monitored_barrier(timedelta(seconds=30))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"Rank 1 did not enter monitored_barrier within 0\.3 s"):
+            group.monitored_barrier(timedelta(seconds=0.3))
+        with pytest.raises(RuntimeError, match=", ".join(map(str, range(1, size)))):
+            group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+    dist.barrier()
+
+
+@everywhere
+def test_profiles_name_the_collectives() -> None:
+    size = dist.get_world_size()
+    with profiler_legacy.profile(record_shapes=True) as profile:
+        dist.all_reduce(own())
+        dist.all_gather_into_tensor(torch.empty(4 * size), own())
+        dist.broadcast(own(), 0)
+        dist.barrier()
+    events = {event.name: event for event in profile.function_events or []}
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+        assert f"mpi:{name}" in events
+    assert events["mpi:all_reduce"].input_shapes == [[4]]
