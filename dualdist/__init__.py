@@ -51,6 +51,7 @@ from .errors import (
     WorldMismatchError,
 )
 from .lifecycle import init, shutdown, start_timeline, stop_timeline
+from .processes.run_function import run
 from .processes.spawn import spawn
 from .samplers import DistributedSampler, split_by_rank
 from .seeding import seed_everything
@@ -174,6 +175,7 @@ __all__ = (
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "samplers",
     "scatter",
     "scatter_object",

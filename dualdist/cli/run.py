@@ -21,7 +21,8 @@ from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN
 from ..processes.hosts import Host, parse_hostfile, parse_hosts
-from ..processes.run import RunOptions, run_job
+from ..processes.preparation import RunOptions
+from ..processes.run import run_job
 from ..processes.variables import backend_variables
 from .horovodrun import add_horovodrun_options, refuse, variables_of
 from .version import version

@@ -15,7 +15,7 @@ __all__ = ("COPIES", "copied_variables", "names_of_copies", "without_copies")
 COPIES = "DUALDIST_COPIES"
 """The variable with the copies as NAME=VALUE, separated by spaces."""
 
-_HOROVOD = "HOROVOD_"
+_HOROVOD, _PORT = "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 
 def copied_variables(
@@ -41,7 +41,7 @@ def copied_variables(
             # Otherwise a Horovod that was built with MPI starts MPI.
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous[0],
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": rendezvous[1],
+            _PORT: rendezvous[1],
             "HOROVOD_HOSTNAME": host,
         }
         horovod |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
@@ -62,14 +62,17 @@ def copied_variables(
 def names_of_copies(env: Mapping[str, str]) -> set[str]:
     """Return the names of the variables in `env` that are copies.
 
-    The copies of one launcher count only together: if one has changed, another launcher or the script has set them.
+    The copies of one launcher count only together: if one has changed, another launcher or the script has set them. Of
+    Horovod's only the port must be the same, because dualdist.compat updates the numbers.
     """
     recorded = dict(item.split("=", 1) for item in env.get(COPIES, "").split() if "=" in item)
     groups = (
         {name for name in recorded if name.startswith(_HOROVOD)},
         {name for name in recorded if not name.startswith(_HOROVOD)},
     )
-    unchanged = [group for group in groups if all(env.get(name) == recorded[name] for name in group)]
+    unchanged = [
+        group for group in groups if all(env.get(name) == recorded[name] for name in group & {_PORT} or group)
+    ]
     return set().union(*unchanged)
 
 

@@ -32,9 +32,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-__all__ = ("ENDED", "HEADER", "STARTED", "STDERR", "STDOUT", "main")
+__all__ = ("ENDED", "HEADER", "RESULT", "STARTED", "STDERR", "STDOUT", "main")
 
-STARTED, STDOUT, STDERR, ENDED = range(4)
+STARTED, STDOUT, STDERR, RESULT, ENDED = range(5)
 HEADER = struct.Struct("!BII")
 """(kind of message, index of the process, length of the data that follows)"""
 
@@ -50,7 +50,8 @@ _SIOCGIFADDR = 0x8915
 def main() -> None:
     """Read the request from the standard input and carry it out."""
     length = int(sys.stdin.buffer.readline())
-    agent = Agent(json.loads(sys.stdin.buffer.read(length)))
+    request = json.loads(sys.stdin.buffer.read(length))
+    agent = Agent(request, _file_with(sys.stdin.buffer, request["task"]))
     try:
         agent.run()
     except BrokenPipeError:
@@ -64,10 +65,15 @@ def main() -> None:
 
 
 class Agent:
-    """Runs the processes of `request`, a dictionary made by agent_connection.py:_first_message."""
+    """Runs the processes of `request`, a dictionary made by agent_connection.py:_first_message.
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    task: an open file for every process, or None. Such a process gets two more arguments: the number of this file, and
+    that of a pipe. What it writes to the pipe is sent to the launcher as RESULT.
+    """
+
+    def __init__(self, request: dict[str, Any], task: int | None) -> None:
         self._request = request
+        self._task = task
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         """process id -> (index, process)"""
@@ -92,8 +98,6 @@ class Agent:
         _write_all(self._request["token"].encode())
         for index in range(len(self._request["processes"])):
             self._start(index)
-        for descriptor in {fd for process in self._request["processes"] for fd in process["fds"]}:
-            os.close(descriptor)
         self._thread(self._listen)
         if self._request["silence"] is not None:
             self._thread(self._watch)
@@ -120,16 +124,19 @@ class Agent:
         streams = [(STDOUT, subprocess.PIPE), (STDERR, subprocess.PIPE)]
         if self._request["output"] is not None:
             streams = list(zip((STDOUT, STDERR), self._request["output"], strict=True))
+        argv = [_bytes(argument) for argument in process["argv"]]
+        files = [] if self._task is None else [self._task, *os.pipe()]
+        reader, passed = files[1:2], [files[0], files[2]] if files else []
         try:
             child = subprocess.Popen(
-                [_bytes(argument) for argument in process["argv"]],
+                [*argv, *(b"%d" % file for file in passed)],
                 env=env,
                 cwd=_bytes(self._request["cwd"]),
                 stdin=subprocess.DEVNULL,
                 stdout=streams[0][1],
                 stderr=streams[1][1],
                 start_new_session=True,
-                pass_fds=process["fds"],
+                pass_fds=passed,
                 preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
             )
         except (OSError, ValueError) as error:  # ValueError: a null byte
@@ -140,12 +147,17 @@ class Agent:
         self._pipes[index] = []
         for (kind, _), pipe in zip(streams, (child.stdout, child.stderr), strict=True):
             if pipe is not None:
-                descriptor = os.dup(pipe.fileno())
+                self._add_pipe(index, kind, os.dup(pipe.fileno()))
                 pipe.close()
-                os.set_blocking(descriptor, False)
-                self._pipes[index].append((descriptor, kind))
-                self._selector.register(descriptor, selectors.EVENT_READ, (index, kind))
+        for descriptor in reader:
+            self._add_pipe(index, RESULT, descriptor)
+            os.close(files[2])
         self._report(STARTED, index, {"pid": child.pid, "threads": threads})
+
+    def _add_pipe(self, index: int, kind: int, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._pipes[index].append((descriptor, kind))
+        self._selector.register(descriptor, selectors.EVENT_READ, (index, kind))
 
     def _environment(self, process: dict[str, Any]) -> tuple[dict[bytes, bytes], int | None]:
         """Return the environment of a process, and its OMP_NUM_THREADS if it is set here."""
@@ -291,6 +303,17 @@ def _descendants() -> set[int]:
         level = {pid for pid, parent in parents.items() if parent in level} - found
         found |= level
     return found
+
+
+def _file_with(source: Any, length: int | None) -> int | None:
+    """Return an open file with the next `length` bytes of `source`; None for None."""
+    if length is None:
+        return None
+    file = os.memfd_create("task")
+    with open(file, "wb", closefd=False) as target:
+        while length > 0 and (data := source.read(min(length, _CHUNK))):
+            length -= target.write(data)
+    return file
 
 
 def _add_interface(env: dict[bytes, bytes], launcher: str) -> None:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from . import agent
-from .agent import ENDED, HEADER, STARTED, STDERR, STDOUT
+from .agent import ENDED, HEADER, RESULT, STARTED, STDERR, STDOUT
 
 __all__ = (
     "AGENT_COMMAND",
@@ -35,7 +35,7 @@ __all__ = (
     "portable",
 )
 
-LOST = max(STARTED, STDOUT, STDERR, ENDED) + 1
+LOST = max(STARTED, STDOUT, STDERR, RESULT, ENDED) + 1
 """The kind of event that reports the loss of a process's host."""
 
 AGENT_COMMAND = (
@@ -62,12 +62,11 @@ _LONGEST_GREETING = 1 << 16
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its rank, its command, its own variables, and the open files that it inherits."""
+    """One process: its rank, its command, and its own variables."""
 
     rank: int
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    fds: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,9 @@ class HostJob:
     local: bool = True
     launcher: str | None = None
     """The launcher's address. If given, the agent sets HOROVOD_GLOO_IFACE to the interface that leads to it."""
+    task: bytes | None = None
+    """The content of a file for every process. Each gets the file's number and that of a pipe as arguments, and what it
+    writes to the pipe is a RESULT event."""
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
     window: int = 1 << 20
@@ -91,13 +93,13 @@ class HostJob:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a process: STARTED, STDOUT, STDERR or ENDED from its agent, or LOST, the loss of its host."""
+    """What happened to a process: STARTED, STDOUT, STDERR, RESULT ENDED from its agent, or LOST (its host)."""
 
     kind: int
     rank: int
     host: str
     data: bytes = b""
-    """The output, for STDOUT and STDERR."""
+    """What the process wrote, for STDOUT, STDERR and RESULT."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """STARTED: pid, threads (OMP_NUM_THREADS if the agent set it). ENDED: code (negative: a signal), time, error (why
     it could not start). LOST: error (what happened to its host)."""
@@ -134,14 +136,13 @@ class AgentConnection:
         self._taken = 0
         """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        fds = {fd for process in job.processes for fd in process.fds} | set(job.output or ())
         self.popen = subprocess.Popen(
             job.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=tuple(fds),
+            pass_fds=job.output or (),
             bufsize=0,
         )
         assert self.popen.stdout is not None and self.popen.stderr is not None
@@ -251,7 +252,7 @@ class AgentConnection:
                 break
             end = start + length
             data = bytes(memoryview(self._buffer)[start:end])
-            if kind in (STDOUT, STDERR):
+            if kind in (STDOUT, STDERR, RESULT):
                 self._taken += length
                 yield Event(kind, self.job.processes[index].rank, self.job.host, data)
             else:
@@ -270,7 +271,6 @@ def _first_message(job: HostJob, token: str) -> bytes:
         {
             "argv": [portable(argument) for argument in process.argv],
             "env": _portable(process.env),
-            "fds": list(process.fds),
         }
         for process in job.processes
     ]
@@ -284,11 +284,12 @@ def _first_message(job: HostJob, token: str) -> bytes:
         "launcher": job.launcher,
         "output": job.output,
         "window": job.window,
+        "task": None if job.task is None else len(job.task),
         "processes": processes,
     }
     source = Path(agent.__file__).read_bytes()
     text = json.dumps(request).encode()
-    return b"%d\n%b%d\n%b" % (len(source), source, len(text), text)
+    return b"%d\n%b%d\n%b%b" % (len(source), source, len(text), text, job.task or b"")
 
 
 def _portable(env: Mapping[str, str]) -> dict[str, str]:

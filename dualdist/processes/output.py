@@ -186,10 +186,14 @@ class Output:
         found = {}
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             stream.flush()
-            status = os.fstat(stream.fileno())
+            descriptor = number
+            # The stream of a notebook may have no file.
+            with contextlib.suppress(OSError, ValueError):
+                descriptor = stream.fileno()
+            status = os.fstat(descriptor)
             file = (status.st_dev, status.st_ino)
             if file not in sinks:
-                sinks[file] = Sink(stream.fileno(), self._notify)
+                sinks[file] = Sink(descriptor, self._notify)
             found[number] = sinks[file]
         return found
 

@@ -9,53 +9,21 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
 
-from ..launch import DUALDIST_RUN
-from ..launch.environment import exportable, process_variables, without_launchers
-from ..rendezvous import LOOPBACK
-from ..rendezvous.keyvalue import KeyValueServer
 from .agent import ENDED, STARTED, STDERR, STDOUT
-from .agent_connection import AGENT_COMMAND, LOST, AgentConnection, Event, HostJob, Process, describe_exit
-from .hosts import Host, Slot, assign
+from .agent_connection import LOST, AgentConnection, Event, describe_exit
 from .output import Output
-from .remote import address_of, address_towards, is_local, ssh_command
+from .preparation import RunOptions, prepare
 from .supervisor import Supervisor
-from .unchanged_scripts import serve_unchanged_scripts, with_alias
 
-__all__ = ("RunOptions", "run_job")
+__all__ = ("run_job",)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
 """How long the launcher waits for its output to be read after the first signal, and after a later one."""
-_ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
-"""Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of `dualdist run`."""
-
-    command: Sequence[str]
-    hosts: Sequence[Host]
-    size: int | None = None
-    """None: all slots of the hosts."""
-    variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Variables to set for the processes, in addition to the environment or instead of its values."""
-    output: Path | None = None
-    timestamps: bool = False
-    interface: str | None = None
-    ssh_port: int | None = None
-    ssh_identity: str | None = None
-    start_timeout: float = 30.0
-    """How many seconds to wait for each host to answer."""
-    verbose: bool = False
 
 
 def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
@@ -64,70 +32,14 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     Must be called in the main thread, because it handles signals. Raises ConfigurationError, before it starts anything,
     when the options do not fit the hosts.
     """
-    slots = assign(options.hosts, options.size)
-    names = list(dict.fromkeys(slot.host for slot in slots))
-    remote = [name for name in names if not is_local(name)]
-    address = LOOPBACK
-    if remote:
-        address = address_towards(remote[0], env, options.interface)
-    first = address_of(slots[0].host, env) if slots[0].host in remote else None
-    secret = secrets.token_bytes(32)
-    with (
-        KeyValueServer(address, secret=secret) as server,
-        serve_unchanged_scripts(slots, address, first, options.variables) as copies,
-        _signals() as received,
-        Output(len(slots), options.output, timestamps=options.timestamps) as output,
-        Supervisor(
-            _host_jobs(options, slots, remote, f"{server.host}:{server.port}", secret, copies, env)
-        ) as supervisor,
-    ):
-        return _Job(options, len(slots), output, supervisor, received).follow()
-
-
-def _host_jobs(
-    options: RunOptions,
-    slots: Sequence[Slot],
-    remote: Sequence[str],
-    rendezvous: str,
-    secret: bytes,
-    copies: Sequence[Mapping[str, str]],
-    env: Mapping[str, str],
-) -> list[HostJob]:
-    """Return the processes of each host and how to start them. copies: the variables for unchanged scripts."""
-    # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
-    common = with_alias({"PYTHONUNBUFFERED": "1"} | without_launchers(env))
-    hosts = list(dict.fromkeys(slot.host for slot in slots))
-    window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(hosts)))
-    host_jobs = []
-    for host in hosts:
-        is_remote = host in remote
-        processes = []
-        for slot in slots:
-            if slot.host == host:
-                numbers = (slot.rank, len(slots), slot.local_rank, slot.local_size)
-                own = {**copies[slot.rank], **process_variables(DUALDIST_RUN, *numbers, rendezvous, secret)}
-                processes.append(Process(slot.rank, options.command, own))
-        command = _agent_over_ssh(host, options, env) if is_remote else AGENT_COMMAND
-        sent = exportable(common) if is_remote else common
-        variables = sent | dict(options.variables)
-        launcher = rendezvous.rpartition(":")[0] if remote else None
-        host_jobs.append(
-            HostJob(
-                host, command, processes, variables, local=not is_remote, launcher=launcher, window=window
-            )
-        )
-    return host_jobs
-
-
-def _agent_over_ssh(host: str, options: RunOptions, env: Mapping[str, str]) -> Sequence[str]:
-    return ssh_command(
-        host,
-        AGENT_COMMAND,
-        env,
-        port=options.ssh_port,
-        identity=options.ssh_identity,
-        timeout=max(1, int(options.start_timeout) - 1),
-    )
+    with prepare(options, env) as host_jobs:
+        size = sum(len(host_job.processes) for host_job in host_jobs)
+        with (
+            _signals() as received,
+            Output(size, options.output, timestamps=options.timestamps) as output,
+            Supervisor(host_jobs) as supervisor,
+        ):
+            return _Job(options, size, output, supervisor, received).follow()
 
 
 class _Job:

@@ -7,31 +7,20 @@ starts and ends them as it does for `dualdist run`, so none is left behind, not 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import pickle
-import secrets
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any, TypeVar
 
 import torch
 
 from ..backends import check_transport, load
 from ..checks import configuration, function, integer, items, mapping, number, text
-from ..errors import ConfigurationError
 from ..launch import SPAWN
-from ..launch.environment import process_variables, without_launchers
-from ..rendezvous import LOOPBACK
-from ..rendezvous.keyvalue import KeyValueServer
-from . import spawn_child
-from .agent_connection import AGENT_COMMAND, HostJob, Process
-from .hosts import Slot
-from .spawn_results import Result, results_of
-from .supervisor import Supervisor
-from .unchanged_scripts import serve_unchanged_scripts
+from .function_task import child_command, pickled_task
+from .hosts import Host
+from .preparation import RunOptions
+from .spawn_results import results_of_job
 from .variables import backend_variables
 
 __all__ = ("spawn",)
@@ -79,69 +68,16 @@ def spawn(
     variables = backend_variables(backend, transport, option="transport", launcher=SPAWN)
     if backend is not None:
         load(backend)
-    return _run(_pickled_task(fn, tuple(given)), size, variables | dict(variables_of_user), timeout)
-
-
-def _run(task: bytes, size: int, variables: Mapping[str, str], timeout: float | None) -> list[Any]:
-    """Run `task` in `size` processes and return the results. variables: to add to this process's environment."""
-    secret = secrets.token_bytes(32)
+    options = RunOptions(
+        child_command(),
+        [Host("localhost", size)],
+        size,
+        variables | dict(variables_of_user),
+        launcher=SPAWN,
+        task=pickled_task("fn", fn, given, {}, by_value=False),
+    )
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(KeyValueServer(LOOPBACK, secret=secret))
-        slots = [Slot(rank, "localhost", rank, size) for rank in range(size)]
-        copies = stack.enter_context(serve_unchanged_scripts(slots, LOOPBACK, None, variables))
-        source = stack.enter_context(tempfile.TemporaryFile())
-        source.write(task)
-        source.flush()
-        results = [stack.enter_context(Result(rank)) for rank in range(size)]
-        rendezvous = f"{LOOPBACK}:{server.port}"
-        processes = [
-            Process(
-                rank,
-                _argv(source.fileno(), result.writer),
-                {**copies[rank], **process_variables(SPAWN, rank, size, rank, size, rendezvous, secret)},
-                (source.fileno(), result.writer),
-            )
-            for rank, result in enumerate(results)
-        ]
         output = (os.dup(1), os.dup(2))
         for copy in output:
             stack.callback(os.close, copy)
-        environment = without_launchers(os.environ) | dict(variables)
-        host_job = HostJob("localhost", AGENT_COMMAND, processes, environment, output=output)
-        return results_of(results, stack.enter_context(Supervisor([host_job])), timeout)
-
-
-def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return what spawn_child.py needs to prepare its process and to call `fn(*args)`."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    # Whether the main module was typed into a prompt or a notebook, or read from the standard input.
-    typed = file is None or not os.path.exists(file)
-    if typed and getattr(fn, "__module__", None) == "__main__":
-        raise ConfigurationError(
-            f"`fn` must be a function that a new process can import, but {fn!r} comes from a prompt, a "
-            "notebook or the standard input instead. Write it in a module."
-        )
-    try:
-        work = pickle.dumps((fn, args))
-    except Exception as error:
-        raise ConfigurationError(
-            f"`fn` and `args` must be objects that can be pickled, but pickling failed: {error}. "
-            "Use a function at the top of a module, and arguments that can be copied."
-        ) from error
-    preparation = multiprocessing_spawn.get_preparation_data("dualdist")
-    if typed:
-        preparation.pop("init_main_from_path", None)
-    # The original type, AuthenticationString, refuses to be pickled.
-    preparation["authkey"] = bytes(preparation["authkey"])
-    return pickle.dumps((preparation, work))
-
-
-def _argv(task: int, result: int) -> list[str]:
-    """Return the command of a process. task, result: the open files from which it reads and to which it writes."""
-    # The interpreter's own flags, as multiprocessing passes them on.
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    path = os.path.abspath(spawn_child.__file__)
-    code = (
-        "import sys\nwith open(sys.argv[1], 'rb') as f: s = f.read()\nexec(compile(s, sys.argv[1], 'exec'))"
-    )
-    return [sys.executable, *flags, "-c", code, path, str(task), str(result)]
+        return results_of_job(dataclasses.replace(options, descriptors=output), timeout)

@@ -1,4 +1,4 @@
-"""The program of one process of `spawn`: reads the task, runs it, and sends back the result or the exception.
+"""The program of one process of `run` and `spawn`: reads the task, runs it, and sends back the result or the exception.
 
 It imports only the standard library, because it starts before it receives the parent's sys.path.
 """
@@ -47,16 +47,27 @@ def _run(task: int) -> bytes:
     process._inheriting = True  # type: ignore[attr-defined]
     try:
         multiprocessing.spawn.prepare(preparation)
-        function, args = _unpickled(work)
+        function, args, kwargs = _unpickled(work)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
-    result = function(*args)
+    result = function(*args, **kwargs)
     try:
-        return pickle.dumps(result)
+        return _dumps(result)
     except Exception as error:  # the user's class decides what pickling raises
         raise TypeError(
-            f"`fn` must return an object that can be pickled, but returned a {type(result).__name__} instead: {error}."
+            f"The function must return an object that can be pickled, but returned a {type(result).__name__} instead: "
+            f"{error}."
         ) from error
+
+
+def _dumps(value: Any) -> bytes:
+    """Return `value` pickled: with cloudpickle if the function was sent with it and `value` needs it."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # the user's class decides what pickling raises
+        if "cloudpickle" not in sys.modules:
+            raise
+        return bytes(sys.modules["cloudpickle"].dumps(value))
 
 
 def _unpickled(work: bytes) -> Any:
@@ -74,7 +85,7 @@ def _unpickled(work: bytes) -> Any:
 def _pickled(error: BaseException) -> bytes | None:
     """Return `error` pickled, None when it cannot be pickled and restored."""
     try:
-        data = pickle.dumps(error)
+        data = _dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:  # the user's class decides what pickling raises
         return None

@@ -79,6 +79,18 @@ def accept(names: str, reason: str, *, called: bool = True) -> Accepted:
     return Accepted(frozenset(ODD if names == "all" else names.split()), called)
 
 
+ELASTIC = (
+    "min_num_proc",
+    "max_num_proc",
+    "min_np",
+    "max_np",
+    "slots",
+    "reset_limit",
+    "cooldown_range",
+    "host_discovery_script",
+)
+"""Parameters of horovod.run for elastic jobs."""
+
 NUMBERS = "whole negative huge fraction"
 
 ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
@@ -150,6 +162,31 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "SyncBatchNorm.dtype": accept("none", "the default dtype"),
         "mark_cycles": accept("true", "a flag"),
         "file_path": accept("text", "a path", called=False),
+        **{
+            f"run.{name}": accept(names, reason, called=False)
+            for name, names, reason in (
+                ("func", "class", "what can be called and pickled"),
+                ("kwargs", "none dictionary", "names and values"),
+                ("num_proc", "whole", "a number of processes"),
+                ("np", "none whole", "a number of processes"),
+                ("hosts", "none text", "hosts"),
+                ("start_timeout", "none whole huge fraction", "any number of seconds"),
+                ("ssh_port", "none whole", "a port"),
+                ("verbose", "none true whole huge", "a level"),
+                ("network_interface", "none text", "names"),
+                ("network_interfaces", "none list", "names"),
+                ("use_gloo", "none true", "a flag"),
+                ("use_mpi", "none", "unset"),
+                ("disable_cache", "all", "without effect"),
+                ("mpi_args", "all", "without effect"),
+                *(
+                    (name, "none text", "a path")
+                    for name in ("executable", "output_filename", "ssh_identity_file")
+                ),
+                ("hostfile", "none", "no file"),
+                *((name, "none", "an elastic job is refused") for name in ELASTIC),
+            )
+        },
         "fn": accept("class", "what can be called and pickled", called=False),
         "args": accept("list numbers tensor", "any arguments", called=False),
         "nprocs": accept("none whole", "a number of processes", called=False),

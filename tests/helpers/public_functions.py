@@ -368,6 +368,7 @@ WORLD: dict[str, Case] = {
     "ProcessSet": Case(hvd.ProcessSet),
     "add_process_set": Case(hvd.add_process_set),
     "remove_process_set": Case(hvd.remove_process_set),
+    "run": Case(hvd.run, lambda: {"func": print}),
     "spawn": Case(hvd.spawn, lambda: {"fn": print, "nprocs": 1}),
     "start_timeline": Case(hvd.start_timeline, call=timeline),
 }

@@ -38,6 +38,8 @@ def test_a_process_has_the_variables_of_torchrun_and_of_horovodrun() -> None:
 
 def test_launch_detection_ignores_copies() -> None:
     assert detect(STARTED) == detect(OWN)
+    # dualdist.compat sets the numbers of the world that was joined.
+    assert detect({**STARTED, "DUALDIST_COMPAT": "1", "HOROVOD_LOCAL_SIZE": "3"}) == detect(OWN)
     assert without_copies(STARTED) == {**OWN, "DUALDIST_COPIES": COPIES["DUALDIST_COPIES"]}
 
 

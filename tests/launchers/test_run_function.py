@@ -1,0 +1,203 @@
+"""`dualdist.run` with real processes: results in order, output, hosts, and functions that are sent by value."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import dualdist as hvd
+from dualdist.errors import ConfigurationError, ProcessEndedError
+
+from ..helpers import spawn_functions
+from ..helpers.requirements import need_modules
+from ..helpers.world import ROOT
+
+SCRIPT = str(ROOT / "tests" / "helpers" / "run_script.py")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
+    results = hvd.run(spawn_functions.train, (backend,), num_proc=2, backend=backend, timeout=100)
+    assert [numbers for *numbers, _ in results] == [[rank, 2, rank, 2, "dualdist run"] for rank in range(2)]
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_several_hosts_join_one_world(backend: str) -> None:
+    results = hvd.run(
+        spawn_functions.train,
+        (backend,),
+        num_proc=3,
+        hosts="localhost:1,hostA:2",
+        backend=backend,
+        timeout=100,
+    )
+    # The hosts of this test are one machine, so the local numbers are not those of two hosts.
+    assert [(rank, size, total.tolist()) for rank, size, *_, total in results] == [
+        (rank, 3, [6.0, 6.0]) for rank in range(3)
+    ]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_large_arguments_and_results_pass_between_hosts(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=1\nhostA slots=1\n")
+    text = b"\xff" * 3_000_000
+    results = hvd.run(spawn_functions.describe, (10, text), num_proc=2, hostfile=hostfile)
+    assert results == [(rank, 2, rank * 10, text) for rank in range(2)]
+
+
+def test_lambdas_and_keyword_arguments_are_sent_by_value() -> None:
+    need_modules("cloudpickle")
+    offset = 5
+    assert hvd.run(lambda x, *, y: x + y + offset, (1,), {"y": 2}, 2) == [8, 8]
+
+
+def test_a_function_of_a_notebook_is_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_modules("cloudpickle")
+    notebook = ModuleType("__main__")
+    exec("def work(x):\n    return helper(x)\ndef helper(x):\n    return 2 * x\n", vars(notebook))
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    assert hvd.run(vars(notebook)["work"], (4,)) == [8]
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    need_modules("cloudpickle")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import dualdist\ndef work(x):\n    return x + 1\nprint(dualdist.run(work, (1,), num_proc=2))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[2, 2]\n"), ended.stderr
+
+
+def test_the_error_without_cloudpickle_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(ConfigurationError, match="pip install cloudpickle"):
+        hvd.run(lambda: None)
+    assert hvd.run(spawn_functions.describe, (1, b"")) == [(0, 1, 0, b"")]
+
+
+def test_a_horovod_script_runs_its_own_functions_as_under_horovod() -> None:
+    need_modules("cloudpickle")
+    for command in (["-m", "dualdist.compat", SCRIPT, "dualdist"], [SCRIPT, "horovod"]):
+        if command[-1] == "horovod":
+            need_modules("horovod.torch")
+        ended = subprocess.run(
+            [sys.executable, *command],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        lines = ended.stdout.splitlines()
+        assert f"{command[-1]} [(0, 2, 6.0), (1, 2, 6.0)] {command[-1]}" in lines
+        assert command[-1] == "horovod" or "rank 0 failed True" in lines
+
+
+def test_output_has_the_rank_before_each_line_and_is_written_to_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert hvd.run(print, ("hello",), num_proc=2, output_filename=tmp_path / "logs", verbose=True) == [
+        None,
+        None,
+    ]
+    output, errors = capfd.readouterr()
+    assert sorted(output.splitlines()) == ["[1,0]<stdout>:hello", "[1,1]<stdout>:hello"]
+    assert errors.count("is process") == 2
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hello\n"
+
+
+def test_the_first_exception_is_raised_here_with_the_ranks_traceback() -> None:
+    with pytest.raises(KeyError, match="the reason") as caught:
+        hvd.run(spawn_functions.fail, (1,), num_proc=2)
+    assert "Rank 1 of 2" in str(caught.value.__cause__)
+
+
+def test_a_death_names_rank_and_exit_code() -> None:
+    with pytest.raises(
+        ProcessEndedError, match="Rank 1 of 2 was ended by SIGKILL before its function returned"
+    ):
+        hvd.run(spawn_functions.kill_itself, (1,), num_proc=2)
+
+
+def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ProcessEndedError, match=r"Rank 0 of 1 could not be started: .*no/python"):
+        hvd.run(spawn_functions.block, executable="/no/python")
+    assert hvd.run(spawn_functions.describe, (1, b""), executable=sys.executable) == [(0, 1, 0, b"")]
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(("host", "words"), [("closed", "the gate is shut"), ("silent", "silent")])
+def test_the_error_names_a_host_that_cannot_be_reached(host: str, words: str) -> None:
+    seconds = 2 if host == "silent" else 20
+    # ssh gives up shortly before the timeout, or shortly after.
+    with pytest.raises((ProcessEndedError, TimeoutError), match=words):
+        hvd.run(spawn_functions.block, num_proc=2, hosts=f"hostA:1,{host}:1", start_timeout=seconds)
+
+
+def test_deprecated_names_warn_as_in_horovod() -> None:
+    with pytest.warns(DeprecationWarning, match="np is deprecated, use num_proc instead"):
+        assert len(hvd.run(spawn_functions.describe, (1, b""), np=2)) == 2
+    with pytest.warns(DeprecationWarning, match="use network_interfaces instead"):
+        assert hvd.run(spawn_functions.environment, ("DUALDIST_INTERFACE",), network_interface="lo,eth7") == [
+            "lo,eth7"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_proc": 0}, "num_proc"),
+        ({"num_proc": 3, "hosts": "localhost:2"}, "3 instead"),
+        ({"hosts": "a:1", "hostfile": "b"}, "`hosts` and `hostfile`"),
+        ({"hostfile": "/no/such/file"}, "`hostfile`"),
+        ({"use_mpi": True}, "mpirun"),
+        ({"use_mpi": True, "use_gloo": True}, "use_gloo and use_mpi"),
+        ({"min_num_proc": 1}, "`min_num_proc`.*torchrun or horovodrun"),
+        ({"max_np": 2}, "`max_np`.*torchrun or horovodrun"),
+        ({"host_discovery_script": "x.sh"}, "`host_discovery_script`.*torchrun or horovodrun"),
+        ({"start_timeout": 0}, "start_timeout"),
+        ({"backend": "nothing"}, "backend"),
+        ({"transport": "mpi"}, "mpirun"),
+        ({"kwargs": [1]}, "kwargs"),
+        ({"env": {"A": 1}}, "env"),
+        ({"args": (threading.Lock(),)}, "lock"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_them(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        hvd.run(spawn_functions.block, **options)
+
+
+def test_no_thread_and_no_open_file_is_left() -> None:
+    hvd.run(spawn_functions.describe, (1, b""))
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    hvd.run(spawn_functions.describe, (1, b""), num_proc=2)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
