@@ -27,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--worlds", help="run behaviours in these worlds alone, such as torch-gloo-2,horovod-mpi-3"
     )
     parser.addoption(
+        "--programs",
+        type=int,
+        default=50,
+        help="random programs in each world of tests/parity/test_programs.py",
+    )
+    parser.addoption(
         "--all",
         action="store_true",
         help="run every behaviour in every world, and start every process as a new interpreter",

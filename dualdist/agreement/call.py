@@ -35,6 +35,11 @@ class Call:
         """Return what must be equal on all members."""
         return self.kind.name, self.name, self.arguments
 
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Return what matches this call with those of the other members: kind and name."""
+        return self.kind.name, self.name
+
     def __str__(self) -> str:
         shown = [f"{key}={value}" for key, value in self.arguments]
         if self.name is not None:

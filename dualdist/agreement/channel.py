@@ -1,29 +1,38 @@
-"""Runs the collectives of one process set in the order of the calls.
+"""Runs the collectives of one process set, matched by kind and name.
 
-In each, the members first agree that they make the same call (verdict.py), and then send its data.
+For each call the members first agree to make it, and then send its data. They run the calls in the same order. While
+each rank's oldest pending call is the same, one exchange of digests suffices (verdict.py). Otherwise the members
+exchange all their pending calls (matching.py), and wait for each other's news where nothing matches yet.
 
-A synchronous call runs in the caller's thread when nothing is queued. An asynchronous call, and every call queued
-after it, runs in one worker thread.
+A synchronous call runs in the caller's thread when nothing else is pending. An asynchronous call, and every call made
+while one is pending, runs in one worker thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import pickle
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..backends.base import Group
 from ..checks import text_of
-from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
+from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
 from .call import Call
 from .call_kinds import Kind
 from .call_site import call_site
 from .connections import Connections
+from .guard import Guard
+from .matching import Match, Standing, match
+from .news import News
+from .request import Request
 from .result import Result
+from .script_threads import awaited, is_blocked, waiting_for
 from .stall import StallWatch
 from .timeline import Timeline
 from .turn import in_turn
@@ -32,6 +41,8 @@ from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
 __all__ = ("Channel", "Execute", "StandIn")
 
 _LAST_CALLS_SECONDS = 1.0
+_LOOK_AGAIN_SECONDS = 0.25
+"""While a thread waits for a call: how often to check whether the other threads of the script have ended."""
 
 T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
@@ -41,7 +52,7 @@ StandIn = Callable[[Call, Group, Verdict], None]
 
 
 class Channel:
-    """Runs the collectives of one process set in order."""
+    """Runs the collectives of one process set, in the same order on all members."""
 
     def __init__(
         self,
@@ -58,20 +69,22 @@ class Channel:
         """A second group, only for gradients: buckets are sent in their own order; see gradients/reducer.py."""
         self._name = name
         self._connections = connections
-        self._watch = watch
         self._timeline = timeline
         self._stand_in = stand_in
         self._running = threading.Lock()
-        """Held by the thread that runs a call."""
-        self._queue: queue.SimpleQueue[Result[Any] | None] = queue.SimpleQueue()
-        self._queued = 0
-        """How many calls are in the queue or in the worker thread."""
-        self._counting = threading.Lock()
+        """Held by the thread that runs calls."""
+        self._pending: list[Request[Any]] = []
+        """In the order in which the calls were made. Only the thread that runs calls removes them."""
+        self._named: weakref.WeakValueDictionary[object, Request[Any]] = weakref.WeakValueDictionary()
+        """Key of a call with a name -> its newest request."""
+        self._news = News()
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """An item for each call that the worker thread may have to run; False ends it."""
+        self._starting = threading.Lock()
         self._worker: threading.Thread | None = None
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
-        self._broken: str | None = None
-        """Why no call can run any more; None while calls can run."""
+        self._guard = Guard(watch, connections, lambda: [request.call for request in list(self._pending)])
         self._gradients_name = f"{name}, gradients"
         for watched in (name, self._gradients_name):
             watch.add_channel(watched, data.ranks)
@@ -81,156 +94,222 @@ class Channel:
         """Whether a member had joined at the last agreement."""
         return bool(self._joined)
 
+    def is_outstanding(self, call: Call) -> bool:
+        """Return whether an asynchronous call with the kind and name of `call`, which has a name, is not finished."""
+        request = self._named.get(call.key)
+        return request is not None and not request.done()
+
     def run(self, call: Call, execute: Execute[T]) -> T:
         """Run `call` and return what `execute` returns. Collective over the process set.
 
-        Raises CollectiveMismatchError when the members made different calls, StallError when a member made no call
-        in time, HorovodInternalError when the backend failed. This method, `submit`, `fail` and `join` raise
-        RuntimeError in a signal handler that has interrupted one of them in the same thread.
+        Raises CollectiveMismatchError when the members' arguments differ, or when all wait for different calls;
+        StallError when a member does not make the call in time, HorovodInternalError when the backend failed. This
+        method, `submit`, `fail` and `join` raise RuntimeError in a signal handler that has interrupted one of them in
+        the same thread.
         """
         return in_turn(call, functools.partial(self._run, call, execute))
 
     def _run(self, call: Call, execute: Execute[T]) -> T:
-        if self._queued == 0 and self._running.acquire(blocking=False):
+        if not self._pending and self._running.acquire(blocking=False):
             try:
-                return self._perform(call, execute)
+                return self._run_here(call, execute)
             finally:
                 self._running.release()
-        return self._enqueue(call, functools.partial(self._perform, call, execute)).get()
+        return self._enqueue(Entry(ACTIVE, call), functools.partial(self._perform, call, execute)).get()
 
     def submit(self, call: Call, execute: Execute[T]) -> Result[T]:
         """Queue `call` and return at once."""
-        step = functools.partial(self._perform, call, execute)
-        return in_turn(call, lambda: self._enqueue(call, step))
+        perform = functools.partial(self._perform, call, execute)
+        return in_turn(call, lambda: self._enqueue(Entry(ACTIVE, call), perform))
 
     def receive(self, call: Call, step: Callable[[], T]) -> T:
         """Return `step()`, which waits for what the members send over `gradients`. Collective over the process set.
 
         Raises StallError and HorovodInternalError as `run` does.
         """
-        return self._guarded(call, step, self._gradients_name)
+        return self._guard.run(self._gradients_name, call, step)
 
     def fail(self, kind: Kind, error: Exception) -> None:
         """Report to the other members that this rank could not make its call. Does not wait for them."""
         entry = Entry(FAILED, Call(kind, site=call_site()), text_of(error))
-        in_turn(entry.call, lambda: self._enqueue(entry.call, lambda: self._notify(entry)))
+        in_turn(entry.call, lambda: self._enqueue(entry, lambda verdict: None))
 
     def join(self) -> int:
         """Take part in the other members' collectives until all have joined; return the rank that joined last."""
-        call = Call(call_kinds.JOIN, site=call_site())
-        return in_turn(call, lambda: self._enqueue(call, lambda: self._answer(call)).get())
+        entry = Entry(JOINED, Call(call_kinds.JOIN, site=call_site()))
+        return in_turn(entry.call, lambda: self._enqueue(entry, lambda last: int(last)).get())
 
     def close(self) -> None:
-        """End the worker thread after the queued calls, but wait at most 1 s for it, and close the connections."""
+        """End the worker thread after the pending calls, but wait at most 1 s for it, and close the connections."""
         if self._worker is not None:
-            self._queue.put(None)
+            self._wake.put(False)
             self._worker.join(_LAST_CALLS_SECONDS)
-        for held in (self.group, self.gradients, self._connections):
+        for held in (self.group, self.gradients, self._connections, self._news):
             held.close()
 
     def abandon(self) -> None:
         """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
         self._connections.abandon()
+        self._news.close()
 
-    def _enqueue(self, call: Call, step: Callable[[], T]) -> Result[T]:
-        result = Result(lambda: in_turn(call, step))
-        with self._counting:
-            self._queued += 1
+    # Pending calls
+
+    def _enqueue(self, entry: Entry, compute: Callable[[Any], T]) -> Request[T]:
+        request = Request(entry, compute, self._news.give)
+        if entry.call.name is not None:
+            self._named[entry.call.key] = request
+        if self._worker is None:
+            self._start_worker()
+        self._pending.append(request)
+        self._wake.put(True)
+        self._news.give()
+        return request
+
+    def _start_worker(self) -> None:
+        with self._starting:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"dualdist-{self._name}", daemon=True)
                 self._worker.start()
-            self._queue.put(result)
-        return result
 
     def _work(self) -> None:
-        while (result := self._queue.get()) is not None:
+        while self._wake.get():
             with self._running:
-                result.run()
-            with self._counting:
-                self._queued -= 1
-            del result  # the next call may come much later
+                while self._pending:
+                    self._serve(self._pending[0])
 
-    def _perform(self, call: Call, execute: Execute[T]) -> T:
-        while True:
-            verdict = self._agree(Entry(ACTIVE, call))
-            if self._connections.rank in verdict.raising:
-                raise CollectiveMismatchError(verdict.error)
-            if verdict.call is not None:
-                return self._guarded(call, functools.partial(self._execute, call, execute, verdict))
+    def _serve(self, oldest: Request[Any]) -> None:
+        """Run a round of calls. If it fails, so does the oldest call."""
+        try:
+            in_turn(oldest.call, lambda: self._run_round(oldest))
+        except BaseException as error:
+            oldest.fail(error)
+            self._forget(oldest)
 
-    def _answer(self, call: Call) -> int:
-        while True:
-            before = self._joined
-            verdict = self._agree(Entry(JOINED, call))
-            if len(verdict.joined) == self.group.size:
-                self._joined = frozenset()
-                return self.group.ranks[max(verdict.joined - before)]
-            if verdict.call is not None:
-                stand_in = functools.partial(self._stand_in, verdict.call)
-                self._guarded(verdict.call, functools.partial(self._execute, verdict.call, stand_in, verdict))
+    def _forget(self, request: Request[Any]) -> None:
+        if request in self._pending:
+            self._pending.remove(request)
 
-    def _notify(self, entry: Entry) -> None:
-        # If this fails, the channel is broken and its next call raises the error.
-        with contextlib.suppress(HorovodInternalError):
-            self._agree(entry)
+    # Running calls. The caller holds `_running`.
 
-    def _agree(self, entry: Entry) -> Verdict:
-        return self._guarded(entry.call, functools.partial(self._negotiate, entry))
+    def _run_here(self, call: Call, execute: Execute[T]) -> T:
+        """Run `call` in the thread that made it."""
+        verdict = self._agree(Entry(ACTIVE, call))
+        if verdict.call is not None:
+            return self._perform(call, execute, verdict)
+        request = Request(
+            Entry(ACTIVE, call), functools.partial(self._perform, call, execute), self._news.give
+        )
+        self._pending.insert(0, request)
+        try:
+            with waiting_for(request):
+                self._match(request)
+                while not request.done():
+                    self._run_round(self._pending[0])
+        finally:
+            self._forget(request)
+        return request.get()
 
-    def _negotiate(self, entry: Entry) -> Verdict:
-        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
-            verdict = agree(self._connections, entry)
-            self._joined = verdict.joined
-            mark_arrivals(verdict.arrivals)
-        for call in verdict.drained:
-            if call.identity != entry.call.identity:
-                self._stand_in(call, self.group, verdict)
-        return verdict
+    def _run_round(self, oldest: Request[Any]) -> None:
+        """Run the oldest call if it is that of all members, else those that match."""
+        verdict = self._agree(oldest.entry)
+        if verdict.call is None:
+            self._match(oldest)
+        else:
+            oldest.run(verdict)
+            self._pending.remove(oldest)
+
+    def _perform(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+        return self._guarded(call, lambda: self._execute(call, execute, verdict))
 
     def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)
 
-    def _guarded(self, call: Call, step: Callable[[], T], name: str | None = None) -> T:
-        """Return `step()`, watched for a stall. After a failure of the backend, every later call raises.
+    def _guarded(self, call: Call, step: Callable[[], T]) -> T:
+        return self._guard.run(self._name, call, step)
 
-        name: the channel of the watch, by default this one. Members must run the same steps on it.
-        """
-        if self._broken is not None:
-            raise HorovodInternalError(
-                f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
-            )
-        name = name or self._name
-        number = self._watch.begin(name, call)
-        try:
-            return step()
-        except HorovodInternalError as error:
-            if self._broken is not None:  # a step inside this one has failed
-                raise
-            raise self._failure(call, name, number, error) from error.__cause__
-        except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
-            self._broken = f"{call} at {call.where} was interrupted: {error!r}."
-            self._connections.close()
-            raise
-        finally:
-            self._watch.end(name)
+    # Agreement
 
-    def _failure(
-        self, call: Call, name: str, number: int, error: HorovodInternalError
-    ) -> HorovodInternalError:
-        """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
-        found = None
-        if isinstance(error, StallError):
-            survey = self._watch.survey(name, number)
-            self._watch.give_notice(name, survey)
-            found = str(survey)
-        self._connections.close()  # so that no member waits for this rank
-        found = found or self._watch.notice(name)
-        if found is not None:
-            stalled = f"{call} at {call.where} stalled; {found}"
-            self._broken = stalled.splitlines()[0]
-            return StallError(stalled)
-        self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
-        text = f"{self._broken} Look for the first error of another rank, or for a failure of the network"
-        survey = self._watch.survey(name, number, has_failed=True)
-        return HorovodInternalError(f"{text}; {survey}" if survey.missing else f"{text}.")
+    def _agree(self, entry: Entry) -> Verdict:
+        return self._guarded(entry.call, lambda: self._negotiate(entry))
+
+    def _negotiate(self, entry: Entry) -> Verdict:
+        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
+            verdict = agree(self._connections, entry)
+            mark_arrivals(verdict.arrivals)
+        if verdict.call is not None:
+            self._joined = frozenset()
+        return verdict
+
+    def _match(self, oldest: Request[Any]) -> None:
+        """End some pending calls: exchange those of all members until some match or must raise."""
+        requests, found = self._guarded(oldest.call, self._find_match)
+        before, self._joined = self._joined, found.joined
+        if found.drained:
+            self._guarded(oldest.call, lambda: self._drain(found, requests))
+        for step in found.steps:
+            index = step.entries[self.group.rank]
+            self._take_part(step.verdict, None if index is None else requests[index], oldest)
+        if found.is_over:
+            self._joined = frozenset()
+            last = self.group.ranks[max(found.joined - before)]
+            for request in requests:
+                if request.entry.state == JOINED:
+                    request.run(last)
+                    self._pending.remove(request)
+
+    def _find_match(self) -> tuple[list[Request[Any]], Match]:
+        """Return this rank's requests, and what the members do about them. Waits until they do something."""
+        deadline = self._connections.deadline()
+        while True:
+            requests, standing = self._standing()
+            messages = self._connections.allgather_messages(pickle.dumps(standing))
+            found = match([pickle.loads(message) for message in messages], self.group.ranks)
+            if found.steps or found.is_over:
+                return requests, found
+            self._wait_for_news(standing, deadline)
+            self._connections.alert()
+
+    def _standing(self) -> tuple[list[Request[Any]], Standing]:
+        requests, waited_for = list(self._pending), awaited()
+        return requests, Standing(
+            tuple(request.listed for request in requests),
+            frozenset(index for index, request in enumerate(requests) if request in waited_for),
+            is_blocked(requests),
+        )
+
+    def _wait_for_news(self, known: Standing, deadline: float) -> None:
+        """Wait until this rank's standing is not as `known` to the members, or until a member has news."""
+        with self._news.listening() as signal:
+            while self._standing()[1] == known:
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    raise StallError("A rank sent nothing in time.")
+                if known.awaited and not known.blocked:
+                    seconds = min(seconds, _LOOK_AGAIN_SECONDS)
+                if self._connections.wait_for_peers(signal, seconds):
+                    return
+                self._news.clear()
+
+    def _drain(self, found: Match, requests: list[Request[Any]]) -> None:
+        """Receive the data of calls that raise on other members. Those of this rank are received where they raise."""
+        own = {request.call.identity for request in requests}
+        for call in found.drained:
+            if call.identity not in own:
+                self._stand_in(call, self.group, Verdict(None, found.joined))
+
+    def _take_part(self, verdict: Verdict, request: Request[Any] | None, oldest: Request[Any]) -> None:
+        """Do what the members have agreed about one call. request: this rank's, which ends; None if it has none."""
+        if verdict.call is not None and request is not oldest:
+            with self._timeline.negotiation(self._name, self.group.ranks, verdict.call) as mark_arrivals:
+                mark_arrivals(verdict.arrivals)
+        if request is None:
+            if verdict.call is not None:
+                stand_in = functools.partial(self._stand_in, verdict.call)
+                self._perform(verdict.call, stand_in, verdict)
+            return
+        if self.group.rank in verdict.raising:
+            request.fail(CollectiveMismatchError(verdict.error))
+        else:
+            request.run(verdict)
+        self._pending.remove(request)

@@ -79,13 +79,42 @@ class Connections:
         Raises StallError when a member does not send in time, HorovodInternalError when one has left.
         """
         messages = [message]  # messages[j] is from the member at place rank + j, modulo size
-        deadline = time.monotonic() + self._timeout
+        deadline = self.deadline()
         for distance in _powers_of_two(self.size):
             count = min(distance, self.size - distance)
             target = self._peers[(self.rank - distance) % self.size]
             source = self._peers[(self.rank + distance) % self.size]
             messages += _swap(target, messages[:count], source, deadline)
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]
+
+    def alert(self) -> None:
+        """End `wait_for_peers` on all members, and return when all have called this. Collective over the members.
+
+        Raises as `allgather_messages` does.
+        """
+        deadline = self.deadline()
+        distances = _powers_of_two(self.size)
+        for distance in distances:
+            _send(self._peers[(self.rank - distance) % self.size], b"", deadline)
+        for distance in distances:
+            _receive(self._peers[(self.rank + distance) % self.size], deadline)
+
+    def wait_for_peers(self, signal: socket.socket, seconds: float) -> bool:
+        """Wait until a peer has sent something, `signal` is readable, or for `seconds`. Return whether a peer has."""
+        if any(peer.has_unread for peer in self._peers.values()):
+            return True
+        poll = select.poll()
+        try:
+            for held in (signal, *(peer.socket for peer in self._peers.values())):
+                poll.register(held, select.POLLIN)
+            ready = poll.poll(min(_LONGEST_POLL, 1e3 * seconds))
+            return any(descriptor != signal.fileno() for descriptor, _ in ready)
+        except (OSError, ValueError) as error:  # another thread has closed a socket
+            raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
+
+    def deadline(self) -> float:
+        """Return when a wait that begins now has stalled, on the clock of `time.monotonic`."""
+        return time.monotonic() + self._timeout
 
     def close(self) -> None:
         """Close the connections. Local."""
@@ -159,6 +188,11 @@ class _Peer:
         self.socket = connection
         self._unread = bytearray()
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes have arrived that no exchange has used."""
+        return bool(self._unread)
+
     def send(self, message: memoryview) -> int:
         """Send what can be sent of `message` without waiting; return how many bytes that was."""
         try:
@@ -228,6 +262,24 @@ def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: flo
             _wait(target.socket if unsent else None, None if taken else source.socket, deadline)
     except (OSError, ValueError) as error:  # ValueError: another thread has closed the socket
         raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
+
+
+def _send(target: _Peer, message: bytes, deadline: float) -> None:
+    unsent = memoryview(_LENGTH.pack(len(message)) + message)
+    try:
+        while unsent := unsent[target.send(unsent) :]:
+            _wait(target.socket, None, deadline)
+    except (OSError, ValueError) as error:
+        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
+
+
+def _receive(source: _Peer, deadline: float) -> bytes:
+    try:
+        while not (taken := source.take(1)):
+            _wait(None, source.socket, deadline)
+    except (OSError, ValueError) as error:
+        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
+    return taken[0]
 
 
 def _wait(writable: socket.socket | None, readable: socket.socket | None, deadline: float) -> None:

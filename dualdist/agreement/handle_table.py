@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any
 
 from .result import Result
@@ -17,20 +16,12 @@ class HandleTable:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._results: dict[int, Result[Any]] = {}
-        self._names: weakref.WeakValueDictionary[str, Result[Any]] = weakref.WeakValueDictionary()
 
-    def add(self, result: Result[Any], name: str | None = None) -> int:
-        """Return a new handle for `result`, that of a collective called `name`."""
+    def add(self, result: Result[Any]) -> int:
+        """Return a new handle for `result`."""
         handle = next(self._numbers)
         self._results[handle] = result
-        if name is not None:
-            self._names[name] = result
         return handle
-
-    def is_outstanding(self, name: str) -> bool:
-        """Return whether a collective called `name` has not finished yet."""
-        result = self._names.get(name)
-        return result is not None and not result.done()
 
     def poll(self, handle: int) -> bool:
         """Return whether the result is ready. Raises ValueError for a handle that is unknown or was used."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ("Result",)
 
@@ -19,21 +19,30 @@ class Result(Generic[T]):
     wait itself holds a lock, for no instruction of Python.
     """
 
-    def __init__(self, compute: Callable[[], T]) -> None:
-        self._compute: Callable[[], T] | None = compute
+    def __init__(self, compute: Callable[..., T]) -> None:
+        self._compute: Callable[..., T] | None = compute
         self._value: T
         self._error: BaseException | None = None
         self._ended = False
         self._running = threading.Lock()
         self._running.acquire()
 
-    def run(self) -> None:
-        """Compute the result. Never raises."""
+    def run(self, *arguments: Any) -> None:
+        """Compute the result from `arguments`. Never raises."""
         assert self._compute is not None
         try:
-            self._value = self._compute()
+            self._value = self._compute(*arguments)
         except BaseException as error:
             self._error = error
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Let `get` raise `error`, unless the result is there already."""
+        if not self._ended:
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
         self._compute = None  # it may hold tensors
         self._ended = True
         self._running.release()

@@ -12,9 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..types import Settings
 from .call import Call
@@ -35,6 +35,24 @@ _LONGEST_CALL = 400
 """Characters of a call in an answer. The arguments of some calls describe a whole model."""
 
 
+Key = tuple[str, str | None]
+"""`Call.key`: which calls of the members match."""
+
+
+class _Wait(NamedTuple):
+    """The call for which a rank waits on a channel."""
+
+    number: int
+    call: Call
+    since: float
+    pending: Callable[[], Iterable[Call]]
+    """Returns the other calls that have begun on the channel."""
+
+    def has(self, key: Key) -> bool:
+        """Return whether a call with `key` has begun."""
+        return any(call.key == key for call in (self.call, *self.pending()))
+
+
 class StallWatch:
     """Watches the collectives of one world for missing ranks."""
 
@@ -43,14 +61,15 @@ class StallWatch:
         self._settings = settings
         self._numbers: dict[str, int] = {}
         """Channel -> how many calls began on it. Equal on all members when they are in step."""
-        self._waiting: dict[str, tuple[int, Call, float]] = {}
-        """Channel -> (number, call, start of the wait)."""
+        self._waiting: dict[str, _Wait] = {}
+        """By channel."""
         self._members: dict[str, tuple[int, ...]] = {}
         """Channel -> its global ranks."""
         self._reported: set[tuple[str, int]] = set()
         """(channel, number) of the calls that this rank has reported."""
-        self._due: dict[tuple[str, int], float] = {}
-        """(channel, number) -> when to ask the members and log; infinite afterwards. Others may be a little late."""
+        self._due: dict[tuple[str, int, Key], float] = {}
+        """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
+        """
         self._notices: dict[str, str] = {}
         """Channel -> what another rank found when it gave up its call."""
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
@@ -74,23 +93,26 @@ class StallWatch:
         """Add `channel`, whose members have the global ranks `ranks`."""
         self._members[channel] = ranks
 
-    def begin(self, channel: str, call: Call) -> int:
-        """Start watching `call`, and return its number among the calls of `channel`."""
+    def begin(self, channel: str, call: Call, pending: Callable[[], Iterable[Call]] = tuple) -> int:
+        """Start watching `call`, and return its number among the calls of `channel`.
+
+        pending: returns the other calls that have begun on the channel. The members wait for any of them.
+        """
         number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
-        self._waiting[channel] = (number, call, time.monotonic())
+        self._waiting[channel] = _Wait(number, call, time.monotonic(), pending)
         return number
 
     def end(self, channel: str) -> None:
         """Stop watching the call of `channel`."""
         self._waiting.pop(channel, None)
 
-    def survey(self, channel: str, number: int, *, has_failed: bool = False) -> Survey:
-        """Return what the members of `channel` are doing, seen from its call with this number."""
+    def survey(self, channel: str, number: int, key: Key, *, has_failed: bool = False) -> Survey:
+        """Return what the members of `channel` are doing, seen from a call with this number and key."""
         members = self._members[channel]
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
         with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(members)), "dualdist-survey") as pool:
-            states = pool.map(lambda rank: self._state(rank, channel, number, seconds), members)
+            states = pool.map(lambda rank: self._state(rank, channel, number, key, seconds), members)
             return Survey(dict(zip(members, states, strict=True)))
 
     def give_notice(self, channel: str, survey: Survey) -> None:
@@ -118,34 +140,42 @@ class StallWatch:
         if self._server is not None:
             self._server.abandon()
 
-    def _state(self, rank: int, channel: str, number: int, seconds: float) -> State:
+    def _state(self, rank: int, channel: str, number: int, key: Key, seconds: float) -> State:
         try:
             own = rank == self._rank
-            began, call, elsewhere = (
-                self._position(channel) if own else ask(self._contacts[rank], ["position", channel], seconds)
+            began, has_key, call, elsewhere = (
+                self._position(channel, key)
+                if own
+                else ask(self._contacts[rank], ["position", channel, key], seconds)
             )
         except ConnectionError:
             return State(ENDED)
         except OSError:
             return State(SILENT)
-        if began == number and call:
+        if began == number and has_key:
             return State(WAITING, call)
-        return State(LEFT if began >= number else ABSENT, call or elsewhere)
+        has_left = began > number or (began == number and not call)
+        return State(LEFT if has_left else ABSENT, call or elsewhere)
 
     def _answer(self, question: Any) -> Any:
         about, channel, *rest = question
         if about == "report":
-            self._make_due(channel, *rest)
+            number, (kind, name) = rest
+            self._make_due(channel, number, (kind, name))
         elif about == "notice":
             (self._notices[channel],) = rest
-        return self._position(channel)
+        elif about == "position":
+            ((kind, name),) = rest
+            return self._position(channel, (kind, name))
+        return None
 
-    def _position(self, channel: str) -> tuple[int, str, str]:
-        """Return how many calls began on `channel`, the one that waits there, and one that waits elsewhere."""
-        waiting = {name: _shown(call) for name, (_, call, _) in list(self._waiting.items())}
-        here = waiting.pop(channel, "")
-        elsewhere = next((f"{call} of process {name.split(',')[0]}" for name, call in waiting.items()), "")
-        return self._numbers.get(channel, 0), here, elsewhere
+    def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str]:
+        """Return how many calls began on `channel`, whether one with `key` waits, a call there, and one elsewhere."""
+        waits = dict(self._waiting)
+        here = waits.pop(channel, None)
+        elsewhere = (f"{_shown(wait.call)} of process {name.split(',')[0]}" for name, wait in waits.items())
+        number, call = self._numbers.get(channel, 0), "" if here is None else _shown(here.call)
+        return number, here is not None and here.has(key), call, next(elsewhere, "")
 
     def _check_repeatedly(self) -> None:
         while not self._stopping.wait(self._pause):
@@ -154,19 +184,19 @@ class StallWatch:
 
     def _report(self) -> None:
         """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""
-        for channel, (number, _, since) in list(self._waiting.items()):
+        for channel, (number, call, since, _) in list(self._waiting.items()):
             too_long = time.monotonic() - since >= self._settings.stall_warn_seconds
             if not too_long or (channel, number) in self._reported:
                 continue
             self._reported.add((channel, number))
             if self._rank != 0:
                 with contextlib.suppress(OSError):
-                    ask(self._contacts[0], ["report", channel, number], _FAILED_SECONDS)
+                    ask(self._contacts[0], ["report", channel, number, call.key], _FAILED_SECONDS)
                     continue
-            self._make_due(channel, number)
+            self._make_due(channel, number, call.key)
 
-    def _make_due(self, channel: str, number: int) -> None:
-        self._due.setdefault((channel, number), time.monotonic() + 2 * self._pause)
+    def _make_due(self, channel: str, number: int, key: Key) -> None:
+        self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:
         now = time.monotonic()

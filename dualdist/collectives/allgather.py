@@ -20,11 +20,12 @@ def allgather(
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along dimension 0 in rank order; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: (n, ...), where n may differ between ranks and be 0; a number (0-dim) counts as (1,); any dtype.
-        name: must be equal on all ranks; shown in errors and on the timeline.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
 
     Returns:
         (sum of n, ...), same dtype and device.

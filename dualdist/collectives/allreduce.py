@@ -38,13 +38,14 @@ def allreduce(
 ) -> torch.Tensor:
     """Return `tensor` reduced over the ranks; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: any shape, equal on all ranks; floating-point, integer, bool (Sum, Min, Max, Product) or complex
             (Sum, Average); on the CPU of all ranks or on a GPU of all ranks; any memory layout.
         average: deprecated, use `op`.
-        name: must be equal on all ranks; shown in errors and on the timeline.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
         compression: `Compression.fp16` or `bf16` to send fewer bytes.
         op: Average (default), Sum, Min, Max, Product or Adasum; or SUM, AVG, MIN, MAX or PRODUCT of
             torch.distributed.ReduceOp.

@@ -22,13 +22,14 @@ def alltoall(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Send rows of `tensor` to every rank and return the rows from all ranks, in rank order; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: (n, ...), any dtype.
         splits: the number of rows for each rank, a list or a 1-D int32 tensor; rows beyond their sum are not sent.
             None: the same number for each; n must then be divisible by the number of ranks.
-        name: must be equal on all ranks; shown in errors and on the timeline.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
 
     Returns:
         (m, ...), same dtype and device. With `splits` also the number of rows from each rank, (size,) int32.

@@ -19,12 +19,13 @@ def broadcast(
 ) -> torch.Tensor:
     """Return rank `root_rank`'s `tensor` on every rank; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: any shape and dtype, equal on all ranks; any memory layout.
         root_rank: a global rank, equal on all ranks.
-        name: must be equal on all ranks; shown in errors and on the timeline.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
 
     Returns:
         A new tensor of the same shape, dtype and device.

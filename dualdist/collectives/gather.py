@@ -19,12 +19,13 @@ def gather(
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated, on rank `root_rank`, and no rows elsewhere; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: (n, ...), where n may differ between ranks and be 0; any dtype.
         root_rank: a global rank, equal on all ranks.
-        name: must be equal on all ranks; shown in errors and on the timeline.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
 
     Returns:
         (sum of n, ...) on the root, (0, ...) on the other ranks.

@@ -28,7 +28,7 @@ def broadcast_object(
 ) -> Any:
     """Return rank `root_rank`'s `obj` on every rank: the object itself on the root, a copy elsewhere.
 
-    Collective: every member of `process_set` must call it, in the same order; `obj` is ignored on the other ranks.
+    Collective: every member of `process_set` must call it; `obj` is ignored on the other ranks.
     If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks. If unpickling fails
     on a rank, its error is raised there alone.
     """
@@ -41,7 +41,7 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order.
 
-    Collective: every member of `process_set` must call it, in the same order. Errors as for `broadcast_object`.
+    Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
     return _load_all(plan_allgather_object(obj, name, process_set=process_set).run(), process_set)
 
@@ -51,7 +51,7 @@ def gather_object(
 ) -> list[Any] | None:
     """Return every rank's `obj` in rank order on rank `root_rank`, None elsewhere.
 
-    Collective: every member of `process_set` must call it, in the same order. Errors as for `broadcast_object`.
+    Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
     received = plan_gather_object(obj, root_rank, name, process_set=process_set).run()
     return None if received is None else _load_all(received, process_set)
@@ -65,7 +65,7 @@ def scatter_object(
 ) -> Any:
     """Return a copy of the object for this rank in rank `root_rank`'s list `objs`, which has one object per rank.
 
-    Collective: every member of `process_set` must call it, in the same order; `objs` is ignored on the other ranks.
+    Collective: every member of `process_set` must call it; `objs` is ignored on the other ranks.
     If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks. Other errors
     as for `broadcast_object`.
     """

@@ -20,7 +20,7 @@ def on_all_ranks(
 ) -> list[T]:
     """Run `function` on every rank, and return all results in rank order.
 
-    Collective: every member of `process_set` must call it, in the same order. Where `function` calls a collective, it
+    Collective: every member of `process_set` must call it. Where `function` calls a collective, it
     must do so on every rank, whatever fails. The results are sent by pickle, so they must be small. When it raises on
     some ranks, each of them raises its own exception, and the others raise `error`, which names the first of these
     ranks and quotes its exception.

@@ -24,7 +24,7 @@ def reduce(
 ) -> torch.Tensor:
     """Return `tensor` reduced over the ranks on rank `root_rank`, zeros elsewhere; differentiable (Sum, Average).
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: any shape, equal on all ranks; dtypes as for `allreduce`.

@@ -33,7 +33,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce `tensor` over the ranks and return this rank's share of its rows; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: (n, ...), equal shape on all ranks; dtypes as for `allreduce`.

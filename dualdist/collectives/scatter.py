@@ -22,14 +22,15 @@ def scatter(
 ) -> torch.Tensor:
     """Return this rank's share of the rows of rank `root_rank`'s `tensor`; differentiable.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         tensor: (n, ...) on the root, any dtype. On the other ranks any tensor of the same dtype and trailing
             dimensions, such as one without rows.
         root_rank: a global rank, equal on all ranks.
         splits: on the root, the number of rows for each rank, as for `alltoall`. None: the same number for each.
-        name: must be equal on all ranks; shown in errors and on the timeline.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
 
     Returns:
         (splits[rank], ...), same dtype and device.

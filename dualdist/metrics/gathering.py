@@ -29,7 +29,7 @@ def gather_all_tensors(tensor: torch.Tensor, group: ProcessSet | None = None) ->
             "binary", dist_sync_fn=hvd.metrics.gather_all_tensors, distributed_available_fn=hvd.is_initialized
         )
 
-    Collective over `group`: every member must call it, in the same order. This rank's own tensor stays in its autograd
+    Collective over `group`: every member must call it. This rank's own tensor stays in its autograd
     graph.
 
     Args:
@@ -69,7 +69,7 @@ def gather_in_order(
 ) -> torch.Tensor:
     """Return the outputs of all ranks in the order of the dataset, each sample once, on every rank.
 
-    Collective: every member of `process_set` must call it, in the same order. Not differentiable.
+    Collective: every member of `process_set` must call it. Not differentiable.
 
         sampler = hvd.DistributedSampler(data, shuffle=False, pad=False)
         outputs = [model(images) for images, _ in DataLoader(data, 32, sampler=sampler)]

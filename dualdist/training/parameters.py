@@ -31,7 +31,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite `params` with those of rank `root_rank`, in place.
 
-    Collective: every member of `process_set` must call it, in the same order.
+    Collective: every member of `process_set` must call it.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; names, shapes and dtypes

@@ -39,7 +39,7 @@ def test_a_survey_says_what_each_rank_does(watches: Sequence[StallWatch]) -> Non
     watches[1].end("set 0")
     watches[2].close()
     watches[4].begin("set 1", BARRIER)
-    survey = watches[0].survey("set 0", number)
+    survey = watches[0].survey("set 0", number, LOSS.key)
     assert survey.missing == [2, 3, 4]
     assert str(survey).splitlines() == [
         "missing ranks: [2, 3, 4].",
@@ -57,7 +57,7 @@ def test_a_rank_that_is_ahead_is_not_missing(watches: Sequence[StallWatch]) -> N
     for watch in watches[1:]:
         watch.end("set 0")
         watch.begin("set 0", BARRIER)
-    survey = watches[0].survey("set 0", number)
+    survey = watches[0].survey("set 0", number, LOSS.key)
     assert survey.missing == []
     assert str(survey).splitlines() == [
         "missing ranks: [].",
@@ -68,13 +68,27 @@ def test_a_rank_that_is_ahead_is_not_missing(watches: Sequence[StallWatch]) -> N
 
 def test_ranks_that_answer_know_why_a_rank_gives_up(watches: Sequence[StallWatch]) -> None:
     number = watches[0].begin("set 0", LOSS)
-    survey = watches[0].survey("set 0", number)
+    survey = watches[0].survey("set 0", number, LOSS.key)
     watches[0].give_notice("set 0", survey)
     assert [watch.notice("set 0") for watch in watches] == [None, *[str(survey)] * (SIZE - 1)]
     assert watches[1].notice("set 1") is None
 
 
+def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
+    watches: Sequence[StallWatch],
+) -> None:
+    for rank, call in enumerate([LOSS, BARRIER, BARRIER, LOSS, LOSS]):
+        number = watches[rank].begin("set 0", call, lambda rank=rank: [LOSS] if rank == 2 else [])  # type: ignore[misc]
+    survey = watches[0].survey("set 0", number, LOSS.key)
+    assert str(survey).splitlines() == [
+        "missing ranks: [1].",
+        "  rank 1: waiting in barrier() at train.py:9",
+        f"  ranks 0, 3, 4: waiting in {TEXT}",
+        "  rank 2: waiting in barrier() at train.py:9",
+    ]
+
+
 def test_long_calls_are_shortened(watches: Sequence[StallWatch]) -> None:
     number = watches[1].begin("set 0", Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),)))
-    text = str(watches[0].survey("set 0", number))
+    text = str(watches[0].survey("set 0", number, (call_kinds.OPTIMIZER.name, None)))
     assert "...) at ?:0" in text and len(text) < 1000

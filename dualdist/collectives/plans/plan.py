@@ -30,13 +30,21 @@ class Plan(Generic[T]):
     call: Call
     execute: Execute[T]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if an asynchronous call of the same kind and name is not finished, as Horovod does."""
+        if self.call.name is not None and self.channel.is_outstanding(self.call):
+            raise ValueError(
+                f"`name` must not be in use, but {self.call.name!r} names a collective that is still outstanding. Call "
+                "synchronize() first, or choose another name."
+            )
+
     def run(self) -> T:
         """Agree with the other members, then run the collective. Collective over the process set."""
         return self.channel.run(self.call, self.execute)
 
     def submit(self) -> int:
         """Queue the collective and return a handle."""
-        return current().handles.add(self.channel.submit(self.call, self.execute), self.call.name)
+        return current().handles.add(self.channel.submit(self.call, self.execute))
 
     def then(self, change: Callable[[T], U]) -> Plan[U]:
         """Return the plan with the result `change(result of this plan)`."""
@@ -58,15 +66,7 @@ def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]
 
 
 def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b"", **arguments: Any) -> Call:
-    """Return the Call of `kind` by the user's line; `arguments` must be equal on all members.
-
-    Raises ValueError if an asynchronous call of the same name is not finished, as Horovod does.
-    """
+    """Return the Call of `kind` by the user's line; `arguments` must be equal on all members."""
     if name is not None:
         name = str.__str__(text("name", name, "Pass a string or None."))  # of no class of the user
-        if current().handles.is_outstanding(name):
-            raise ValueError(
-                f"`name` must not be in use, but {name!r} names a collective that is still outstanding. Call "
-                "synchronize() first, or choose another name."
-            )
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)

@@ -1,0 +1,211 @@
+"""Which of the members' pending calls run, and which raise, when the members do not all bring the same call.
+
+Calls are matched by kind and name, as in Horovod, and those of the same kind and name by their order. Each member sends
+all its pending calls, and whether its script is blocked, that is, can make no other call until one of them ends. Each
+member computes the same from that:
+
+- A call that all active members have made runs. If its arguments differ, it raises on all of them.
+- A call that failed on one member before it could start raises on the members that made it. The arguments of a failed
+  call are unknown, so it matches the calls from the same line of the user's code, by their order.
+- If nothing matches and the scripts of all active members are blocked, all their pending calls raise.
+- Otherwise the members wait until one of them has another call, or is blocked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .call import Call
+from .call_kinds import Data, WhenJoined
+from .mismatch import calls_differ, calls_failed, nothing_matches
+from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict
+
+__all__ = ("Match", "Standing", "Step", "match")
+
+Key = tuple[tuple[str, str | None], int]
+"""What matches a call: `Call.key`, and how many older pending calls of the member have the same."""
+Pending = dict[int, Entry]
+"""Pending entries of one member, by their index in its Standing."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one member waits for."""
+
+    entries: tuple[Entry, ...]
+    """Its pending calls in the order in which it made them."""
+    awaited: frozenset[int] = frozenset()
+    """Indices of the entries for which threads of its script wait."""
+    blocked: bool = False
+    """Whether its script can make no other call until one of the entries ends."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the members do about one call."""
+
+    verdict: Verdict
+    entries: tuple[int | None, ...]
+    """For each member the index of its entry that ends with this step; None: no entry."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What all members do next, the same on every member. Without steps, they wait unless `is_over`."""
+
+    steps: tuple[Step, ...] = ()
+    joined: frozenset[int] = frozenset()
+    """Places (indices in the process set) of the members that have joined."""
+    drained: tuple[Call, ...] = ()
+    """Calls that raise, but have sent their data before: the members that did not make them must receive it."""
+
+    is_over: bool = False
+    """Whether all members have joined: after the steps, `join` returns."""
+
+
+def match(standings: Sequence[Standing], ranks: Sequence[int]) -> Match:
+    """Return what the members do about the calls in `standings`. ranks: the members' global ranks, for messages."""
+    failures = _failures(standings, ranks)
+    pending = [dict(enumerate(standing.entries)) for standing in standings]
+    steps = [failure for failure in failures if None not in failure.entries]
+    for failure in failures:
+        _remove(failure, pending, ends=failure in steps)
+    joined = frozenset(
+        place for place, own in enumerate(pending) if any(entry.state == JOINED for entry in own.values())
+    )
+    active = [place for place in range(len(ranks)) if place not in joined]
+    steps += _match_calls(pending, active, ranks)
+    if not steps:
+        steps = _without_partners(failures, standings)
+    if not steps and active and all(standings[place].blocked for place in active):
+        steps = _end_all(pending, active, standings, ranks)
+    raising = [
+        standings[place].entries[index].call
+        for step in steps
+        for place, index in enumerate(step.entries)
+        if place in step.verdict.raising and index is not None
+    ]
+    drained = {call.identity: call for call in raising if call.kind.data is Data.BEFORE}
+    return Match(tuple(steps), joined, tuple(drained.values()), is_over=not active)
+
+
+def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Step]:
+    """Return a step for each failed call, with the entries of the members that made a call from its line."""
+    by_line: dict[tuple[tuple[str, int], int], dict[int, int]] = defaultdict(dict)
+    for place, standing in enumerate(standings):
+        older: dict[tuple[str, int], int] = defaultdict(int)
+        for index, entry in enumerate(standing.entries):
+            if entry.state != JOINED:
+                by_line[entry.call.site, older[entry.call.site]][place] = index
+                older[entry.call.site] += 1
+    steps = []
+    for found in by_line.values():
+        entries = {place: standings[place].entries[index] for place, index in found.items()}
+        failed = {ranks[place]: entry for place, entry in entries.items() if entry.state == FAILED}
+        if failed:
+            partners = frozenset(place for place, entry in entries.items() if entry.state == ACTIVE)
+            verdict = Verdict(None, error=calls_failed(failed), raising=partners)
+            steps.append(Step(verdict, tuple(found.get(place) for place in range(len(ranks)))))
+    return steps
+
+
+def _remove(failure: Step, pending: Sequence[Pending], ends: bool) -> None:
+    """Remove from `pending` what cannot be matched otherwise because of `failure`.
+
+    ends: whether the failure ends now. If not, later calls of its member wait: those without a name would be matched
+    with the wrong ones.
+    """
+    for place, index in enumerate(failure.entries):
+        if index is None:
+            continue
+        if ends:
+            pending[place].pop(index, None)
+        elif place not in failure.verdict.raising:
+            for other in [other for other in pending[place] if other >= index]:
+                del pending[place][other]
+
+
+def _without_partners(failures: Sequence[Step], standings: Sequence[Standing]) -> list[Step]:
+    """Return the first failure that ends although some members have not made the call: they wait for other calls."""
+    return [
+        failure
+        for failure in failures
+        if all(
+            index is not None or _waits(standing)
+            for index, standing in zip(failure.entries, standings, strict=True)
+        )
+    ][:1]
+
+
+def _waits(standing: Standing) -> bool:
+    return bool(standing.awaited) or any(entry.state == JOINED for entry in standing.entries)
+
+
+def _match_calls(pending: Sequence[Pending], active: Sequence[int], ranks: Sequence[int]) -> Iterable[Step]:
+    """Yield a step for each call that all active members have made, in the order of the first of them."""
+    keyed = [_keyed(own) for own in pending]
+    candidates = keyed[active[0]] if active else {key: 0 for own in keyed for key in own}
+    for key in candidates:
+        if all(key in keyed[place] for place in active):
+            found = {place: own[key] for place, own in enumerate(keyed) if key in own}
+            calls = {place: pending[place][index] for place, index in found.items()}
+            yield Step(_judge(calls, ranks), tuple(found.get(place) for place in range(len(ranks))))
+
+
+def _keyed(own: Pending) -> dict[Key, int]:
+    older: dict[tuple[str, str | None], int] = defaultdict(int)
+    keyed = {}
+    for index, entry in own.items():
+        if entry.state == ACTIVE:
+            key = entry.call.key
+            keyed[key, older[key]] = index
+            older[key] += 1
+    return keyed
+
+
+def _judge(entries: Mapping[int, Entry], ranks: Sequence[int]) -> Verdict:
+    """Return the verdict on `entries` with the same key, by place. The other members have joined."""
+    calls = {place: entry.call for place, entry in entries.items()}
+    everyone, first = frozenset(calls), next(iter(calls.values()))
+    joined = frozenset(range(len(ranks))) - everyone
+    if any(call.identity != first.identity for call in calls.values()):
+        text = calls_differ({ranks[place]: call for place, call in calls.items()})
+        return Verdict(None, joined, error=text, raising=everyone)
+    if joined and first.kind.when_joined is WhenJoined.UNSUPPORTED:
+        members = ", ".join(str(ranks[place]) for place in sorted(joined))
+        text = (
+            f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined."
+        )
+        return Verdict(None, joined, error=text, raising=everyone)
+    every = [entries.get(place) for place in range(len(ranks))]
+    return Verdict(
+        first,
+        joined,
+        counts=tuple(entry.call.count if entry else 0 for entry in every),
+        flags=tuple(entry.call.flag if entry else False for entry in every),
+        arrivals=tuple(entry.issued if entry else 0 for entry in every),
+    )
+
+
+def _end_all(
+    pending: Sequence[Pending], active: Sequence[int], standings: Sequence[Standing], ranks: Sequence[int]
+) -> list[Step]:
+    """Return steps in which all pending calls of the active members raise, so that they are in step again."""
+    awaited: dict[int, list[Call]] = defaultdict(list)
+    others: dict[int, list[Call]] = defaultdict(list)
+    ended: list[tuple[int, int]] = []
+    for place in active:
+        for index, entry in pending[place].items():
+            kind = awaited if index in standings[place].awaited else others
+            kind[ranks[place]].append(entry.call)
+            ended.append((place, index))
+    text = nothing_matches(awaited, others)
+    return [
+        Step(
+            Verdict(None, error=text, raising=frozenset([place])),
+            tuple(index if other == place else None for other in range(len(ranks))),
+        )
+        for place, index in ended
+    ]

@@ -1,0 +1,87 @@
+"""Which threads of the script wait for a call, and whether any of them could make another one.
+
+A rank is blocked when no thread of its script can make another call until a pending one ends. When all ranks are
+blocked and no call is pending on all of them, no call can ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import sysconfig
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import FrameType
+
+__all__ = ("awaited", "is_blocked", "waiting_for")
+
+_waiting: dict[int, object] = {}
+"""Thread -> the request for which it waits."""
+
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")),
+    str(Path(__file__).resolve().parents[1]),
+    "<frozen ",
+)
+
+
+@contextlib.contextmanager
+def waiting_for(request: object) -> Iterator[None]:
+    """Record that this thread waits for `request` in the `with` block, also inside another such block."""
+    thread = threading.get_ident()
+    former = _waiting.get(thread)
+    try:
+        _waiting[thread] = request
+        yield
+    finally:
+        if former is None:
+            _waiting.pop(thread, None)
+        else:
+            _waiting[thread] = former
+
+
+def awaited() -> frozenset[object]:
+    """Return the requests for which threads wait."""
+    return frozenset(list(_waiting.values()))
+
+
+def is_blocked(pending: Collection[object]) -> bool:
+    """Return whether each thread that could make another call waits for a request in `pending`.
+
+    The main thread and threads that run code of the script can make calls. Threads that run only library code, such as
+    idle threads of a pool, are assumed to wait for these; a timer is not.
+    """
+    frames = sys._current_frames()
+    stuck = {thread for thread in frames if _waiting.get(thread) in pending}
+    in_backward = any(_is_native(thread) for thread in stuck)
+    for thread in frames.keys() - stuck:
+        if in_backward and _runs_backward(frames[thread]):
+            continue
+        if thread == threading.main_thread().ident or _runs_script(thread, frames[thread]):
+            return False
+    return True
+
+
+def _is_native(thread: int) -> bool:
+    """Return whether a library in C++ has started the thread, as autograd does for each GPU."""
+    return isinstance(threading._active.get(thread), threading._DummyThread | None)  # type: ignore[attr-defined]
+
+
+def _runs_backward(frame: FrameType) -> bool:
+    """Return whether the thread waits for the threads of autograd: for CUDA, hooks run in these."""
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _runs_script(thread: int, frame: FrameType | None) -> bool:
+    if isinstance(threading._active.get(thread), threading.Timer):  # type: ignore[attr-defined]
+        return True
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
