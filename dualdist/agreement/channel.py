@@ -90,6 +90,11 @@ class Channel:
             watch.add_channel(watched, data.ranks)
 
     @property
+    def num_joined(self) -> int:
+        """How many members had joined at the last agreement."""
+        return len(self._joined)
+
+    @property
     def has_joined(self) -> bool:
         """Whether a member had joined at the last agreement."""
         return bool(self._joined)

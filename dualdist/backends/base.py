@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..errors import BackendUnavailableError
 from ..types import Launch, Settings
 
 __all__ = ("Backend", "Group", "Work")
@@ -156,6 +157,13 @@ class Backend(ABC):
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group:
         """Return a communicator over `ranks`. Collective over the world, also for ranks outside the group."""
+
+    def new_members_group(self, ranks: Sequence[int]) -> Group:
+        """Return a communicator over `ranks`. Collective over `ranks` alone. By default no backend can do that."""
+        raise BackendUnavailableError(
+            f"`process_group` must be a process set on {self.name}, but is another group of ranks {list(ranks)} "
+            "instead. Call add_process_set(ranks) on every rank before."
+        )
 
     @property
     @abstractmethod

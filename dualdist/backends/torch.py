@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,10 @@ _OPS = {
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
+_members_groups_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups this process has made among the members alone, for each tuple of ranks."""
+_FIRST_MEMBERS_GROUP = 1_000_000
+"""Above the numbers of all groups that all ranks make together."""
 _TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "mpi4py"}
 """transport -> torch's name for it. Each also carries tensors on the CPU."""
 
@@ -167,6 +172,7 @@ class TorchBackend(Backend):
         self._timeout = _start_timeout(transport, settings)
         self._adopted = adopted
         self._groups: list[_TorchGroup] = []
+        self._members_groups: list[_TorchGroup] = []
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
 
@@ -239,15 +245,32 @@ class TorchBackend(Backend):
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         step = f"group {len(self._groups)}"
-        with _wrapped(), start_step(self._store, step, self.rank, self.size):
+        with start_step(self._store, step, self.rank, self.size):
+            self._groups.append(self._new_group(ranks))
+        return self._groups[-1]
+
+    def new_members_group(self, ranks: Sequence[int]) -> Group:
+        # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
+        torch_world, key = dist.distributed_c10d._world, tuple(ranks)
+        before = torch_world.group_count
+        _members_groups_made[key] += 1
+        torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
+        try:
+            self._members_groups.append(self._new_group(ranks, among_members=True))
+        finally:
+            torch_world.group_count = before
+        return self._members_groups[-1]
+
+    def _new_group(self, ranks: Sequence[int], among_members: bool = False) -> _TorchGroup:
+        with _wrapped():
             process_group = dist.new_group(
-                list(ranks), backend=_TRANSPORTS[self.transport], timeout=self._timeout
+                list(ranks),
+                backend=_TRANSPORTS[self.transport],
+                timeout=self._timeout,
+                use_local_synchronization=among_members,
             )
-        group = _TorchGroup(
-            ranks, self.rank, process_group if self.rank in ranks else None, self.transport == "nccl"
-        )
-        self._groups.append(group)
-        return group
+        own = process_group if self.rank in ranks else None
+        return _TorchGroup(ranks, self.rank, own, self.transport == "nccl")
 
     def finish_start(self) -> None:
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
@@ -267,7 +290,7 @@ class TorchBackend(Backend):
             if not self._adopted:
                 dist.destroy_process_group()
                 return
-            for group in self._groups:
+            for group in [*self._groups, *self._members_groups]:
                 group.close()
 
     @property

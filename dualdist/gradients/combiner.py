@@ -28,6 +28,12 @@ class Combiner:
     def fill(self) -> None:
         """Give zeros to parameters without a gradient, as Horovod does. Local."""
 
+    def shadow(self) -> None:
+        """Take part with zeros in one backward of the other ranks; the results become the gradients. Collective."""
+
+    def divide_by_active(self, by_active: bool) -> None:
+        """Set whether averages divide by the number of ranks that have not called `join`, not by all. Local."""
+
     def disabled(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally in the `with` block. The next backward combines the accumulated gradients."""
         return contextlib.nullcontext()

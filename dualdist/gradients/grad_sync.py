@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch._C import _current_graph_task_id
 
+from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..types import Average
@@ -25,7 +27,7 @@ from .options import SyncOptions
 from .reducer import Reducer
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("GradSync",)
+__all__ = ("GradSync", "combined_elsewhere")
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
@@ -35,7 +37,13 @@ class GradSync(Combiner):
     """Combines the gradients of some parameters over a process set, in every backward that completes them."""
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions, owner: object, passes: int = 1
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        options: SyncOptions,
+        owner: object,
+        passes: int = 1,
+        *,
+        compares_late: bool = False,
     ) -> None:
         """Register hooks on the parameters. Collective, as `add` is.
 
@@ -43,7 +51,12 @@ class GradSync(Combiner):
             named: (name, parameter) pairs.
             owner: the optimizer or module; the hooks are removed when it is deleted.
             passes: how many backward passes accumulate before gradients are combined.
+            compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
         """
+        self.kind = options.owner
+        self.after_combining: Callable[[], None] | None = None
+        """Called when the gradients have been combined, if not None."""
+        self._compares_late = compares_late
         self._reducer = Reducer(options)
         self._lock = threading.RLock()
         """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
@@ -67,7 +80,7 @@ class GradSync(Combiner):
         makes its optimizer.
         """
         params = [*self._params, *(TrackedParameter(name, tensor) for name, tensor in named)]
-        if not current().launch.elastic:
+        if not self._compares_late and not current().launch.elastic:
             self._reducer.enter_world(params, self)
         self._params = params  # after the comparison: if it fails, training can continue with the old ones
         self._unhooked = [index for index, param in enumerate(params) if param.hook is None]
@@ -114,6 +127,15 @@ class GradSync(Combiner):
         """Take part with zeros when the other ranks combine gradients, see Reducer.contribute_nothing."""
         self._start_over()
         self._reducer.contribute_nothing(group, verdict)
+
+    def shadow(self) -> None:
+        self._start_over()
+        if not self._reducer.is_known:
+            self._reducer.enter_world(self._params, self)
+        self._reducer.reduce(empty=True)
+
+    def divide_by_active(self, by_active: bool) -> None:
+        self._reducer.divides_by_active = by_active
 
     def _start_over(self) -> None:
         self._fired.clear()
@@ -233,3 +255,22 @@ class GradSync(Combiner):
             param.passes = 0
             if self._counts:
                 param.record_version()
+        if self.after_combining is not None:
+            self.after_combining()
+
+
+def combined_elsewhere(params: Sequence[torch.Tensor], kind: Kind) -> Kind | None:
+    """Return the kind of a wrapper that combines the gradients of some of `params`, but is not of `kind`."""
+    own = {id(param) for param in params}
+
+    def found() -> Kind | None:
+        for sync in _alive:
+            if sync.kind is not kind and any(id(param.tensor) in own for param in sync._params):
+                return sync.kind
+        return None
+
+    other = found()
+    if other is not None:
+        gc.collect()  # its owner may be garbage
+        other = found()
+    return other

@@ -74,6 +74,8 @@ class Reducer:
         """Since `enter_world`. The ranks compare it: a rank that repeats a backward alone sends more buckets."""
         self.reduced = False
         """Whether the gradients were reduced since the last step."""
+        self.divides_by_active = False
+        """Whether averages divide by the number of ranks that have not called `join`."""
         self.sets_early = False
         """Whether gradients become views of a bucket when it is sent, not received. It frees backward's own tensors."""
 
@@ -205,8 +207,10 @@ class Reducer:
 
     # Receiving
 
-    def reduce(self) -> None:
+    def reduce(self, *, empty: bool = False) -> None:
         """Send the remaining buckets, wait for all, and make the results the gradients. Collective.
+
+        empty: contribute zeros instead of this rank's gradients.
 
         Raises:
             ValueError: parameters were moved or replaced on this rank.
@@ -214,7 +218,7 @@ class Reducer:
             CollectiveMismatchError: another rank called something else.
         """
         while len(self._works) < len(self._buckets):
-            self._send_next()
+            self._send_next(empty)
         channel = channel_of(self._options.process_set)
         if self._works and not channel.has_joined:  # a joined rank sends only after the announcement
             self._works[-1].work.wait_for(_DATA_FIRST_SECONDS)
@@ -286,7 +290,8 @@ class Reducer:
             sent.work.wait()
             memory, wire = self._memory[place], sent.wire
             divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
-            scale_(wire, reduction.postscale_factor / (group.size if divides else 1))
+            factor = reduction.postscale_factor / (group.size if divides else 1)
+            scale_(wire, factor * self._correction(group))
             if not self._options.only_casts:
                 compressed = wire.to(memory.flat.device, sent.dtype)
                 memory.flat.copy_(self._options.compression.decompress(compressed, sent.context))
@@ -307,10 +312,16 @@ class Reducer:
             self._sparse |= sparse
             self.lay_out(self._params)
 
+    def _correction(self, group: Group) -> float:
+        """Return what an average must be multiplied by, because ranks have called `join`."""
+        if not self.divides_by_active or self._options.reduction.op != Average:
+            return 1.0
+        return group.size / (group.size - channel_of(self._options.process_set).num_joined)
+
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
         contribution = self._contribution(self._params[index]) if keep else None
         param = self._params[index].tensor
         combined = sum_sparse(group, contribution, param)
         if keep:
             average = self._options.reduction.op == Average
-            param.grad = combined / group.size if average else combined
+            param.grad = combined * (self._correction(group) / group.size) if average else combined

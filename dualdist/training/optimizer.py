@@ -23,7 +23,7 @@ from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Adasum, Average, Op
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
-from .optimizer_arguments import check_optimizer, grouped, named_in, numbered
+from .optimizer_arguments import check_model, check_optimizer, grouped, named_in, numbered
 
 __all__ = ("DistributedOptimizer", "SynchronizedOptimizer")
 
@@ -112,8 +112,8 @@ def DistributedOptimizer(
         sparse_as_dense: send sparse gradients as dense ones.
 
     Raises:
-        ValueError: an argument is wrong on this rank.
-        TypeError: an argument is of a wrong type, or `optimizer` is distributed already.
+        ValueError: an argument is wrong on this rank, or the model has a torch.nn.SyncBatchNorm that cannot work.
+        TypeError: an argument is of a wrong type, or `optimizer` or its model is distributed already.
         CollectiveMismatchError: the parameters or options differ between ranks.
     """
     with reporting(call_kinds.OPTIMIZER, process_set):  # the other ranks must not wait for this one
@@ -127,6 +127,7 @@ def DistributedOptimizer(
         passes = integer("backward_passes_per_step", backward_passes_per_step, least=1)
         sparse_as_dense = flag("sparse_as_dense", sparse_as_dense)
         named = named_in(optimizer, named_parameters)
+        check_model([param for _, param in named])
         members = grouped(groups, num_groups, [param for _, param in named])
     combiner: Combiner = NullCombiner()
     if process_set.included() and op == Adasum:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from ..agreement import call_kinds
 from ..checks import instance, integer, items, number, reduce_op, wrong
 from ..collectives.compression import check_compression
+from ..gradients.grad_sync import combined_elsewhere
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Sum
+from .torch_sync_batch_norm import check_sync_batch_norms, layers_with
 
-__all__ = ("check_optimizer", "grouped", "named_in", "numbered")
+__all__ = ("check_model", "check_optimizer", "grouped", "named_in", "numbered")
 
 
 def check_optimizer(
@@ -35,6 +38,16 @@ def check_optimizer(
         raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
     check_compression(compression)
     return op, factor
+
+
+def check_model(params: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError or ValueError if the model with these parameters cannot be trained by a distributed optimizer."""
+    other = combined_elsewhere(params, call_kinds.OPTIMIZER)
+    if other is not None:
+        raise TypeError(
+            f"`optimizer` must not have parameters of a {other}, but does. Use either style, not both for one model."
+        )
+    check_sync_batch_norms(layers_with(params))
 
 
 def named_in(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:

@@ -1,60 +1,90 @@
 """DistributedDataParallel: a module that averages its gradients over all ranks, with torch's interface, on any backend.
 
 GradSync combines the gradients, as for DistributedOptimizer. The wrapper adds what belongs to a module: equal
-parameters at the start, equal buffers before each forward, and state dicts without "module." in the names, so that a
-checkpoint fits with and without the wrapper.
+parameters at the start, equal buffers before each forward, and names in state dicts (see state_names.py). It is no
+subclass of torch's class, which is built around a Reducer in C++; but isinstance() holds (see torch_interface.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..agreement import call_kinds
-from ..checks import flag, instance, items, number
+from ..backends.torch_interface import (
+    disabled_join,
+    notify_join,
+    register_data_parallel,
+    take_over_optimizers,
+)
+from ..checks import flag, number
 from ..collectives.compression import Compression
-from ..collectives.join import join
 from ..collectives.reduction import Reduction
+from ..gradients.buckets import BUCKET_BYTES
 from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average
-from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
+from ..world.process_sets import global_process_set, reporting
 from .compiling import not_compiled
-from .devices import checked_device
+from .parallel_arguments import (
+    bucket_groups,
+    check_unsupported,
+    checked_buffers,
+    checked_caps,
+    checked_device_ids,
+    checked_module,
+)
+from .parallel_interface import TorchInterface
+from .parallel_join import JoinedTraining
 from .parameters import broadcast_parameters
+from .process_groups import set_of_group_or_mesh
 
 __all__ = ("DistributedDataParallel",)
 
-_PREFIX = "module."
 
-
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(TorchInterface):
     """Averages the gradients of `module` over the ranks in every backward.
 
     Gradients are complete when `backward()` returns. Parameters that some or all ranks do not use need no option.
     Use either this or DistributedOptimizer, not both. Collective: every member of `process_group` must call it with
     the same parameters; on other ranks the module trains alone.
 
+    `isinstance(wrapper, torch.nn.parallel.DistributedDataParallel)` holds. Names in `state_dict()` are torch's, as in
+    the module tree ("module.0.weight"), because torch.distributed.checkpoint and torch.func.functional_call need equal
+    names. The bare name ("0.weight") also finds its entry, `load_state_dict` accepts both, and torch.save and
+    dualdist.checkpoint write bare names, so a file loads with and without the wrapper.
+
+    A copy (`copy.deepcopy`, pickle) belongs to no world until its gradients are first combined; that is collective.
+
     Args:
         module: any module; its parameters and buffers are overwritten with those of the first member of the set.
         device_ids: [device] to move tensors among the inputs to. None: they stay where they are.
-        broadcast_buffers: overwrite buffers with those of the first member before each forward in training mode.
+        broadcast_buffers: False copies no buffers at all, neither at the start nor before a forward. None: True.
+        forward_sync_buffers: False copies buffers at the start, but not before a forward; it replaces
+            `broadcast_buffers`, as in torch 2.13. Buffers are copied before each forward in training mode with
+            gradients enabled. Other forwards are not collective, unlike torch's: one rank may evaluate alone.
         init_sync: False leaves parameters and buffers as they are.
-        process_group: the ranks that average, as a process set. None: all ranks.
+        process_group: the ranks that average: a ProcessSet, or a process group of torch. None: all ranks.
+        device_mesh: a DeviceMesh with one dimension, instead of `process_group`.
         bucket_cap_mb: how many MiB of gradients are sent at once. None: 25.
-        output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph: accepted as
-            in torch (torch/nn/parallel/distributed.py), without effect: unused parameters are always found, and
-            gradients are always views of the buckets.
+        bucket_cap_mb_list: the same for each bucket, in the order of backward; the last number is repeated.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: accepted; these gradients are averaged like all others.
+        mixed_precision: must be None; use torch.autocast.
+        output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph,
+        skip_all_reduce_unused_params, batched_grad_copy, lazy_bucket_allocation: accepted as in torch
+            (torch/nn/parallel/distributed.py), without effect: unused parameters are always found, and gradients are
+            always views of the buckets.
 
     Raises:
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
-        TypeError: an argument is of a wrong type, or `module` is distributed already.
-        ValueError: `bucket_cap_mb` is not positive.
+        TypeError: an argument is of a wrong type, `module` is distributed already, or has DTensors as parameters.
+        ValueError: an argument has a wrong value, or `module` has a torch.nn.SyncBatchNorm that cannot work.
+        RuntimeError: no parameter of `module` requires a gradient, or one has no shape yet.
     """
 
     def __init__(
@@ -63,45 +93,90 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: ProcessSet | None = None,
+        process_group: Any = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
         with reporting(call_kinds.DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
-            device = _check(module, device_ids, process_group, bucket_cap_mb)
-            broadcast_buffers = flag("broadcast_buffers", broadcast_buffers)
+            ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            named = checked_module(module, ignored)
+            check_unsupported(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            devices = checked_device_ids(device_ids)
+            copies_first, copies = checked_buffers(broadcast_buffers, forward_sync_buffers)
             init_sync = flag("init_sync", init_sync)
+            if bucket_cap_mb is not None:
+                number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for 25.")
+            caps = checked_caps(bucket_cap_mb_list)
+            process_set = set_of_group_or_mesh(process_group, device_mesh)
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
-        self._device = device
-        self._process_set = process_group if process_group is not None else global_process_set
-        self._combiner: Combiner = NullCombiner()
-        self._joining = False
-        self._wrapped = {id(param): param for param in module.parameters()}
-        self._record_parts()
-        if self._process_set.included():
+        self.device_ids = devices or None
+        self.output_device = output_device
+        self.dim = dim
+        self.device = named[0][1].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({param.device for _, param in named}) > 1
+        self.device_mesh = device_mesh
+        self.mixed_precision = None
+        self.forward_sync_buffers = copies
+        self.parameters_to_ignore = ignored
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.require_forward_param_sync = True
+        self.bucket_bytes_cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in caps]
+        self._process_group = process_group
+        self._process_set = process_set
+        groups = bucket_groups(caps, [param for _, param in named])
+        self._bucket_options = {"bucket_cap_mb": bucket_cap_mb, "groups": groups}
+        self._requires_sync = True
+        self._enter()
+        if process_set.included():
             if init_sync:
-                self._broadcast({**dict(module.named_parameters()), **dict(module.named_buffers())})
-            options = SyncOptions(
-                Reduction(Average),
-                Compression.none,
-                self._process_set,
-                bucket_cap_mb=bucket_cap_mb,
-                owner=call_kinds.DATA_PARALLEL,
-            )
-            self._combiner = GradSync(list(module.named_parameters()), options, self)
-        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+                self._broadcast(dict(named) | (self._named_buffers() if copies_first else {}))
+            self._combine_gradients(named, compares_late=False)
+
+    def _enter(self) -> None:
+        """Prepare what belongs to this object alone, not to its copies."""
+        self._combiner: Combiner = NullCombiner()
+        self._joined: JoinedTraining | None = None
+        self._join_config = disabled_join()
+        self._in_backward: list[torch.Tensor] | None = None
+        """Parameters whose optimizers step in backward; None before the first forward."""
+        self._wrapped = {id(param) for param in self.module.parameters()}
+        self._record_parts()
+
+    def _combine_gradients(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], compares_late: bool
+    ) -> None:
+        options = SyncOptions(
+            Reduction(Average),
+            Compression.none,
+            self._process_set,
+            owner=call_kinds.DATA_PARALLEL,
+            **self._bucket_options,  # type: ignore[arg-type]
+        )
+        self._combiner = GradSync(named, options, self, compares_late=compares_late)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Collective in training mode while gradients are enabled, when it has buffers."""
-        if self._device is not None:
+        if self.device_ids is not None:
             inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         self._prepare()
         return self.module(*inputs, **kwargs)
@@ -109,111 +184,155 @@ class DistributedDataParallel(torch.nn.Module):
     @not_compiled
     def _prepare(self) -> None:
         """Make buffers equal, and check that the parameters are still those that were wrapped."""
+        if self._join_config.enable:
+            notify_join(self)
         if not self._combiner.enabled or not torch.is_grad_enabled():
             return
         self._combiner.watch()
+        if self._in_backward is None:
+            self._take_over_optimizers()
+        if self._joined is not None:
+            self._joined.before_forward()
         is_changed = _identities(self._parts) != self._recorded
-        if is_changed:
+        if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
-        has_buffers = any(part._buffers for part in self._parts)
-        if has_buffers and self.broadcast_buffers and self.training and not self._joining:
-            self._broadcast(dict(self.module.named_buffers()))
+        is_joining = self._joined is not None or self._join_config.enable
+        if self.forward_sync_buffers and self.training and not is_joining:
+            if any(part._buffers for part in self._parts):
+                self._broadcast(self._named_buffers())
         if not is_changed:
             return
-        for name, param in self.module.named_parameters():
-            if id(param) not in self._wrapped:
+        for name, param in self._named():
+            # functional_call puts plain tensors in the places of parameters for one forward.
+            if id(param) not in self._wrapped and type(param) is not torch.Tensor:
                 self._combiner.refuse(f"{name!r} is now a different parameter")
 
     def _record_parts(self) -> None:
         self._parts = list(self.module.modules())
         self._recorded = _identities(self._parts)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise TypeError: a copy would train alone."""
-        raise TypeError(
-            "DistributedDataParallel must not be copied or pickled, since it belongs to this world. "
-            "Copy its `module`, or save its state_dict()."
-        )
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters whose gradients are averaged, with their names in the module."""
+        named = self.module.named_parameters()
+        return [(name, param) for name, param in named if name not in self.parameters_to_ignore]
+
+    def _named_buffers(self) -> dict[str, torch.Tensor]:
+        named = self.module.named_buffers()
+        return {name: buffer for name, buffer in named if name not in self.parameters_to_ignore}
+
+    def _take_over_optimizers(self) -> None:
+        """Have optimizers that step in backward step when the gradients are combined."""
+        self._in_backward = take_over_optimizers(param for _, param in self._named())
+        if self._in_backward and isinstance(self._combiner, GradSync):
+            self._combiner.after_combining = self._step_in_backward
+
+    def _step_in_backward(self) -> None:
+        for param in self._in_backward or ():
+            for optimizer in cast(Any, param)._in_backward_optimizers:
+                optimizer.step()
+            param.grad = None
+
+    # Synchronization
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward combines gradients. `no_sync` sets it."""
+        return self._requires_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, required: bool) -> None:
+        self._requires_sync = required
+        if not isinstance(self._combiner, NullCombiner):
+            self._combiner.enabled = required
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients."""
-        with self._combiner.disabled():
-            yield
+        """Accumulate gradients locally in the `with` block. The next backward averages the accumulated gradients.
 
-    @contextlib.contextmanager
-    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
-
-        It contributes zeros to their backward passes, and averages still divide by the size of the world. Buffers are
-        not broadcast in the block. At the end every rank has the parameters and buffers of the rank that left last.
-        Collective over the world.
-
-        Args:
-            divide_by_initial_world_size: must be True, torch's default.
-            enable: False: do nothing.
-
-        Raises ValueError when `divide_by_initial_world_size` is False or `process_group` is not the whole world.
+        What counts is where `backward()` runs, not forward as in torch: a backward outside always averages, also after
+        `model.module(inputs)` or a second time for the same forward, where torch silently leaves local gradients.
         """
-        enable = flag("enable", enable)
-        if not flag("divide_by_initial_world_size", divide_by_initial_world_size):
-            raise ValueError(
-                "`divide_by_initial_world_size` must be True, but is False instead. Scale the loss instead."
-            )
-        if enable and self._process_set is not global_process_set:
-            raise ValueError(
-                "`process_group` must be the whole world for join(), but is another process set instead."
-            )
-        self._joining = enable
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._joining = False
-        if enable:
-            last = join()
-            named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-            self._broadcast(named, last)
+            self.require_backward_grad_sync = before
 
-    def _broadcast(self, named: dict[str, torch.Tensor], root_rank: int | None = None) -> None:
+    # Uneven inputs
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
+
+        It contributes zeros to their backward passes. Buffers are not broadcast in the block. At the end every rank has
+        the parameters and buffers of the rank that left last. Collective over the world.
+
+        Args:
+            divide_by_initial_world_size: True: averages divide by the size of the world. False: by the number of ranks
+                that are still in the block.
+            enable: False: do nothing.
+            throw_on_early_termination: when one rank has no more data, raise RuntimeError on every rank instead. Each
+                forward then exchanges a message.
+
+        Raises ValueError when `process_group` is not the whole world.
+        """
+        by_all = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throws = flag("throw_on_early_termination", throw_on_early_termination)
+        if not flag("enable", enable):
+            yield
+            return
+        if self._process_set is not global_process_set:
+            raise ValueError(
+                "`process_group` must be the whole world for join(), but is another process set instead."
+            )
+        self._joined = JoinedTraining(self._combiner, divides_by_active=not by_all, throws=throws)
+        try:
+            yield
+            self._overwrite(self._joined.end())
+        finally:
+            self._combiner.divide_by_active(False)
+            self._joined = None
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
+        return JoinedTraining(self._combiner).torch_hook(self._overwrite, **kwargs)
+
+    def _overwrite(self, root_rank: int) -> None:
+        """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
+        self._broadcast(
+            dict(self._named()) | (self._named_buffers() if self.forward_sync_buffers else {}), root_rank
+        )
+
+    def _broadcast(self, named: Mapping[str, torch.Tensor], root_rank: int | None = None) -> None:
         if named:
             ranks = self._process_set.ranks
             root_rank = (ranks[0] if ranks else 0) if root_rank is None else root_rank
             broadcast_parameters(named, root_rank, process_set=self._process_set)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.to(cast(list[torch.device], self.device_ids)[0], non_blocking=True)
 
+    # Copies
 
-def _without_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix + _PREFIX)]:
-        state_dict[prefix + key[len(prefix + _PREFIX) :]] = state_dict.pop(key)
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process_set is not global_process_set:
+            raise RuntimeError(
+                "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
+                "instead. Copy its `module`."
+            )
+        local = ("_combiner", "_process_set", "_process_group", "_parts", "_joined", "_join_config")
+        return {name: value for name, value in self.__dict__.items() if name not in local}
 
-
-def _with_prefix(wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept names with torch's prefix "module." and names without it."""
-    own = wrapper.module.state_dict().keys()
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        name = key[len(prefix) :]
-        if name in own or not name.startswith(_PREFIX):
-            state_dict[prefix + _PREFIX + name] = state_dict.pop(key)
-
-
-def _check(module: Any, device_ids: Any, process_group: Any, bucket_cap_mb: Any) -> torch.device | None:
-    """Return the device in `device_ids`. Raises TypeError or ValueError for a wrong argument."""
-    instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        raise TypeError(
-            "`module` must not be distributed already, but it or a part of it is. Wrap the whole model once."
-        )
-    if process_group is not None:
-        check_process_set(process_group, "process_group", registered=True)
-    if bucket_cap_mb is not None:
-        number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for 25.")
-    rule, fix = "a list of one device or None", "Pass [hvd.device()]."
-    devices = items("device_ids", () if device_ids is None else device_ids, rule, fix)
-    if len(devices) > 1:
-        raise ValueError(f"`device_ids` must be {rule}, but has {len(devices)} instead. {fix}")
-    return checked_device("device_ids[0]", devices[0]) if devices else None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._process_set, self._process_group = global_process_set, None
+        self._enter()
+        self._combine_gradients(self._named(), compares_late=True)
 
 
 def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
@@ -224,3 +343,6 @@ def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
         for members in (part._parameters, part._modules)
         for value in members.values()
     ]
+
+
+register_data_parallel(DistributedDataParallel)

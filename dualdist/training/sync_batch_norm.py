@@ -15,12 +15,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..agreement import call_kinds
+from ..backends.torch_interface import ranks_of
 from ..checks import flag, instance, integer, number, wrong
 from ..collectives import allgather, allreduce
 from ..types import Sum
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
 from .compiling import not_compiled
 from .devices import checked_device
+from .process_groups import set_of_group
 
 __all__ = ("SyncBatchNorm",)
 
@@ -39,6 +41,7 @@ class SyncBatchNorm(_BatchNorm):
             between ranks and be 0. Any floating-point dtype, device and memory layout.
         eps, momentum, affine, track_running_stats: as in torch.nn.BatchNorm2d.
         process_set: the ranks that share statistics.
+        process_group: the same by torch's name: a ProcessSet, or a process group of torch.
         device, dtype: of weight, bias and running statistics.
 
     Raises, in forward:
@@ -53,12 +56,13 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_group: Any = None,
         *,
         process_set: ProcessSet = global_process_set,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_process_set(process_set)
+        process_set = _chosen_set(process_set, process_group)
         super().__init__(
             integer("num_features", num_features, least=1, below=1 << 31),
             number("eps", eps, least=0),
@@ -119,7 +123,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+        cls,
+        module: torch.nn.Module,
+        process_set: ProcessSet = global_process_set,
+        process_group: Any = None,
     ) -> torch.nn.Module:
         """Return `module` with every BatchNorm layer in it replaced by a SyncBatchNorm with its parameters and state.
 
@@ -127,7 +134,7 @@ class SyncBatchNorm(_BatchNorm):
         it before or after you create the optimizer: parameters stay the same objects. Local.
         """
         instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
-        check_process_set(process_set)
+        process_set = _chosen_set(process_set, process_group)
         if isinstance(module, _BatchNorm):
             return cls._like(module, process_set)
         for name, child in module.named_children():
@@ -172,6 +179,20 @@ class SyncBatchNorm(_BatchNorm):
         )
         made._origin = layer._origin if isinstance(layer, cls) else type(layer)
         return _filled(made, layer)
+
+
+def _chosen_set(process_set: Any, process_group: Any) -> ProcessSet:
+    """Return the process set that one of the two arguments means. `process_set` may be a group of torch, too."""
+    if ranks_of(process_set) is not None:
+        return set_of_group(process_set, registered=False)
+    check_process_set(process_set)
+    if process_group is None:
+        return process_set  # type: ignore[no-any-return]
+    if process_set is not global_process_set:
+        raise ValueError(
+            "`process_group` must be None if `process_set` is passed, but is not. Pass one of them."
+        )
+    return set_of_group(process_group, registered=False)
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype | None:

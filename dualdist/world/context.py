@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from ..agreement.stall import StallWatch
 from ..agreement.status import Contact
 from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
+from ..backends.base import Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import launch_from, topology
 from ..rendezvous import mpi, own_node
@@ -85,8 +87,21 @@ class Context:
         """Open a channel for a process set of `ranks` and return its ID. Collective over the world."""
         set_id = self._next_set
         self._next_set += 1
+        self._open_channel(set_id, ranks, [self.backend.new_group(ranks) for _ in range(2)])
+        return set_id
+
+    def add_members_channel(self, ranks: Sequence[int]) -> int:
+        """Open a channel for `ranks` and return its ID, which is negative. Collective over `ranks` alone.
+
+        Raises BackendUnavailableError if the backend needs all ranks for that.
+        """
+        set_id = -1 - zlib.crc32(repr(list(ranks)).encode())  # the same on all members, without a message
+        self._open_channel(set_id, ranks, [self.backend.new_members_group(ranks) for _ in range(2)])
+        return set_id
+
+    def _open_channel(self, set_id: int, ranks: Sequence[int], groups: Sequence[Group]) -> None:
         backend, name = self.backend, f"set {set_id}"
-        data, gradients = (backend.new_group(ranks) for _ in range(2))
+        data, gradients = groups
         connections = Connections(
             backend.store,
             name,
@@ -100,7 +115,6 @@ class Context:
         self.channels[set_id] = Channel(
             name, connections, data, gradients, self.watch, self.timeline, self._stand_in
         )
-        return set_id
 
     def close(self) -> None:
         """Leave the world."""

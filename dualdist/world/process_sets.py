@@ -21,6 +21,7 @@ __all__ = (
     "check_process_set",
     "forget_world",
     "global_process_set",
+    "process_set_of_ranks",
     "register_world",
     "remove_process_set",
     "reporting",
@@ -142,11 +143,29 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(
             f"`process_set` must name at least one rank, all below {context.world.size}, but has {ranks} instead."
         )
-    if any(other.ranks == ranks for other in context.process_sets.values()):
+    if any(other.ranks == ranks for set_id, other in context.process_sets.items() if set_id >= 0):
         raise ValueError(
             f"A process set with ranks {ranks} is registered already; every set must be registered once."
         )
     return added
+
+
+def process_set_of_ranks(ranks: Sequence[int]) -> ProcessSet:
+    """Return a process set of `ranks`, for a group of torch. Collective over `ranks` alone, if no set has them yet.
+
+    Other ranks do not know such a set, so `remove_process_set` does not take it; it lasts as long as the world.
+    """
+    context, own = current(), ProcessSet(ranks)
+    for known in context.process_sets.values():
+        if known.ranks == own.ranks:
+            return known  # type: ignore[no-any-return]
+    if context.world.rank not in ranks:
+        raise ValueError(
+            f"`process_group` must have this rank, {context.world.rank}, but has {own.ranks} instead."
+        )
+    own.process_set_id = context.add_members_channel(own.ranks or [])
+    context.process_sets[own.process_set_id] = own
+    return own
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -158,7 +177,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     with reporting(call_kinds.REMOVE_PROCESS_SET):
         check_process_set(process_set)
     set_id = process_set.process_set_id
-    if set_id is None or set_id == 0 or context.process_sets.get(set_id) is not process_set:
+    if set_id is None or set_id <= 0 or context.process_sets.get(set_id) is not process_set:
         return False
     call = Call(call_kinds.REMOVE_PROCESS_SET, (("ranks", tuple(process_set.ranks or ())),), site=call_site())
     context.channels[0].run(call, lambda group, verdict: context.channels.pop(set_id).close())

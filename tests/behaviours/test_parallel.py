@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -114,40 +113,6 @@ class _Parts(nn.Module):
         return torch.stack([self.parts[name](inputs) for name in chosen]).sum(0)
 
 
-@everywhere
-def test_state_dicts_fit_with_and_without_the_wrapper() -> None:
-    plain, wrapped = make_model(), hvd.DistributedDataParallel(make_model())
-    names = list(plain.state_dict())
-    assert list(wrapped.state_dict()) == names
-    assert list(nn.ModuleDict({"part": wrapped}).state_dict()) == [f"part.{name}" for name in names]
-    state = {name: tensor + 1 for name, tensor in plain.state_dict().items()}
-    for prefix in ("", "module."):
-        with torch.no_grad():
-            for param in wrapped.parameters():
-                param.zero_()
-        wrapped.load_state_dict({prefix + name: tensor for name, tensor in state.items()})
-        assert all(torch.equal(tensor, state[name]) for name, tensor in wrapped.state_dict().items())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        wrapped.load_state_dict({"other": torch.ones(1)})
-
-
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_uneven_numbers_of_batches_train_to_the_end() -> None:
-    weight = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(weight.weight)
-    wrapped = hvd.DistributedDataParallel(weight)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
-    with wrapped.join():
-        for _ in range(1 + hvd.rank()):
-            optimizer.zero_grad()
-            wrapped(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-    # In step k (from 0) the ranks from k on take part, and the average is over all.
-    expected = -sum(hvd.size() - step for step in range(hvd.size())) / hvd.size()
-    assert weight.weight.item() == pytest.approx(expected)
-
-
 @pytest.mark.ranks(3)
 @everywhere
 def test_a_process_set_averages_among_its_members() -> None:
@@ -172,13 +137,6 @@ def test_two_forwards_with_batch_norm_before_one_backward() -> None:
     inputs = torch.arange(4.0).view(4, 1)
     (wrapped(inputs).square().sum() + wrapped(inputs + hvd.rank()).square().sum()).backward()
     assert all(param.grad is not None for param in wrapped.parameters())
-
-
-@everywhere
-def test_the_error_for_a_copy_says_what_to_copy() -> None:
-    wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="Copy its `module`"):
-        copy.deepcopy(wrapped)
 
 
 @pytest.mark.ranks(2, 3)

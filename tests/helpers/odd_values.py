@@ -135,7 +135,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "device_ids": accept("none", "tensors stay where they are"),
         "output_device": accept("all", "without effect"),
         "dim": accept("all", "without effect"),
-        "broadcast_buffers": accept("true", "a flag"),
+        "broadcast_buffers": accept("none true", "a flag"),
         "init_sync": accept("true", "a flag"),
         "process_group": accept("none", "all ranks"),
         "bucket_cap_mb": accept("none whole huge fraction", "any size"),
@@ -143,7 +143,17 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "check_reduction": accept("all", "without effect"),
         "gradient_as_bucket_view": accept("all", "without effect"),
         "static_graph": accept("all", "without effect"),
-        "divide_by_initial_world_size": accept("true", "the only value"),
+        "delay_all_reduce_named_params": accept("none", "no such parameters"),
+        "param_to_hook_all_reduce": accept("none", "no such parameter"),
+        "mixed_precision": accept("none", "the only value"),
+        "device_mesh": accept("none", "all ranks"),
+        "skip_all_reduce_unused_params": accept("all", "without effect"),
+        "bucket_cap_mb_list": accept("none numbers tensor", "any sizes"),
+        "batched_grad_copy": accept("all", "without effect"),
+        "forward_sync_buffers": accept("none true", "a flag"),
+        "lazy_bucket_allocation": accept("all", "without effect"),
+        "divide_by_initial_world_size": accept("true", "a flag"),
+        "throw_on_early_termination": accept("true", "a flag"),
         "enable": accept("true", "a flag"),
         "num_features": accept("whole", "a number of channels"),
         "eps": accept("whole huge fraction", "any number from 0"),
@@ -151,6 +161,10 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "affine": accept("true", "a flag"),
         "track_running_stats": accept("true", "a flag"),
         "SyncBatchNorm.process_set": accept("unregistered", "it may be registered later"),
+        "SyncBatchNorm.process_group": accept("none unregistered", "it may be registered later"),
+        "SyncBatchNorm.convert_sync_batchnorm.process_group": accept(
+            "none unregistered", "it may be registered later"
+        ),
         "SyncBatchNorm.convert_sync_batchnorm.process_set": accept(
             "unregistered", "it may be registered later"
         ),

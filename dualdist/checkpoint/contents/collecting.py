@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
+
+from ...training.parallel import DistributedDataParallel
+from ...training.state_names import bare_names
 from .portable import check_containers
 from .tensor_names import few
 
-__all__ = ("RANKS", "check_state", "collect", "collect_own", "is_per_rank", "is_stateful")
+__all__ = ("RANKS", "check_state", "collect", "collect_own", "is_per_rank", "is_stateful", "state_of")
 
 RANKS = "per_rank"
 """The key under which a file holds the states of all ranks, in rank order."""
@@ -28,6 +32,12 @@ def is_stateful(value: Any) -> bool:
 def is_per_rank(value: Any) -> bool:
     """Return whether every rank's state of `value` is saved."""
     return is_stateful(value) and getattr(value, "per_rank", False) is True
+
+
+def state_of(value: Any) -> Any:
+    """Return `value.state_dict()`; for a module with the names of the bare model, without those of wrappers."""
+    state = value.state_dict()
+    return bare_names(value, state, DistributedDataParallel) if isinstance(value, torch.nn.Module) else state
 
 
 def check_state(state: Any) -> list[str]:
@@ -60,7 +70,7 @@ def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[
             values[name] = {RANKS: [states[name] for states in own]}
         else:
             _check_plain(name, value)
-            values[name] = value.state_dict() if is_stateful(value) else value
+            values[name] = state_of(value) if is_stateful(value) else value
     return values
 
 

@@ -17,7 +17,7 @@ import torch
 from ...collectives.on_all_ranks import on_all_ranks
 from ...errors import CheckpointError
 from ...world.ranks import rank
-from .collecting import RANKS, is_per_rank, is_stateful
+from .collecting import RANKS, is_per_rank, is_stateful, state_of
 from .host_copy import cloned
 from .tensor_names import few, match
 
@@ -162,7 +162,7 @@ def _name_problems(state: Mapping[str, Any], values: Mapping[str, Any]) -> list[
 
 
 def _plan_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> tuple[Load, list[str]]:
-    fitting, mismatches = match(module.state_dict(), saved)
+    fitting, mismatches = match(state_of(module), saved)
     if hasattr(saved, "_metadata") and fitting.keys() == saved.keys():
         # `saved` has the versions of the submodules, too.
         fitting = saved  # type: ignore[assignment]

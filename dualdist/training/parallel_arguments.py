@@ -1,0 +1,127 @@
+"""The arguments of DistributedDataParallel: their checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..agreement import call_kinds
+from ..backends.torch_interface import torch_data_parallel
+from ..checks import flag, instance, items, number
+from ..gradients.grad_sync import combined_elsewhere
+from .devices import checked_device
+from .torch_sync_batch_norm import check_sync_batch_norms
+
+__all__ = (
+    "bucket_groups",
+    "check_unsupported",
+    "checked_buffers",
+    "checked_caps",
+    "checked_device_ids",
+    "checked_module",
+)
+
+
+def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the named parameters of `module` that are not `ignored`. Raises as DistributedDataParallel does."""
+    instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
+    for part in module.modules():
+        if isinstance(part, torch_data_parallel()):
+            raise TypeError(
+                "`module` must not be distributed already, but it or a part of it is. Wrap the whole model once."
+            )
+        if isinstance(part, torch.nn.DataParallel):
+            raise TypeError(
+                "`module` must not be a torch.nn.DataParallel or have one, since each process trains on one device, "
+                "but it does. Pass its `module` instead."
+            )
+    named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
+    for name, param in named:
+        if any(kind.__name__ == "DTensor" for kind in type(param).__mro__):
+            raise TypeError(
+                f"`module` must have plain parameters, but {name!r} is a DTensor. Models that fully_shard or "
+                "parallelize_module has changed exchange gradients themselves."
+            )
+        if isinstance(param, torch.nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"`module` must have initialized parameters, but {name!r} has no shape yet. Run a forward first."
+            )
+    if not any(param.requires_grad for _, param in named):
+        raise RuntimeError(
+            "`module` must have a parameter that requires a gradient, but has none. Use it without a wrapper."
+        )
+    other = combined_elsewhere([param for _, param in named], call_kinds.DATA_PARALLEL)
+    if other is not None:
+        raise TypeError(
+            f"`module` must not have parameters of a {other}, but does. Use either style, not both for one model."
+        )
+    check_sync_batch_norms(module.modules())
+    return named
+
+
+def checked_device_ids(device_ids: Any) -> list[torch.device]:
+    """Return the devices in `device_ids`: one or none."""
+    rule, fix = "a list of one device or None", "Pass [hvd.device()]."
+    devices = items("device_ids", () if device_ids is None else device_ids, rule, fix)
+    if len(devices) > 1:
+        raise ValueError(f"`device_ids` must be {rule}, but has {len(devices)} instead. {fix}")
+    return [checked_device("device_ids[0]", device) for device in devices]
+
+
+def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
+    """Return whether to copy rank 0's buffers at the start, and before each forward. The rules are torch's (2.13)."""
+    if forward_sync is None:
+        both = True if broadcast is None else flag("broadcast_buffers", broadcast)
+        return both, both
+    if broadcast is not None:
+        flag("broadcast_buffers", broadcast)
+        warnings.warn(
+            "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return True, flag("forward_sync_buffers", forward_sync)
+
+
+def checked_caps(caps: Any) -> list[float]:
+    """Return the sizes in `bucket_cap_mb_list`; none if it is None."""
+    if caps is None:
+        return []
+    rule = "a list of sizes in MiB"
+    given = items("bucket_cap_mb_list", caps, rule)
+    if not given:
+        raise ValueError(f"`bucket_cap_mb_list` must be {rule}, but is empty instead. Pass at least one.")
+    return [number(f"bucket_cap_mb_list[{place}]", cap, above=0) for place, cap in enumerate(given)]
+
+
+def bucket_groups(caps: Sequence[float], params: Sequence[torch.Tensor]) -> list[list[int]] | None:
+    """Return which parameters (by index) share a bucket, None without `caps`.
+
+    caps: MiB of each bucket in the order of backward, that is from the last parameter on; the last cap is repeated.
+    """
+    if not caps:
+        return None
+    groups: list[list[int]] = [[]]
+    held = 0
+    for index in reversed(range(len(params))):
+        groups[-1].append(index)
+        held += params[index].numel() * params[index].element_size()
+        if held >= caps[min(len(groups), len(caps)) - 1] * 2**20:
+            groups.append([])
+            held = 0
+    return [group[::-1] for group in groups[::-1] if group]
+
+
+def check_unsupported(mixed_precision: Any, delayed: Any, delayed_until: Any) -> None:
+    """Raise ValueError for arguments of torch that dualdist refuses."""
+    if mixed_precision is not None:
+        raise ValueError(
+            "`mixed_precision` must be None, but is not. Use torch.autocast, and torch.amp.GradScaler for float16."
+        )
+    if (delayed is None) != (delayed_until is None):
+        raise ValueError(
+            "`delay_all_reduce_named_params` and `param_to_hook_all_reduce` must be passed together, but only one is."
+        )

@@ -1,0 +1,63 @@
+"""Five steps with each framework give the weights of one process, with DistributedDataParallel on each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import dualdist
+from tests.helpers import framework_training as frameworks
+
+from ..helpers.requirements import need_modules
+
+BACKENDS = ["torch", "horovod"]
+
+
+def results(work: Callable[[], list[float]], backend: str) -> list[list[float]]:
+    """Return what each of two ranks returns."""
+    need_modules(backend)
+    return dualdist.spawn(work, nprocs=2, backend=backend, timeout=100)
+
+
+def check(work: Callable[[], list[float]], backend: str, expected: list[float]) -> None:
+    for found in results(work, backend):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("package", ["accelerate", "fabric", "lightning", "ignite"])
+def test_a_framework_trains_a_wrapped_model(package: str, backend: str) -> None:
+    need_modules("lightning" if package == "fabric" else package)
+    check(getattr(frameworks, f"with_{package}"), backend, frameworks.alone())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torchmetrics_combines_what_the_ranks_have_seen(backend: str) -> None:
+    need_modules("torchmetrics")
+    losses, model = [], frameworks.network()
+    optimizer = frameworks.sgd(model)
+    for batch in frameworks.whole_batches():
+        losses.append(frameworks.loss_of(model(batch[0]), batch[1]).item())
+        frameworks.train(model, optimizer, [batch])
+    expected = [*frameworks.weights(model), sum(losses) / len(losses)]
+    for found in results(frameworks.with_torchmetrics, backend):
+        assert found == pytest.approx(expected, rel=1e-6)  # torchmetrics adds up in float32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_averages_of_a_wrapped_model_are_those_of_one_process(backend: str) -> None:
+    check(frameworks.with_averages, backend, frameworks.averaged_weights())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_wrapper_trains(backend: str) -> None:
+    check(frameworks.with_compile, backend, frameworks.alone())
+
+
+def test_an_optimizer_with_shared_state_trains_a_wrapped_model() -> None:
+    check(frameworks.with_shared_optimizer_state, "torch", frameworks.alone())
+
+
+def test_a_sharded_model_trains_beside_a_wrapped_one() -> None:
+    check(frameworks.with_fully_shard, "torch", [*frameworks.alone(), *frameworks.alone()])
