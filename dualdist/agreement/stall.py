@@ -63,6 +63,8 @@ class StallWatch:
         """Channel -> how many calls began on it. Equal on all members when they are in step."""
         self._waiting: dict[str, _Wait] = {}
         """By channel."""
+        self._given_up: dict[str, _Wait] = {}
+        """By channel: calls that stalled. Other members give up at the same time, and their errors show this one."""
         self._members: dict[str, tuple[int, ...]] = {}
         """Channel -> its global ranks."""
         self._reported: set[tuple[str, int]] = set()
@@ -117,6 +119,8 @@ class StallWatch:
 
     def give_notice(self, channel: str, survey: Survey) -> None:
         """Let the ranks that answered know that this rank gives up its call on `channel`, and why."""
+        if channel in self._waiting:
+            self._given_up[channel] = self._waiting[channel]
         notice = ["notice", channel, str(survey)]
         for rank in survey.ranks(WAITING, LEFT, ABSENT):
             if rank != self._rank:
@@ -172,7 +176,7 @@ class StallWatch:
     def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str]:
         """Return how many calls began on `channel`, whether one with `key` waits, a call there, and one elsewhere."""
         waits = dict(self._waiting)
-        here = waits.pop(channel, None)
+        here = waits.pop(channel, self._given_up.get(channel))
         elsewhere = (f"{_shown(wait.call)} of process {name.split(',')[0]}" for name, wait in waits.items())
         number, call = self._numbers.get(channel, 0), "" if here is None else _shown(here.call)
         return number, here is not None and here.has(key), call, next(elsewhere, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,10 @@ def kept_messages(file: Path) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+def is_last() -> bool:
+    return hvd.rank() == hvd.size() - 1
+
+
 def warm_up() -> None:
     """Do what takes seconds the first time in a process, so that no rank is late by accident."""
     weight = nn.Parameter(torch.zeros(1))
@@ -72,7 +77,7 @@ def wait_in_sets(file: Path) -> tuple[str, list[str]]:
 def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
     """Call allreduce on all ranks but the last; return the error and the log messages."""
     with kept_messages(file) as messages:
-        if hvd.rank() == hvd.size() - 1:
+        if is_last():
             return "", messages
         with pytest.raises(hvd.StallError) as caught:
             hvd.allreduce(torch.ones(2), name="loss")
@@ -84,10 +89,42 @@ def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
 def call_late(file: Path) -> list[str]:
     """Sum over all ranks, the last rank only after rank 0 has logged that it is missing. Return the messages."""
     with kept_messages(file) as messages:
-        while hvd.rank() == hvd.size() - 1 and not file.exists():
+        while is_last() and not file.exists():
             pass
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
     return messages
+
+
+def wait_for_other_names(file: Path) -> list[str]:
+    """Sum under two names, the last rank in the other order and only after rank 0 has logged. Return the messages."""
+    names = ["mine", "theirs"] if is_last() else ["theirs", "mine"]
+    with kept_messages(file) as messages:
+        first = hvd.allreduce_async(torch.ones(1), name=names[0], op=hvd.Sum)
+        while is_last() and not file.exists():
+            pass
+        if not is_last():
+            hvd.synchronize(first)
+        assert hvd.allreduce(torch.ones(1), name=names[1], op=hvd.Sum).item() == hvd.size()
+        hvd.synchronize(first)
+    return messages
+
+
+def wait_for_another_name(file: Path) -> str:
+    """Wait on rank 0 for a call that the last rank does not make: it has another one pending. Return the error."""
+    pair, error = hvd.add_process_set([0, hvd.size() - 1]), ""
+    if hvd.rank() == 0:
+        with pytest.raises(hvd.StallError) as caught:
+            hvd.allreduce(torch.ones(1), name="mine", process_set=pair)
+        file.touch()
+        error = str(caught.value)
+    handle = hvd.allreduce_async(torch.ones(1), name="theirs", process_set=pair) if is_last() else None
+    while not file.exists():
+        pass
+    if handle is not None:
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.synchronize(handle)
+    hvd.remove_process_set(pair)
+    return error
 
 
 @pytest.fixture
@@ -100,12 +137,24 @@ def short_timeouts(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.mark.parametrize("short_timeouts", CASES, indirect=True)
 def test_a_late_rank_is_logged_and_a_missing_one_is_an_error(short_timeouts: World, tmp_path: Path) -> None:
-    """A late rank, two process sets without it, and the whole world: in one world, because each costs seconds."""
+    """A late rank, one with other calls, two process sets without it, and the whole world: each start costs seconds."""
     short_timeouts.run(warm_up)
     first, *others = short_timeouts.run(call_late, tmp_path / "late")
     assert len(first) == 1 and "ranks [0, 1] wait in allreduce" in first[0]
     assert first[0].endswith("missing ranks: [2].")
     assert others == [[], []]
+    first, *others = short_timeouts.run(wait_for_other_names, tmp_path / "names")
+    assert first and others == [[], []]
+    for message in first:
+        waiting, name, missing = (
+            ("[0, 1]", "theirs", "[2]") if "theirs" in message else ("[2]", "mine", "[0, 1]")
+        )
+        assert f"ranks {waiting} wait in allreduce" in message and f"name='{name}'" in message
+        assert message.endswith(f"missing ranks: {missing}.")
+    error, *_ = short_timeouts.run(wait_for_another_name, tmp_path / "another name")
+    assert "missing ranks: [2]" in error and re.search(
+        r"rank 2: waiting in allreduce\(.*name='theirs'", error
+    )
     pairs = short_timeouts.run(wait_in_sets, tmp_path / "pairs")
     check_errors(pairs)
     messages = sorted(pairs[0][1])

@@ -5,7 +5,7 @@ matches calls by name, in any order. `simulated` does the same with plain Python
 and whether the program can finish; a sample of the programs runs on real Horovod to check it. dualdist must give the
 same numbers on every backend. If a program cannot finish, every rank must raise at once.
 
-    pytest tests/parity/test_programs.py --programs 1000
+    pytest tests/parity/test_programs.py --programs 1000 --timeout 600
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -10,6 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from dualdist.agreement.connections import Connections
+from dualdist.agreement.news import News
 from dualdist.errors import HorovodInternalError
 
 T = TypeVar("T")
@@ -50,6 +52,44 @@ def test_a_member_may_be_ahead_and_may_leave_after_its_last_message(size: int) -
 
     expected = [[b"%d" % (number * size + rank) for rank in range(size)] for number in range(200)]
     assert each_of(size, member) == [expected] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_members_that_wait_are_woken_by_one_with_news(size: int) -> None:
+    def member(peers: Connections) -> list[int]:
+        with contextlib.closing(News()) as news, news.listening() as signal:
+            for number in range(20):
+                while peers.rank != number % size and not peers.wait_for_peers(signal, 20):
+                    pass
+                peers.alert()
+                received = peers.allgather_messages(b"%d" % number)
+        return [int(message) for message in received]
+
+    assert each_of(size, member) == [[19] * size] * size
+
+
+def test_news_of_the_member_itself_end_its_wait() -> None:
+    def member(peers: Connections) -> bool:
+        with contextlib.closing(News()) as news, news.listening() as signal:
+            news.give()
+            has_peer = peers.wait_for_peers(signal, 20)
+            news.clear()
+            return has_peer or peers.wait_for_peers(signal, 0)
+
+    assert each_of(1, member) == [False]
+
+
+def test_a_member_that_leaves_wakes_those_that_wait() -> None:
+    def member(peers: Connections) -> str:
+        if peers.rank == 1:
+            return "left"
+        with contextlib.closing(News()) as news, news.listening() as signal:
+            assert peers.wait_for_peers(signal, 20)
+        with pytest.raises(HorovodInternalError, match=r"a rank has left|connection to a rank was lost"):
+            peers.alert()
+        return "noticed"
+
+    assert each_of(2, member) == ["noticed", "left"]
 
 
 def test_a_member_that_leaves_is_an_error_for_the_others() -> None:

@@ -74,6 +74,16 @@ def test_ranks_that_answer_know_why_a_rank_gives_up(watches: Sequence[StallWatch
     assert watches[1].notice("set 1") is None
 
 
+def test_a_rank_that_gives_up_still_counts_as_waiting(watches: Sequence[StallWatch]) -> None:
+    for watch, call in zip(watches[:2], [LOSS, BARRIER], strict=True):
+        number = watch.begin("set 0", call)
+    watches[1].give_notice("set 0", watches[1].survey("set 0", number, BARRIER.key))
+    watches[1].end("set 0")
+    survey = watches[0].survey("set 0", number, LOSS.key)
+    assert "  rank 1: waiting in barrier() at train.py:9" in str(survey).splitlines()
+    assert survey.missing == [1, 2, 3, 4]
+
+
 def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
     watches: Sequence[StallWatch],
 ) -> None:
