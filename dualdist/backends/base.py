@@ -112,6 +112,8 @@ class Backend(ABC):
     size: int
     address: str
     """The IPv4 address at which the other processes reach this one."""
+    device: torch.device | None = None
+    """The device to which the transport is bound; None if it is bound to none."""
 
     @classmethod
     @abstractmethod

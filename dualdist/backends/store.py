@@ -20,7 +20,7 @@ from ..errors import ConfigurationError
 from ..rendezvous import ADVICE, Addresses, find_addresses, share_server_address
 from ..types import Launch
 from .prefix_store import new_prefix_store
-from .store_gather import await_all, store_gather
+from .store_gather import store_gather
 
 __all__ = ("SharedStore", "open_store", "serve_store", "share_store")
 
@@ -42,10 +42,14 @@ class SharedStore:
     store: dist.Store
     """Used by one `init` only."""
     addresses: Addresses
+    messages: tuple[str, ...] = ()
+    """Of all ranks, in rank order."""
 
 
-def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> SharedStore:
-    """Return a store that all launched processes share. Collective. timeout: seconds to wait for another process.
+def open_store(launch: Launch, env: Mapping[str, str], timeout: float, message: str = "") -> SharedStore:
+    """Return a store that all launched processes share. Collective.
+
+    timeout: seconds to wait for another process. message: for all other ranks.
 
     When a process does not arrive, all that have arrived raise a ConfigurationError that names it.
     """
@@ -55,8 +59,9 @@ def open_store(launch: Launch, env: Mapping[str, str], timeout: float) -> Shared
     known = _stores[key]
     own = _own_part(known.store)
     # Also at a later start, when the store is open already.
-    await_all(own, launch.rank, launch.size, timeout, advice=_ADVICE[launch.restarts])
-    return SharedStore(own, known.addresses)
+    part = dist.PrefixStore("arrival", own)
+    gather = store_gather(part, launch.rank, launch.size, timeout, advice=_ADVICE[launch.restarts])
+    return SharedStore(own, known.addresses, tuple(gather(message)))
 
 
 def share_store(

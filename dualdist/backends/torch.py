@@ -17,14 +17,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import accelerator
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
-from ..rendezvous import INTERFACE, check_interfaces, interface_of
+from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
 from .start_step import start_step
 from .store import SharedStore, open_store, share_store
 from .temporary_environment import temporary_environment
 from .torch_build import built_into_torch
+from .torch_devices import (
+    adopted_config,
+    adopted_device,
+    adopted_transport,
+    bind_device,
+    carried_types,
+    config_of,
+    device_transport,
+)
+from .transport_choice import Offer, agreed_transport
+from .transports import TRANSPORTS
 
 __all__ = ("TorchBackend",)
 
@@ -38,8 +50,6 @@ _members_groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made among the members alone, for each tuple of ranks."""
 _FIRST_MEMBERS_GROUP = 1_000_000
 """Above the numbers of all groups that all ranks make together."""
-_TRANSPORTS = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo", "mpi": "mpi4py"}
-"""transport -> torch's name for it. Each also carries tensors on the CPU."""
 
 
 @contextlib.contextmanager
@@ -78,13 +88,13 @@ class _TorchWork(Work):
 class _TorchGroup(Group):
     reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
-    def __init__(self, ranks: Sequence[int], rank: int, process_group: Any, cuda: bool) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, process_group: Any, carried: frozenset[str]) -> None:
         super().__init__(ranks, rank)
         self._pg = process_group
-        self._cuda = cuda
+        self._carried = carried
 
     def wire_device(self, device: torch.device) -> torch.device:
-        return device if self._cuda and device.type == "cuda" else torch.device("cpu")
+        return device if device.type in self._carried else torch.device("cpu")
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
@@ -144,11 +154,14 @@ def _set_timeout(timeout: timedelta, process_group: Any) -> None:
     set_timeout(timeout, process_group)
 
 
+def _text_of(config: Mapping[str, str]) -> str:
+    """Return `config` as torch's argument `backend`."""
+    return ",".join(f"{kind}:{name}" for kind, name in config.items()) if len(config) > 1 else config["cpu"]
+
+
 def _preferred_transport(launch: Launch) -> str:
     """Return the fastest transport that the machine and the launcher offer. Starts nothing."""
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        return "nccl"
-    return "mpi" if launch.starts_mpi else "gloo"
+    return device_transport() or ("mpi" if launch.starts_mpi else "gloo")
 
 
 def _start_mpi(launch: Launch, required: bool) -> bool:
@@ -163,9 +176,19 @@ def _start_mpi(launch: Launch, required: bool) -> bool:
 class TorchBackend(Backend):
     name = "torch"
 
-    def __init__(self, transport: str, shared: SharedStore, settings: Settings, adopted: bool) -> None:
+    def __init__(
+        self,
+        transport: str,
+        config: Mapping[str, str],
+        device: torch.device | None,
+        shared: SharedStore,
+        settings: Settings,
+        adopted: bool,
+    ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.transport = transport
+        self.device = device
+        self._config = config
         self.address = shared.addresses.own
         self._store = shared.store
         self._settings = settings
@@ -191,31 +214,33 @@ class TorchBackend(Backend):
         chosen = transport or _preferred_transport(launch)
         if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
             chosen = "gloo"
-        device = None
-        if chosen == "nccl":
-            device = torch.device("cuda", (launch.local_rank or 0) % torch.cuda.device_count())
-            torch.cuda.set_device(device)
         check_interfaces("GLOO_SOCKET_IFNAME", env)
-        shared = open_store(launch, env, settings.start_timeout_seconds)
+        views = accelerator.visible()
+        offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
+        shared = open_store(launch, env, settings.start_timeout_seconds, offer.to_text())
+        offers = [Offer.from_text(text) for text in shared.messages]
+        chosen = agreed_transport(offers, launch.rank)
+        device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
         with contextlib.ExitStack() as undo, _wrapped():
             undo.enter_context(temporary_environment(_interfaces(shared.addresses.own, env)))
             with start_step(shared.store, "process group", launch.rank, launch.size):
                 dist.init_process_group(
-                    _TRANSPORTS[chosen],
+                    _text_of(config),
                     store=shared.store,
                     rank=launch.rank,
                     world_size=launch.size,
                     timeout=_start_timeout(chosen, settings),
                     device_id=device,
                 )
-            started = cls(chosen, shared, settings, adopted=False)
+            started = cls(chosen, config, device, shared, settings, adopted=False)
             started._on_shutdown.push(undo.pop_all())
         return started
 
     @classmethod
     def _adopt(cls, asked: str | None, env: Mapping[str, str], settings: Settings) -> TorchBackend:
         """Use the process group that torch.distributed has already. Collective."""
-        transport = next((name for name in ("nccl", "mpi") if name in dist.get_backend()), "gloo")
+        config = adopted_config()
+        transport = adopted_transport(config)
         if asked not in (None, transport):
             raise ConfigurationError(
                 f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
@@ -223,11 +248,11 @@ class TorchBackend(Backend):
         store = dist.distributed_c10d._get_default_store()
         rank, size = dist.get_rank(), dist.get_world_size()
         shared = share_store(store, rank, size, env, settings.start_timeout_seconds)
-        return cls(transport, shared, settings, adopted=True)
+        return cls(transport, config, adopted_device(transport), shared, settings, adopted=True)
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
-        if transport == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        if TRANSPORTS[transport].needs_gpus and device_transport() != transport:
             built = ", since torch is built without CUDA" if torch.version.cuda is None else ""
             raise BackendUnavailableError(
                 f"`transport` is 'nccl', but no CUDA device is usable{built}. Choose gloo."
@@ -265,12 +290,12 @@ class TorchBackend(Backend):
         with _wrapped():
             process_group = dist.new_group(
                 list(ranks),
-                backend=_TRANSPORTS[self.transport],
+                backend=_text_of(self._config),
                 timeout=self._timeout,
                 use_local_synchronization=among_members,
             )
         own = process_group if self.rank in ranks else None
-        return _TorchGroup(ranks, self.rank, own, self.transport == "nccl")
+        return _TorchGroup(ranks, self.rank, own, carried_types(self._config))
 
     def finish_start(self) -> None:
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
@@ -298,7 +323,7 @@ class TorchBackend(Backend):
         return self._store
 
     def transport_of(self, device: str) -> str:
-        return "gloo" if self.transport == "nccl" and device == "cpu" else self.transport
+        return adopted_transport({"cpu": self._config["cpu"]}) if device == "cpu" else self.transport
 
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:

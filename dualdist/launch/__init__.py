@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .arguments import launch_from
 from .detect import detect
+from .devices import DeviceView, choose_devices, shared_devices
 from .launchers import DUALDIST_RUN, ELASTIC_DIR, LAUNCHERS, SPAWN, Launcher
 from .topology import Place, nodes, topology
 
@@ -12,10 +13,13 @@ __all__ = (
     "ELASTIC_DIR",
     "LAUNCHERS",
     "SPAWN",
+    "DeviceView",
     "Launcher",
     "Place",
+    "choose_devices",
     "detect",
     "launch_from",
     "nodes",
+    "shared_devices",
     "topology",
 )

@@ -9,7 +9,7 @@ import torch
 
 from ..backends.torch_interface import join_hook
 from ..checks import flag
-from ..collectives import allreduce
+from ..collectives.allreduce import allreduce
 from ..collectives.join import join
 from ..gradients.combiner import Combiner
 from ..types import Max, Sum

@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..agreement import call_kinds
 from ..backends.torch_interface import ranks_of
 from ..checks import flag, instance, integer, number, wrong
-from ..collectives import allgather, allreduce
+from ..collectives.allgather import allgather
+from ..collectives.allreduce import allreduce
 from ..types import Sum
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
 from .compiling import not_compiled

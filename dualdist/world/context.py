@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import zlib
@@ -18,20 +17,23 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from .. import accelerator
 from ..agreement.channel import Channel, StandIn
 from ..agreement.connections import Connections
 from ..agreement.handle_table import HandleTable
 from ..agreement.stall import StallWatch
-from ..agreement.status import Contact
 from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
 from ..backends.base import Group
 from ..errors import NotInitializedError, WorldMismatchError
-from ..launch import launch_from, topology
-from ..rendezvous import mpi, own_node
+from ..launch import DeviceView, choose_devices, launch_from, topology
+from ..rendezvous import mpi
 from ..types import Launch, Settings, World
-from .cpu_threads import CpuThreads, warn_of_too_many_threads
+from .cpu_threads import warn_of_too_many_threads
 from .forks import never_delete, skip_destructors_at_exit
+from .presence import Presence
 from .settings import read_settings
 
 __all__ = (
@@ -70,6 +72,8 @@ class Context:
         """The registered ProcessSet objects, by their ID. See process_sets.py."""
         self.grad_syncs: dict[int | None, list[Any]] = defaultdict(list)
         """The GradSync objects (gradients/) of each process set, by its ID. Their order is the same on all members."""
+        self.device = torch.device("cpu")
+        """The accelerator of this process, chosen when the ranks have met; the CPU if it sees none."""
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0
@@ -148,13 +152,18 @@ class Context:
                 "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
                 "mpirun of the library that the backend was built for."
             )
-        threads = CpuThreads.of_this_process()
-        mine = json.dumps([own_node(), launched.local_rank, self.watch.contact, threads]).encode().ljust(512)
-        ranks = [json.loads(text) for text in self.channels[0].group.allgather_bytes(mine)]
-        self.watch.start([contact and Contact(*contact) for _, _, contact, _ in ranks])
+        mine = Presence.of_this_process(launched.local_rank, self.watch.contact)
+        answers = self.channels[0].group.allgather_bytes(mine.to_bytes())
+        ranks = [Presence.from_bytes(answer) for answer in answers]
+        self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
         if joined.rank == 0:
-            warn_of_too_many_threads((host, CpuThreads(*threads)) for host, *_, threads in ranks)
-        return topology([(host, local_rank) for host, local_rank, *_ in ranks])[joined.rank]
+            warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
+        self.device = joined.device or self._device([rank.view for rank in ranks])
+        return topology([(rank.host, rank.local_rank) for rank in ranks])[joined.rank]
+
+    def _device(self, views: Sequence[DeviceView]) -> torch.device:
+        index = choose_devices(views)[self.backend.rank]
+        return torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
 
 
 def current() -> Context:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from .. import accelerator
 from .context import current_or_inherited
 
 __all__ = ("device",)
 
 
 def device() -> torch.device:
-    """Return the GPU of this process, chosen by its local rank; the CPU if there is no GPU. Local.
+    """Return the accelerator of this process, such as cuda:1; the CPU if it sees none. Local.
 
-    Raises NotInitializedError before `init()` on a machine with GPUs.
+    `init` chooses it: the device to which the transport is bound, else the visible device with the local rank's number.
+    A process that sees one device takes that one.
+
+    Raises NotInitializedError before `init()` on a machine with an accelerator.
     """
-    if torch.cuda.is_available():
-        return torch.device("cuda", current_or_inherited().world.local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    return current_or_inherited().device if accelerator.kind() else torch.device("cpu")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ... import accelerator
 from .portable import to_portable
 
 __all__ = ("HostCopy", "cloned", "on_host")
@@ -36,20 +37,25 @@ class HostCopy:
     def take(self, value: Any, where: str) -> Any:
         """Return `value` as `on_host` does, but with every tensor copied."""
         held, self._held = self._held, {}
+        sources: list[torch.Tensor] = []
 
         def place(tensor: torch.Tensor, where: str) -> torch.Tensor:
             copy = held.pop(where, None)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 copy = torch.empty_like(
-                    tensor, device="cpu", requires_grad=False, pin_memory=tensor.device.type == "cuda"
+                    tensor,
+                    device="cpu",
+                    requires_grad=False,
+                    pin_memory=tensor.device.type == accelerator.kind(),
                 )
             copy.copy_(tensor, non_blocking=True)
+            sources.append(tensor)
             self._held[where] = copy
             return copy
 
         copied = to_portable(value, where, place)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in sources}:
+            accelerator.synchronize(device)
         return copied
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ... import accelerator
 from ...checks import mapping
 
 __all__ = ("RandomState",)
 
 
 class RandomState:
-    """The global generators of Python's `random`, NumPy and torch, with that of the GPU which this process uses.
+    """The global generators of Python's `random`, NumPy and torch, and that of this process's accelerator.
 
     Every rank saves its own state and loads it again. In a larger world, a rank without a saved state is seeded from
     the state of rank `rank % saved` and its own rank. Its numbers then differ from every other rank's, and are the same
@@ -37,22 +38,22 @@ class RandomState:
             "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), *rest),  # type: ignore[union-attr]
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state()
+        if accelerator.is_started():
+            state[str(accelerator.kind())] = accelerator.get_rng_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. A GPU generator without a saved state is seeded from torch's state."""
+        """Continue from `state`. An accelerator's generator without a saved state is seeded from torch's state."""
         mapping("state", state, "python", "numpy", "torch", fix="Pass what state_dict() has returned.")
         random.setstate(state["python"])
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
         torch.set_rng_state(state["torch"].clone())
-        if torch.cuda.is_available():
-            if "cuda" in state:
-                torch.cuda.set_rng_state(state["cuda"].clone())
-            else:
-                torch.cuda.manual_seed(_seed(state, 0))
+        kind = accelerator.kind()
+        if kind in state:
+            accelerator.set_rng_state(state[kind].clone())
+        elif kind is not None:
+            accelerator.manual_seed(_seed(state, 0))
 
     def load_derived(self, states: Sequence[dict[str, Any]], rank: int) -> None:
         """Seed a rank that has no state in `states`."""

@@ -1,0 +1,75 @@
+"""The accelerator of this machine, such as its GPUs: the only module that asks torch for the kind of device.
+
+torch.accelerator describes CUDA, ROCm (which torch calls "cuda" as well), XPU and others in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+__all__ = (
+    "bind",
+    "count",
+    "get_rng_state",
+    "is_started",
+    "kind",
+    "manual_seed",
+    "set_rng_state",
+    "synchronize",
+    "visible",
+)
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that select devices, and number the selected ones from 0."""
+
+
+def kind() -> str | None:
+    """Return the type of the accelerator, such as "cuda" or "xpu"; None if this machine has none that works."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def count() -> int:
+    """Return how many devices this process sees."""
+    return int(torch.accelerator.device_count()) if kind() else 0
+
+
+def visible() -> tuple[str, ...]:
+    """Return a name of each device that this process sees. The processes of a host use the same name for a device."""
+    names = next((os.environ[name].split(",") for name in _VISIBLE if os.environ.get(name)), [])
+    return tuple(names[index] if index < len(names) else str(index) for index in range(count()))
+
+
+def bind(device: torch.device) -> None:
+    """Make `device` the current one of this thread."""
+    torch.accelerator.set_device_index(device.index)
+
+
+def is_started() -> bool:
+    """Return whether this process has used the accelerator."""
+    found = kind()
+    return found is not None and bool(torch.get_device_module(found).is_initialized())
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on `device`. Does nothing for the CPU."""
+    if device.type == kind():
+        torch.accelerator.synchronize(device)
+
+
+def get_rng_state() -> torch.Tensor:
+    """Return the state of the random number generator of the current device, a uint8 tensor in host memory."""
+    state: torch.Tensor = torch.get_device_module(kind()).get_rng_state()
+    return state
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Set what `get_rng_state` has returned."""
+    torch.get_device_module(kind()).set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the random number generator of the current device."""
+    torch.get_device_module(kind()).manual_seed(seed)

@@ -1,0 +1,112 @@
+"""The device of each rank, and the transport of all, chosen from what every rank reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from dualdist.backends.transport_choice import Offer, agreed_transport
+from dualdist.errors import ConfigurationError
+from dualdist.launch import DeviceView, choose_devices, shared_devices
+
+
+def view(host: str, local_rank: int | None, *devices: str) -> DeviceView:
+    return DeviceView(host, local_rank, devices)
+
+
+FOUR = ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("views", "chosen"),
+    [
+        ([view("a", 0, *FOUR), view("a", 1, *FOUR), view("b", 0, *FOUR)], [0, 1, 0]),
+        # The launcher does not give local ranks.
+        ([view("a", None, *FOUR), view("b", None, *FOUR), view("a", None, *FOUR)], [0, 0, 1]),
+        # The launcher gives each process one device (Slurm's --gpus-per-task, MIG slices).
+        ([view("a", 0, "MIG-x"), view("a", 1, "MIG-y")], [0, 0]),
+        # Two agents on a host, with devices of their own.
+        (
+            [view("a", 0, "0", "1"), view("a", 1, "0", "1"), view("a", 0, "2", "3"), view("a", 1, "2", "3")],
+            [0, 1] * 2,
+        ),
+        # Two agents on a host that see the same devices.
+        ([view("a", 0, *FOUR), view("a", 1, *FOUR), view("a", 0, *FOUR), view("a", 1, *FOUR)], [0, 1, 2, 3]),
+        # Local rank 0 on every process, as Spark's TorchDistributor sets it.
+        ([view("a", 0, *FOUR), view("a", 0, *FOUR)], [0, 1]),
+        # Hosts with different numbers of devices, and one without.
+        ([view("a", 0, "0"), view("b", 0, "0", "1"), view("b", 1, "0", "1"), view("c", 0)], [0, 0, 1, None]),
+        # More ranks than devices.
+        ([view("a", rank, "0", "1") for rank in range(3)], [0, 1, 0]),
+    ],
+)
+def test_each_rank_gets_a_device(views: Sequence[DeviceView], chosen: Sequence[int | None]) -> None:
+    assert choose_devices(views) == chosen
+
+
+def test_hosts_with_fewer_devices_than_ranks_are_found() -> None:
+    views = [view("a", 0, "0", "1"), view("a", 1, "1", "0"), view("b", 0, "0"), view("b", 1, "0")]
+    # Rank 1 sees the devices in another order, so its second is rank 0's first.
+    assert list(shared_devices(views, choose_devices(views))) == [("a", 2, 1), ("b", 2, 1)]
+    apart = [view("a", 0, "0"), view("a", 1, "1"), view("b", 0, "0")]
+    assert list(shared_devices(apart, choose_devices(apart))) == []
+
+
+def offer(host: str, local_rank: int, transport: str, devices: int = 0, is_asked: bool = False) -> Offer:
+    return Offer(f"{host}-12345678", local_rank, list(map(str, range(devices))), transport, is_asked)
+
+
+def test_a_report_survives_its_text() -> None:
+    made = offer("a", 1, "nccl", 2)
+    assert Offer.from_text(made.to_text()) == made
+
+
+@pytest.mark.parametrize(
+    ("offers", "transport"),
+    [
+        ([offer("a", 0, "nccl", 2), offer("a", 1, "nccl", 2)], "nccl"),
+        ([offer("a", 0, "mpi"), offer("b", 0, "mpi")], "mpi"),
+        # One rank asks for it, by DUALDIST_TRANSPORT on its host alone.
+        ([offer("a", 0, "gloo", 1, is_asked=True), offer("b", 0, "nccl", 1)], "gloo"),
+    ],
+)
+def test_all_ranks_agree_without_a_warning(
+    offers: Sequence[Offer], transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [agreed_transport(offers, rank) for rank in range(len(offers))] == [transport] * len(offers)
+    assert not caplog.records
+
+
+def test_a_host_without_a_gpu_makes_all_use_gloo_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    offers = [offer("a", 0, "nccl", 1), offer("b", 0, "gloo"), offer("b", 1, "gloo")]
+    with caplog.at_level(logging.WARNING, "dualdist"):
+        assert [agreed_transport(offers, rank) for rank in range(3)] == ["gloo"] * 3
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "All ranks use gloo, because their fastest transports differ: gloo on b; nccl on a."
+    )
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        (
+            [offer("a", 0, "nccl", 1), offer("a", 1, "nccl", 1)],
+            "needs a GPU for each process, but the 2 processes on a share 1. Start fewer",
+        ),
+        (
+            [offer("a", 0, "nccl", 1, is_asked=True), offer("b", 0, "gloo", 0)],
+            "`transport` is 'nccl', but rank 1 on b sees no GPU",
+        ),
+        (
+            [offer("a", 0, "nccl", 1, is_asked=True), offer("a", 0, "gloo", 1, is_asked=True)],
+            "`transport` must be equal on all ranks, but rank . asks for .*rank . asks for",
+        ),
+    ],
+)
+def test_what_cannot_work_is_an_error_on_every_rank(offers: Sequence[Offer], words: str) -> None:
+    for rank in range(len(offers)):
+        with pytest.raises(ConfigurationError, match=words):
+            agreed_transport(offers, rank)

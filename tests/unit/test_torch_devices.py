@@ -1,0 +1,70 @@
+"""Which of torch's backends carries the tensors of which device, in a world of our own and in an adopted one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from dualdist import accelerator
+from dualdist.backends import torch_devices
+
+CUDA = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@pytest.fixture
+def adopted(request: pytest.FixtureRequest) -> Iterator[None]:
+    dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("adopted", [None, "gloo", "cpu:gloo"], indirect=True)
+def test_a_group_is_adopted_however_it_was_named(adopted: None) -> None:
+    config = torch_devices.adopted_config()
+    assert config["cpu"] == "gloo"
+    assert torch_devices.adopted_transport(config) == "gloo"
+    assert torch_devices.adopted_device("gloo") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "transport"),
+    [
+        ("cuda", CUDA, "nccl"),
+        (None, CUDA, "gloo"),
+        ("cuda", {"cpu": "gloo"}, "gloo"),
+        (None, {"cpu": "mpi4py"}, "mpi"),
+    ],
+)
+def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
+    kind: str | None, config: dict[str, str], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "kind", lambda: kind)
+    assert torch_devices.adopted_transport(config) == transport
+
+
+@pytest.mark.parametrize(
+    ("config", "carried"),
+    [
+        (CUDA, {"cpu", "cuda"}),
+        # Gloo and MPI accept tensors of a GPU, but dualdist copies them to the host itself.
+        ({"cpu": "gloo", "cuda": "gloo"}, {"cpu"}),
+        ({"cpu": "mpi4py", "cuda": "mpi4py"}, {"cpu"}),
+    ],
+)
+def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: set[str]) -> None:
+    assert torch_devices.carried_types(config) == carried
+
+
+def test_a_world_of_our_own_carries_the_cpu_beside_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_devices.config_of("mpi") == {"cpu": "mpi4py"}
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    assert torch_devices.config_of("nccl") == CUDA
+
+
+def test_devices_are_named_as_their_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
+    assert accelerator.visible() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
+    assert accelerator.visible() == ("3", "GPU-8932f937")
