@@ -28,6 +28,8 @@ from .test_differential import WORLDS
 CALL, CALL_AND_WAIT, WAIT = "call", "call and wait", "wait"
 AT_ONCE_SECONDS = 5.0
 """Time for a whole program, on a busy machine; ranks that only wait for each other would take ten minutes."""
+HOROVOD_SECONDS = 20.0
+"""The longest that real Horovod may take for the collectives of a program."""
 SAMPLE = 5
 """One in so many programs runs on real Horovod as well."""
 
@@ -222,8 +224,11 @@ def perform(program: Program) -> tuple[dict[int, Any], bool, float]:
 _programs = itertools.count()
 
 
-def perform_on_horovod(program: Program) -> tuple[dict[int, Any], bool]:
-    """Run the program on real Horovod with asynchronous calls, so that one that cannot finish can be left."""
+def perform_on_horovod(program: Program, expected_ends: Sequence[int]) -> tuple[dict[int, Any], bool]:
+    """Run the program on real Horovod with asynchronous calls, so that one that cannot finish can be left.
+
+    expected_ends: how many collectives should end on each rank. Wait for these, and then a little longer.
+    """
     import horovod.torch
 
     import dualdist
@@ -232,29 +237,35 @@ def perform_on_horovod(program: Program) -> tuple[dict[int, Any], bool]:
         horovod.torch.init()
     prefix, rank = f"program{next(_programs)}", dualdist.rank()
     names = {number: f"{prefix}.{key}" for number, key in keys_of(program, rank).items()}
-    steps, handles = program.steps[rank], dict[int, int]()
-    position, unchanged = 0, 0
-    seen, lengths = list[int](), [len(own) for own in program.steps]
-    while unchanged < 3 and seen != lengths:
-        deadline = time.monotonic() + 0.05
-        while position < len(steps) and time.monotonic() < deadline:
-            kind, number = steps[position]
-            if kind != WAIT and number not in handles:
-                handles[number] = start_on_horovod(program.ops[number], names[number])
-            if kind == CALL or horovod.torch.poll(handles[number]):
-                position += 1
-                deadline = time.monotonic() + 0.05
-        now = dualdist.allgather_object(position)
-        unchanged = unchanged + 1 if now == seen else 0
+    steps, handles, results = program.steps[rank], dict[int, int](), dict[int, Any]()
+    position, unchanged, deadline = 0, 0, time.monotonic() + HOROVOD_SECONDS
+    seen: list[tuple[int, int, bool]] = []
+    while unchanged < 3:
+        pause = time.monotonic() + 0.03
+        while time.monotonic() < pause:
+            if position < len(steps):
+                kind, number = steps[position]
+                if kind != WAIT and number not in handles:
+                    handles[number] = start_on_horovod(program.ops[number], names[number])
+                position += kind == CALL or number in results
+            for number, handle in handles.items():
+                if number not in results and horovod.torch.poll(handle):
+                    results[number] = result_on_horovod(handle)
+        now = dualdist.allgather_object((position, len(results), time.monotonic() > deadline))
+        as_expected = all(ended >= wanted for (_, ended, _), wanted in zip(now, expected_ends, strict=True))
+        is_late = any(late for *_, late in now)
+        unchanged = unchanged + 1 if now == seen and (as_expected or is_late) else 0
         seen = now
-    results: dict[int, Any] = {}
-    for number, handle in handles.items():
-        if horovod.torch.poll(handle):
-            try:
-                results[number] = flat(horovod.torch.synchronize(handle))
-            except horovod.torch.HorovodInternalError:
-                results[number] = "error"
-    return results, seen == lengths
+    return results, all(place == len(own) for (place, *_), own in zip(seen, program.steps, strict=True))
+
+
+def result_on_horovod(handle: int) -> Any:
+    import horovod.torch
+
+    try:
+        return flat(horovod.torch.synchronize(handle))
+    except horovod.torch.HorovodInternalError:
+        return "error"
 
 
 def start_on_horovod(op: Op, name: str) -> int:
@@ -298,13 +309,13 @@ def test_programs_in_any_order_do_what_horovod_does(both: World, request: pytest
     )
     @given(program=programs(both.size))
     def run(program: Program) -> None:
-        _, finishes = simulated(program)
+        partners, finishes = simulated(program)
         outcomes = both.run(perform, program)
         check(program, [results for results, _, _ in outcomes], raises=True)
         assert [finished for _, finished, _ in outcomes] == [finishes] * both.size, program
         assert max(seconds for _, _, seconds in outcomes) < AT_ONCE_SECONDS, program
         if next(count) % SAMPLE == 0:
-            theirs = both.run(perform_on_horovod, program)
+            theirs = both.run(perform_on_horovod, program, [len(own) for own in partners])
             check(program, [results for results, _ in theirs], raises=False)
             assert [finished for _, finished in theirs] == [finishes] * both.size, program
 
