@@ -63,6 +63,9 @@ class HorovodInternalError(RuntimeError):
 class NotInitializedError(HorovodInternalError, ValueError):
     """A call needs `init()` first. Horovod's rank() raises ValueError here, its collectives HorovodInternalError."""
 
+    before_init = "dualdist has not been initialized; call dualdist.init() first."
+    """The message before `init()`. dualdist.compat replaces it by Horovod's."""
+
 
 class CollectiveMismatchError(HorovodInternalError):
     """The members of a process set called different collectives. Every member raises it."""

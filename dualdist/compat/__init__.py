@@ -15,6 +15,7 @@ import os
 import sys
 
 from ..backends.horovod.installed import CHILDREN_FOLDER, replace_horovod
+from ..errors import NotInitializedError
 from .environment import MARK, export_launch
 from .finder import HorovodFinder
 
@@ -33,6 +34,7 @@ def install() -> None:
         return
     _installed = True
     replace_horovod(HorovodFinder())
+    NotInitializedError.before_init = "Horovod has not been initialized; use hvd.init()."
     export_launch(os.environ)
     os.environ[MARK] = "1"
     inherited = os.environ.get("PYTHONPATH", "")

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ("AsyncDataLoaderMixin", "BaseDataLoader")
 
@@ -42,12 +42,17 @@ class _Failure:
         self.error = error
 
 
-class AsyncDataLoaderMixin(BaseDataLoader):
+class AsyncDataLoaderMixin:
     """Loads batches ahead in a thread: class AsyncLoader(AsyncDataLoaderMixin, Loader), where Loader has `_iterate`.
 
     async_loader_queue_size: how many batches to load ahead; 0 loads without a thread. The thread goes on with the next
     epoch when one ends. debug_data_loader: print what the thread does. Other arguments are those of the loader.
     """
+
+    if TYPE_CHECKING:
+        # The loader has them.
+        def _iterate(self) -> Iterator[Any]: ...
+        def _process_batch(self, batch: Any) -> Any: ...
 
     def __init__(
         self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
@@ -73,7 +78,8 @@ class AsyncDataLoaderMixin(BaseDataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         if self.async_loader_queue_size <= 0:
-            yield from super().__iter__()
+            for batch in self._iterate():
+                yield self._process_batch(batch)
             return
         if not self.started:
             self.started = True

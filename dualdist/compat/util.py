@@ -49,12 +49,13 @@ EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 """Horovod's extensions. Only torch's is available."""
 
 
-def _query(name: str) -> Callable[[bool], bool]:
-    def query(verbose: bool = False) -> bool:
-        return bool(getattr(dualdist, name)())
+def _query(name: str) -> Callable[..., bool | int]:
+    def query(verbose: bool = False) -> bool | int:
+        found: bool | int = getattr(dualdist, name)()
+        return found
 
     query.__name__ = query.__qualname__ = name
-    query.__doc__ = f"Return `{name}()` as a bool."
+    query.__doc__ = f"Return what `{name}()` returns."
     return query
 
 

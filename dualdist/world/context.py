@@ -196,7 +196,7 @@ def is_forked() -> bool:
 
 def _why_outside() -> str:
     if _inherited is None:
-        return "dualdist has not been initialized; call dualdist.init() first."
+        return NotInitializedError.before_init
     return (
         f"This process was forked from rank {_inherited.backend.rank} (process {_inherited.process_id}), and only that "
         "process can communicate with the other ranks. Call collectives and init() there: workers of a DataLoader may "

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from dualdist.compat import __main__ as command_line
+from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from dualdist.compat.environment import MARK, export_launch, export_world
-from dualdist.compat.util import num_rank_is_power_2, split_list
+from dualdist.compat.util import (
+    _cache,
+    is_version_greater_equal_than,
+    num_rank_is_power_2,
+    split_list,
+)
 from dualdist.launch import detect
 from dualdist.types import World
 
@@ -60,3 +68,74 @@ def test_a_target_that_cannot_be_run_ends_with_code_2_and_a_reason(
     monkeypatch.setattr(command_line, "install", lambda: None)
     assert command_line.main(arguments) == 2
     assert "dualdist.compat" in capsys.readouterr().err
+
+
+class Loader(AsyncDataLoaderMixin, BaseDataLoader):
+    """Yields numbers, or raises."""
+
+    def __init__(self, size: int, fails: bool = False) -> None:
+        super().__init__(size)
+        self.fails = fails
+
+    def __len__(self) -> int:
+        return 100
+
+    def _iterate(self) -> Iterator[int]:
+        yield from range(100)
+        if self.fails:
+            raise KeyError("the reason")
+
+
+@pytest.mark.parametrize("size", [0, 1, 64])
+def test_an_async_loader_yields_the_batches_of_each_epoch(size: int) -> None:
+    loader = Loader(size)
+    assert list(loader) == list(loader) == list(range(100))
+    loader.close_async_loader()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 50])
+def test_an_async_loader_with_a_full_queue_can_be_closed(taken: int) -> None:
+    loader = Loader(1)
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    loader.close_async_loader()
+    assert taken == 0 or not loader.thread.is_alive()
+
+
+def test_an_async_loader_raises_the_exception_of_its_thread_in_every_iteration() -> None:
+    loader = Loader(2, fails=True)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the reason"):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("ver", "target", "is_greater"),
+    [
+        ("2.1.0", "2.0.9", True),
+        ("2.0", "2.0.0", True),
+        ("1.10.0", "1.9.0", True),
+        ("2.0.0rc1", "2.0.0", False),
+        ("2.15.0+cu132", "2.15.0", True),
+        ("2.0.0.post1", "2.0.0", True),
+        ("1.9.1", "1.10.0", False),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(ver: str, target: str, is_greater: bool) -> None:
+    assert is_version_greater_equal_than(ver, target) == is_greater
+
+
+def test_versions_of_another_form_are_refused_as_in_horovod() -> None:
+    for ver, target in ((1, "1.0.0"), ("1.0.0", "1.0")):
+        with pytest.raises(ValueError, match="must be"):
+            is_version_greater_equal_than(ver, target)  # type: ignore[arg-type]
+
+
+def test_results_are_kept_by_their_arguments() -> None:
+    calls = []
+    cached = _cache(lambda *args, **kwargs: calls.append((args, kwargs)))
+    for _ in range(2):
+        cached(1, a=2)
+    cached(2)
+    assert calls == [((1,), {"a": 2}), ((2,), {})]
