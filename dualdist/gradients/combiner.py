@@ -16,6 +16,9 @@ class Combiner:
     enabled = False
     """Whether backward combines gradients. If not, they accumulate locally."""
 
+    is_in_world = True
+    """Whether the other ranks know this object. If not, they learn of it when it first combines gradients."""
+
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add parameters, as (name, parameter) pairs. Collective.
 

@@ -128,6 +128,10 @@ class GradSync(Combiner):
         self._start_over()
         self._reducer.contribute_nothing(group, verdict)
 
+    @property
+    def is_in_world(self) -> bool:  # type: ignore[override]
+        return self._reducer.is_known
+
     def shadow(self) -> None:
         self._start_over()
         if not self._reducer.is_known:

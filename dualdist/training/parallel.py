@@ -113,6 +113,8 @@ class DistributedDataParallel(TorchInterface):
     ) -> None:
         super().__init__()
         with reporting(call_kinds.DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
+            process_set = set_of_group_or_mesh(process_group, device_mesh)
+        with reporting(call_kinds.DATA_PARALLEL, process_set):
             ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             named = checked_module(module, ignored)
             check_unsupported(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -122,7 +124,6 @@ class DistributedDataParallel(TorchInterface):
             if bucket_cap_mb is not None:
                 number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for 25.")
             caps = checked_caps(bucket_cap_mb_list)
-            process_set = set_of_group_or_mesh(process_group, device_mesh)
         self.module = module
         self.device_ids = devices or None
         self.output_device = output_device
@@ -300,7 +301,7 @@ class DistributedDataParallel(TorchInterface):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
-        return JoinedTraining(self._combiner).torch_hook(self._overwrite, **kwargs)
+        return JoinedTraining(self._combiner).torch_hook(self._overwrite, self._process_set, kwargs)
 
     def _overwrite(self, root_rank: int) -> None:
         """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
@@ -318,6 +319,9 @@ class DistributedDataParallel(TorchInterface):
         return tensor.to(cast(list[torch.device], self.device_ids)[0], non_blocking=True)
 
     # Copies
+
+    def extra_repr(self) -> str:
+        return "" if self._combiner.is_in_world else "in no world before its gradients are first combined"
 
     def __getstate__(self) -> dict[str, Any]:
         if self._process_set is not global_process_set:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..collectives.allreduce import allreduce
 from ..collectives.join import join
 from ..gradients.combiner import Combiner
 from ..types import Max, Sum
+from ..world.process_sets import ProcessSet
 from ..world.ranks import rank, size
 
 __all__ = ("JoinedTraining",)
@@ -38,8 +39,13 @@ class JoinedTraining:
             self._throw()
         return join()
 
-    def torch_hook(self, overwrite: Callable[[int], None], **kwargs: Any) -> Any:
-        """Return a JoinHook of torch. overwrite: copies parameters and buffers of a rank to all ranks."""
+    def torch_hook(
+        self, overwrite: Callable[[int], None], process_set: ProcessSet, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return a JoinHook of torch.
+
+        overwrite: copies parameters and buffers of a rank to all others in `process_set`. kwargs: those of Join.
+        """
         if not flag("divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)):
             raise ValueError(
                 "`divide_by_initial_world_size` must be True in torch's Join, but is False instead. Use the method "
@@ -48,7 +54,7 @@ class JoinedTraining:
 
         def end(is_last: bool) -> None:
             candidate = torch.tensor([rank() if is_last else -1])
-            overwrite(int(allreduce(candidate, op=Max, name="join.last")))
+            overwrite(int(allreduce(candidate, op=Max, name="join.last", process_set=process_set)))
 
         return join_hook(self._combiner.shadow, end)
 

@@ -34,5 +34,4 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
         "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
         "is_multi_device_module": int(wrapper.is_multi_device_module),
-        "iteration": 0,
     }

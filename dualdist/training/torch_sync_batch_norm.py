@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..backends.torch_interface import world_group
+from ..world.context import current
 
 __all__ = ("check_sync_batch_norms", "layers_with")
 
@@ -18,6 +19,8 @@ def check_sync_batch_norms(parts: Iterable[torch.nn.Module]) -> None:
     Such a layer needs a process group of torch and a GPU: it raises on the CPU, and without a group it silently uses
     its own batch (torch/nn/modules/batchnorm.py, SyncBatchNorm.forward).
     """
+    if world_group() is None and current().world.size == 1:
+        return
     for part in parts:
         if not isinstance(part, torch.nn.SyncBatchNorm):
             continue
@@ -39,8 +42,7 @@ def layers_with(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
             layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
         ]
 
-    layers = found()
-    if layers:
-        gc.collect()  # layers that were converted may be garbage
-        layers = found()
-    return layers
+    if not found():
+        return []
+    gc.collect()  # layers that were converted may be garbage
+    return found()

@@ -76,6 +76,7 @@ def test_a_model_is_wrapped_in_one_style_only() -> None:
     mean_of_ranks(hvd.DistributedDataParallel(model))
 
 
+@pytest.mark.ranks(2, 3)
 @everywhere
 def test_sync_batch_norm_of_torch_is_refused_in_both_styles() -> None:
     model: nn.Module = nn.Sequential(nn.Linear(1, 2), nn.SyncBatchNorm(2))
@@ -103,6 +104,19 @@ def test_what_cannot_be_wrapped_is_refused_and_the_next_model_works() -> None:
     for model in (nn.Tanh(), linear().requires_grad_(False)):
         with pytest.raises(RuntimeError, match="must have a parameter that requires a gradient"):
             hvd.DistributedDataParallel(model)
+    mean_of_ranks(hvd.DistributedDataParallel(linear()))
+
+
+@pytest.mark.world_kinds("torch-gloo")
+@everywhere
+def test_a_model_that_fully_shard_has_changed_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = linear(2 * hvd.size())
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (hvd.size(),)))
+    with pytest.raises(TypeError, match="'weight' is a DTensor"):
+        hvd.DistributedDataParallel(sharded)
     mean_of_ranks(hvd.DistributedDataParallel(linear()))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,27 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+@pytest.mark.world_kinds("torch-gloo")
+@everywhere
+def test_distributed_checkpoints_that_are_saved_meanwhile_load_into_the_bare_model(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    path = hvd.broadcast_object(str(tmp_path), 0)
+    wrapped = hvd.DistributedDataParallel(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)))
+    expected = copy.deepcopy(dict(get_model_state_dict(wrapped)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its storage
+        future: Any = dcp.async_save({"model": get_model_state_dict(wrapped)}, checkpoint_id=path)
+        future.result()
+        zeroed(wrapped)
+        bare = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        dcp.load({"model": bare.state_dict()}, checkpoint_id=path)
+        assert same(bare.state_dict(), expected)
+        dcp.load({"model": get_model_state_dict(wrapped)}, checkpoint_id=path)
+        assert same(wrapped.module.state_dict(), expected)
 
 
 def pickled(module: nn.Module) -> Any:
@@ -144,10 +167,12 @@ def test_a_copy_joins_the_world_when_its_gradients_are_combined(copied: Any) -> 
     made = copied(wrapped)
     assert type(made) is type(wrapped) and not made.broadcast_buffers
     assert same(made.state_dict(), wrapped.state_dict())
+    assert "in no world" in repr(made) and "in no world" not in repr(wrapped)
     if hvd.rank() == 0:  # local, until the first backward
         made(torch.ones(1, 1))
     made(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
     assert made.module.weight.grad.item() == (hvd.size() + 1) / 2
+    assert "in no world" not in repr(made)
     assert wrapped.module.weight.grad is None
 
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import traceback
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,11 @@ def main() -> int:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        json.dump(run_here(options.tests, options.own), sys.stderr)
+        run_here(options.tests, options.own)
         return 0
     wrong = False
     for size in options.ranks:
-        results = run(size, options.tests, options.own)
-        for name, result in results.items():
-            print(f"{size} ranks: {name}: {result}")
+        results = run(size, options.tests, options.own, lambda *found: print(*found, sep=": ", flush=True))
         passed = sum(result == "passed" for result in results.values())
         print(f"{size} ranks: {passed} of {len(results)} passed")
         if not options.own:
@@ -77,8 +76,14 @@ def differences(size: int, results: dict[str, str]) -> list[str]:
     ]
 
 
-def run(size: int, tests: list[str], own: bool = False) -> dict[str, str]:
-    """Return the result of each test on `size` ranks: "passed", "skipped", or the last line of the error."""
+def run(
+    size: int, tests: list[str], own: bool = False, report: Callable[[str, str], None] = lambda *_: None
+) -> dict[str, str]:
+    """Return the result of each test on `size` ranks: "passed", "skipped", or the last line of the error.
+
+    report: called with each name and result at once.
+    """
+    results: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("barrier", "test_dir", "init_dir"):
             (Path(folder) / name).mkdir()
@@ -91,25 +96,28 @@ def run(size: int, tests: list[str], own: bool = False) -> dict[str, str]:
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TIMEOUT_SECONDS),
         }
         command = [sys.executable, __file__, "--worker", str(size), *(["--own"] if own else []), *tests]
-        output = Path(folder) / "results.json"
-        with output.open("w") as results:
-            ended = subprocess.run(
-                command,
-                env={**os.environ, **settings},
-                stdout=subprocess.DEVNULL,
-                stderr=results,
-                check=False,
+        output = Path(folder) / "errors.txt"
+        with output.open("w") as errors:
+            worker = subprocess.Popen(
+                command, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        text = output.read_text()
-    try:
-        found: dict[str, str] = json.loads(text.splitlines()[-1])
-    except (IndexError, ValueError):
-        raise RuntimeError(f"The tests ended with {ended.returncode}:\n{text}") from None
-    return found
+        with worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                name, _, result = line.rstrip().partition(": ")
+                if name.startswith("test_"):  # Gloo writes its own lines
+                    report(name, result)
+                    results[name] = result
+        if worker.returncode:
+            raise RuntimeError(f"The tests ended with {worker.returncode}:\n{output.read_text()}")
+    return results
 
 
-def run_here(tests: list[str], own: bool) -> dict[str, str]:
-    """Run torch's tests in processes that are forked from this one. The variables are those that `run` sets."""
+def run_here(tests: list[str], own: bool) -> None:
+    """Run torch's tests in processes that are forked from this one. Print the results.
+
+    The variables are those that `run` sets.
+    """
     from torch.testing._internal import common_distributed
 
     common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
@@ -120,13 +128,11 @@ def run_here(tests: list[str], own: bool) -> dict[str, str]:
     logging.disable(logging.CRITICAL)
     case = forked_case(distributed_test, own)
     names = tests or [name for name in dir(case) if is_about_ddp(name, getattr(case, name))]
-    results = {}
     for name in names:
         result = unittest.TestResult()
         with contextlib.redirect_stdout(io.StringIO()):
             case(name).run(result)
-        results[name] = outcome(result)
-    return results
+        print(f"{name}: {outcome(result)}", flush=True)
 
 
 def is_about_ddp(name: str, test: Any) -> bool:
