@@ -37,7 +37,7 @@ class Request(Result[T]):
     @functools.cached_property
     def listed(self) -> Entry:
         """The entry as other members see it in a list of pending calls: without its data."""
-        return replace(self.entry, call=replace(self.entry.call, payload=b""), issued=self._issued)
+        return self.entry._replace(call=replace(self.entry.call, payload=b""), issued=self._issued)
 
     @property
     def call(self) -> Call:

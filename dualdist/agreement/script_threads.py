@@ -6,12 +6,11 @@ blocked and no call is pending on all of them, no call can ever run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import sysconfig
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
@@ -27,19 +26,24 @@ _LIBRARIES = (
 )
 
 
-@contextlib.contextmanager
-def waiting_for(request: object) -> Iterator[None]:
-    """Record that this thread waits for `request` in the `with` block, also inside another such block."""
-    thread = threading.get_ident()
-    former = _waiting.get(thread)
-    try:
-        _waiting[thread] = request
-        yield
-    finally:
-        if former is None:
+class waiting_for:
+    """A context manager: in its block, also inside another such block, this thread waits for `request`."""
+
+    def __init__(self, request: object) -> None:
+        self._request = request
+        self._former: object | None = None
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        self._former = _waiting.get(thread)
+        _waiting[thread] = self._request
+
+    def __exit__(self, *raised: object) -> None:
+        thread = threading.get_ident()
+        if self._former is None:
             _waiting.pop(thread, None)
         else:
-            _waiting[thread] = former
+            _waiting[thread] = self._former
 
 
 def awaited() -> frozenset[object]:

@@ -12,7 +12,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .call import Call
 from .connections import Connections
@@ -34,8 +34,7 @@ _PAYLOAD_BYTES = 2048
 _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What one member contributes to an agreement."""
 
     state: int
@@ -46,8 +45,7 @@ class Entry:
     """When the member made the call, in nanoseconds since the epoch by its own clock."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the members do about one call; the same on every member."""
 
     call: Call | None
