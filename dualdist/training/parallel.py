@@ -21,7 +21,7 @@ from ..backends.torch_interface import (
     register_data_parallel,
     take_over_optimizers,
 )
-from ..checks import flag, number
+from ..checks import flag, number, wrong
 from ..collectives.compression import Compression
 from ..collectives.reduction import Reduction
 from ..gradients.buckets import BUCKET_BYTES
@@ -33,7 +33,7 @@ from ..world.process_sets import global_process_set, reporting
 from .compiling import not_compiled
 from .parallel_arguments import (
     bucket_groups,
-    check_unsupported,
+    check_delayed,
     checked_buffers,
     checked_caps,
     checked_device_ids,
@@ -117,7 +117,10 @@ class DistributedDataParallel(TorchInterface):
         with reporting(call_kinds.DATA_PARALLEL, process_set):
             ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             named = checked_module(module, ignored)
-            check_unsupported(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
+            if mixed_precision is not None:
+                fix = "Use torch.autocast, and torch.amp.GradScaler for float16."
+                raise wrong("mixed_precision", "None", mixed_precision, fix)
             devices = checked_device_ids(device_ids)
             copies_first, copies = checked_buffers(broadcast_buffers, forward_sync_buffers)
             init_sync = flag("init_sync", init_sync)
@@ -160,7 +163,7 @@ class DistributedDataParallel(TorchInterface):
         self._join_config = disabled_join()
         self._in_backward: list[torch.Tensor] | None = None
         """Parameters whose optimizers step in backward; None before the first forward."""
-        self._wrapped = {id(param) for param in self.module.parameters()}
+        self._wrapped = {id(param): param for param in self.module.parameters()}
         self._record_parts()
 
     def _combine_gradients(
@@ -187,11 +190,11 @@ class DistributedDataParallel(TorchInterface):
         """Make buffers equal, and check that the parameters are still those that were wrapped."""
         if self._join_config.enable:
             notify_join(self)
+        if self._in_backward is None:
+            self._take_over_optimizers()
         if not self._combiner.enabled or not torch.is_grad_enabled():
             return
         self._combiner.watch()
-        if self._in_backward is None:
-            self._take_over_optimizers()
         if self._joined is not None:
             self._joined.before_forward()
         is_changed = _identities(self._parts) != self._recorded
@@ -223,9 +226,10 @@ class DistributedDataParallel(TorchInterface):
 
     def _take_over_optimizers(self) -> None:
         """Have optimizers that step in backward step when the gradients are combined."""
-        self._in_backward = take_over_optimizers(param for _, param in self._named())
-        if self._in_backward and isinstance(self._combiner, GradSync):
-            self._combiner.after_combining = self._step_in_backward
+        self._in_backward = []
+        if isinstance(self._combiner, GradSync):
+            self._in_backward = take_over_optimizers(param for _, param in self._named())
+            self._combiner.after_combining = self._step_in_backward if self._in_backward else None
 
     def _step_in_backward(self) -> None:
         for param in self._in_backward or ():
@@ -329,12 +333,14 @@ class DistributedDataParallel(TorchInterface):
                 "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
                 "instead. Copy its `module`."
             )
-        local = ("_combiner", "_process_set", "_process_group", "_parts", "_joined", "_join_config")
+        local = ["_combiner", "_process_set", "_process_group", "_joined", "_join_config"]
+        local += ["_wrapped", "_parts", "_recorded", "_in_backward", "_requires_sync"]
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._process_set, self._process_group = global_process_set, None
+        self._requires_sync = True
         self._enter()
         self._combine_gradients(self._named(), compares_late=True)
 

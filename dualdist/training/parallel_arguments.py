@@ -10,14 +10,14 @@ import torch
 
 from ..agreement import call_kinds
 from ..backends.torch_interface import torch_data_parallel
-from ..checks import flag, instance, items, number
+from ..checks import flag, instance, items, number, wrong
 from ..gradients.grad_sync import combined_elsewhere
 from .devices import checked_device
 from .torch_sync_batch_norm import check_sync_batch_norms
 
 __all__ = (
     "bucket_groups",
-    "check_unsupported",
+    "check_delayed",
     "checked_buffers",
     "checked_caps",
     "checked_device_ids",
@@ -115,13 +115,15 @@ def bucket_groups(caps: Sequence[float], params: Sequence[torch.Tensor]) -> list
     return [group[::-1] for group in groups[::-1] if group]
 
 
-def check_unsupported(mixed_precision: Any, delayed: Any, delayed_until: Any) -> None:
-    """Raise ValueError for arguments of torch that dualdist refuses."""
-    if mixed_precision is not None:
-        raise ValueError(
-            "`mixed_precision` must be None, but is not. Use torch.autocast, and torch.amp.GradScaler for float16."
-        )
+def check_delayed(delayed: Any, delayed_until: Any, module: torch.nn.Module) -> None:
+    """Check `delay_all_reduce_named_params`, (name, parameter) pairs, and `param_to_hook_all_reduce`."""
+    name, rule = "delay_all_reduce_named_params", "a list of (name, parameter) of the module"
     if (delayed is None) != (delayed_until is None):
+        given = name if delayed_until is None else "param_to_hook_all_reduce"
         raise ValueError(
-            "`delay_all_reduce_named_params` and `param_to_hook_all_reduce` must be passed together, but only one is."
+            f"`{given}` must be passed with the other of the two arguments, but is passed alone."
         )
+    own = {id(param) for param in module.parameters()}
+    for entry in items(name, () if delayed is None else delayed, rule):
+        if not isinstance(entry, tuple | list) or len(entry) != 2 or id(entry[1]) not in own:
+            raise wrong(name, rule, entry)

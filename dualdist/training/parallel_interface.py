@@ -25,6 +25,9 @@ class TorchInterface(torch.nn.Module):
     static_graph: bool
     _process_group: Any
 
+    broadcast_bucket_size = 250 << 20
+    """In bytes. torch's functions that copy modules to all ranks take it."""
+
     @property
     def process_group(self) -> Any:
         """The `process_group` that was passed. By default torch's group of the world, else the global process set."""
@@ -84,11 +87,11 @@ class TorchInterface(torch.nn.Module):
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         """Return the state of the module, as in torch. See the class about names."""
-        if args or destination is not None:  # this wrapper is a part of another module
+        if args or destination is not None or prefix:  # this wrapper is a part of another module
             return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         state = WrappedState()
         state._metadata = {}
-        super().state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
+        super().state_dict(destination=state, keep_vars=keep_vars)
         state._wrapped_names = frozenset(state)
         return state
 
@@ -100,8 +103,8 @@ class TorchInterface(torch.nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Refuse another wrapper around this one: torch's constructor reads this attribute of its module first."""
         raise TypeError(
-            "`module` must not be distributed already, but is a dualdist.DistributedDataParallel. Frameworks that wrap "
-            "models themselves, such as Accelerate's prepare(), take the bare model, or everything but the model."
+            "`module` must not be distributed already, but is a dualdist.DistributedDataParallel. Pass "
+            "the bare model to what wraps it, or in Accelerate use prepare_model(model, evaluation_mode=True)."
         )
 
 

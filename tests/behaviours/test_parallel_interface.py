@@ -213,6 +213,13 @@ def test_delayed_parameters_are_averaged_too() -> None:
     with torch.no_grad():
         model[0].weight.fill_(1.0)
         model[1].weight.fill_(1.0)
+    with pytest.raises(ValueError, match="`delay_all_reduce_named_params` must be a list"):
+        other = linear()
+        hvd.DistributedDataParallel(
+            linear(),
+            delay_all_reduce_named_params=[("0", other.weight)],
+            param_to_hook_all_reduce=other.weight,
+        )
     mean_of_ranks(wrapped)
     assert model[1].weight.grad.item() == (hvd.size() + 1) / 2
 
@@ -227,6 +234,9 @@ def test_optimizers_in_backward_use_averaged_gradients() -> None:
         wrapped: Any = hvd.DistributedDataParallel(model) if wraps_first else None
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
         wrapped = wrapped or hvd.DistributedDataParallel(model)
+        with wrapped.no_sync():
+            wrapped(torch.zeros(1, 1)).sum().backward()
+        assert model.weight.grad.item() == model.weight.item() == 0.0
         for step in (1, 2):
             wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
             assert model.weight.grad is None
