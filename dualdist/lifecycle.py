@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .checks import configuration, flag, integer, items, path, text
+from .checks import configuration, flag, integer, items, path, text, wrong
 from .collectives.join import stand_in
-from .errors import ConfigurationError
 from .launch.copies import without_copies
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
+from .world.part import part_of_world
 from .world.process_sets import ProcessSet, forget_world, register_world
 
 __all__ = ("init", "shutdown", "start_timeline", "stop_timeline")
@@ -29,7 +29,9 @@ def init(
     """Join the world. Collective: every launched process must call it. A second call does nothing.
 
     Args:
-        comm: an mpi4py communicator of all ranks, or the list of all ranks. None: the ranks that the launcher started.
+        comm: an mpi4py communicator or a list of ranks of the launcher. None: all ranks. Its processes form the world,
+            in its order. Several worlds can exist side by side. Fewer than all ranks need mpirun and mpi4py, and use
+            Gloo or NCCL.
         process_sets: process sets to register, or "dynamic" (sets can always be added later).
         backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, else a backend that already runs in this
             process, else the usual backend of the launcher.
@@ -45,52 +47,52 @@ def init(
     if is_initialized() and not is_forked():
         return
     with configuration():
-        _check(comm, process_sets, backend, transport)
+        comm, sets = _checked(comm, process_sets, backend, transport)
     arguments = {
         "comm": comm,
-        "process_sets": process_sets,
+        "process_sets": process_sets if isinstance(process_sets, str) else sets,
         "backend": backend,
         "transport": transport,
         "init_method": init_method,
         "rank": rank,
         "world_size": world_size,
     }
-    override: dict[str, Any] = {"init_method": init_method, "rank": rank, "size": world_size}
-    if hasattr(comm, "Get_rank"):
-        override |= {"rank": comm.Get_rank(), "size": comm.Get_size()}
-    context = join_world(stand_in, backend, transport, override, without_copies(os.environ))
+    env = without_copies(os.environ)
+    with part_of_world(comm, env) as part:
+        override = {"init_method": init_method, "rank": rank, "size": world_size} | part
+        context = join_world(stand_in, backend, transport, override, env)
     context.arguments = arguments
     try:
-        _check_comm(comm, context.world.size)
-        register_world([] if process_sets is None or process_sets == "dynamic" else process_sets)  # type: ignore[arg-type]
+        register_world(sets)
         context.backend.finish_start()
     except BaseException:
         shutdown()
         raise
 
 
-def _check(comm: Any, process_sets: Any, backend: Any, transport: Any) -> None:
-    """Raise TypeError or ValueError for an argument that no world accepts. launch/arguments.py checks the others."""
-    fix = "Pass a list of all ranks or an mpi4py communicator."
+def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tuple[Any, list[Any]]:
+    """Return `comm`, a list of ranks as a list, and the process sets to register.
+
+    Raises TypeError or ValueError for an argument that no world accepts. launch/arguments.py checks the others.
+    """
+    rule, fix = "a communicator, a list of ranks or None", "Pass a list of ranks or an mpi4py communicator."
+    if isinstance(comm, str):
+        raise wrong("comm", rule, comm, "Pass names as init(backend=) and init(transport=).", TypeError)
     if comm is not None and not (hasattr(comm, "Get_rank") and hasattr(comm, "Get_size")):
-        for place, rank in enumerate(items("comm", comm, "a communicator, a list of ranks or None", fix)):
-            integer(f"comm[{place}]", rank, least=0, fix=fix)
-    if process_sets is not None and process_sets != "dynamic":
+        ranks = items("comm", comm, rule, fix)
+        comm = [integer(f"comm[{place}]", rank, least=0, fix=fix) for place, rank in enumerate(ranks)]
+    sets: list[Any] = []
+    is_dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    if process_sets is not None and not is_dynamic:
         fix = "Pass a list such as [[0, 1], [2, 3]]."
-        for process_set in items("process_sets", process_sets, 'a list of process sets, or "dynamic"', fix):
+        sets = items("process_sets", process_sets, 'a list of process sets, or "dynamic"', fix)
+        for process_set in sets:
             if not isinstance(process_set, ProcessSet) and not hasattr(process_set, "Get_group"):
                 items("process_sets", process_set, "a list of process sets or of lists of ranks", fix)
     for name, value in (("backend", backend), ("transport", transport)):
         if value is not None:
             text(name, value)
-
-
-def _check_comm(comm: Any, size: int) -> None:
-    if comm is not None and not hasattr(comm, "Get_rank") and sorted(comm) != list(range(size)):
-        raise ConfigurationError(
-            f"`comm` must name all {size} ranks, but is {sorted(comm)} instead. "
-            "Use init(process_sets=) for collectives over some of the ranks."
-        )
+    return comm, sets
 
 
 def shutdown() -> None:

@@ -60,6 +60,8 @@ class Launch:
     """Whether these processes can start MPI together. Under other launchers MPI makes a world of size 1, or fails."""
     starts_horovod: bool = False
     """Whether Horovod itself starts under this launcher: with its MPI controller if `starts_mpi`, else with Gloo."""
+    is_part: bool = False
+    """Whether the world has only some of the processes that the launcher started, because of `init(comm=)`."""
     by_launcher: bool = True
     """Whether a launcher or the arguments of `init` set the rank and the size; False for plain python."""
     ignored: tuple[str, ...] = ()

@@ -23,15 +23,18 @@ def launch_from(
 ) -> Launch:
     """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
 
-    mpi_size: as in `detect`.
+    mpi_size: as in `detect`. With `is_part` in `given`, the world has only some of the launched processes: the local
+    numbers and MPI's world are those of another world, and are left out.
     Rank and world size together need no launcher. Raises ConfigurationError when arguments are missing or
     contradict each other.
     """
+    is_part = bool(given.get("is_part"))
+    given = {field: value for field, value in given.items() if field != "is_part"}
     with configuration():
         given = _checked({field: value for field, value in given.items() if value is not None})
     if not given:
         return detect(env, mpi_size)
-    alone = given.keys() >= {"rank", "size"}
+    alone = given.keys() >= {"rank", "size"} and not is_part
     detected = Launch("init") if alone else detect(env, mpi_size)
     if detected.launcher == "python" and given.get("init_method") != "env://":
         missing = [name for field, name in _ARGUMENTS.items() if field not in given]
@@ -40,6 +43,16 @@ def launch_from(
             "None instead, and no launcher started this process. Give rank, world_size and init_method, or none."
         )
     sources = dict(detected.sources) | {field: f"init({_ARGUMENTS[field]}=)" for field in given}
+    if is_part:
+        detected = dataclasses.replace(
+            detected,
+            local_rank=None,
+            local_size=None,
+            starts_mpi=False,
+            elastic=False,
+            restarts=False,
+            is_part=True,
+        )
     launch = dataclasses.replace(detected, **given, sources=MappingProxyType(sources))
     if launch.size > 1 and launch.init_method is None and alone:
         raise ConfigurationError(

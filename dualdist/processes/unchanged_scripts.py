@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,6 +17,7 @@ from ..launch import nodes, topology
 from ..launch.copies import copied_variables
 from ..rendezvous import LOOPBACK, interface_of
 from ..rendezvous.http_store import HttpStore
+from ..rendezvous.ports import reserved_port
 from .hosts import Slot
 
 __all__ = ("serve_unchanged_scripts", "with_alias")
@@ -41,7 +41,7 @@ def serve_unchanged_scripts(
     scopes |= {f"cross_{world.local_rank}": world.cross_size for world in worlds}
     with contextlib.ExitStack() as stack:
         if first is None:
-            first, port = host, stack.enter_context(_reserved_port())
+            first, port = host, stack.enter_context(reserved_port())
         else:
             port = _LOWEST_PORT + secrets.randbelow(_PORTS)
         rendezvous = None
@@ -59,18 +59,6 @@ def serve_unchanged_scripts(
             )
             for name, world in zip(names, worlds, strict=True)
         ]
-
-
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Yield a port of this machine that the kernel gives to nobody else while the block runs.
-
-    A process can still listen on it: both sockets have SO_REUSEADDR, and this one does not listen (socket(7)).
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", 0))
-        yield int(holder.getsockname()[1])
 
 
 def with_alias(env: Mapping[str, str]) -> dict[str, str]:

@@ -219,7 +219,7 @@ class HorovodBackend(Backend):
         if launch.elastic:  # the launcher prepares its server for the new world
             return False
         usable = cls.can_start(launch, env) and not cls._launchers_server_used
-        return (launch.size > 1 or transport == "gloo") and not usable
+        return (launch.size > 1 or launch.is_part or transport == "gloo") and not usable
 
     @classmethod
     def _check_build(cls) -> None:

@@ -1,0 +1,60 @@
+"""`init(comm=)` under mpirun with some of the ranks: each group is a world of its own, on every backend."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import dualdist as hvd
+from dualdist.errors import ConfigurationError
+
+from ..helpers.requirements import need_modules
+from ..helpers.script_launch import finish
+from ..helpers.world import MPIRUN
+
+SCRIPT = "tests/helpers/part_of_world.py"
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+@pytest.mark.parametrize("form", ["split", "list", "all", "reversed"])
+def test_the_members_of_a_communicator_form_a_world(backend: str, form: str) -> None:
+    need_modules("mpi4py", *(["horovod.torch"] if backend == "horovod" else []))
+    command = [*(part.format(size=3) for part in MPIRUN), sys.executable]
+    # A fork ends without MPI_Finalize where the script itself has started MPI.
+    ended = finish([*command, SCRIPT, backend, form], forks=False)
+    assert (ended.code, ended.output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("comm", "words"),
+    [
+        ("nccl", r"`comm` must be .*'nccl' instead.*backend=.*transport="),
+        ("banana", r"`comm` must be .*'banana' instead.*backend=.*transport="),
+        ([1], r"`comm` must name ranks below 1, each once, but is \[1\]"),
+        ([0, 0], "`comm` must name ranks below 1, each once"),
+        ([], "`comm` must name ranks"),
+    ],
+)
+def test_a_wrong_communicator_is_an_error_that_names_it(comm: object, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        hvd.init(comm)
+
+
+def test_ranks_outside_the_list_and_launchers_without_mpi_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigurationError, match=r"`comm` must name this process, rank 1 of 4, but is \[0, 2\]"
+    ):
+        hvd.init(comm=[0, 2])
+    with pytest.raises(ConfigurationError, match=r"`comm` must name all 4 ranks.*mpirun.*process_sets"):
+        hvd.init(comm=iter([1, 2]))
+
+
+def test_process_sets_can_be_any_iterable_or_dynamic_in_any_case() -> None:
+    forms: tuple[Any, ...] = (iter(()), (), "Dynamic", [], None)
+    for given in forms:
+        hvd.init(process_sets=given)
+        hvd.shutdown()
