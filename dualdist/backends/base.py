@@ -172,6 +172,14 @@ class Backend(ABC):
     def store(self) -> Any | None:
         """A key-value store that all processes share (c10d's Store); None when the world has one process."""
 
+    @abstractmethod
+    def open_process_group(self) -> None:
+        """Make sure that torch.distributed has a default process group, for programs that call torch.distributed.
+
+        Its collectives run on this backend, unless the program has made one itself. `shutdown` destroys the group.
+        Collective over the world.
+        """
+
     def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers never change the hosts
         """Call `listener.on_hosts_updated(timestamp, change)` whenever the launcher changes the hosts of the job.
 

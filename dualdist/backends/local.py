@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ..errors import ConfigurationError
 from ..rendezvous import LOOPBACK
@@ -67,6 +68,8 @@ class LocalBackend(Backend):
     rank = 0
     size = 1
     address = LOOPBACK
+    _opened = False
+    """Whether `open_process_group` has made a process group."""
 
     @classmethod
     def start(
@@ -97,8 +100,15 @@ class LocalBackend(Backend):
     def built(cls) -> Mapping[str, bool | int]:
         return built_into_torch()
 
+    def open_process_group(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            self._opened = True
+
     def shutdown(self) -> None:
-        return
+        if self._opened and dist.is_initialized():
+            dist.destroy_process_group()
+        self._opened = False
 
     def new_group(self, ranks: Sequence[int]) -> Group:
         return _LocalGroup(ranks, self.rank)

@@ -308,6 +308,9 @@ class TorchBackend(Backend):
         for group in self._groups:
             group.set_timeout(timeout)
 
+    def open_process_group(self) -> None:
+        return  # it is the world
+
     def shutdown(self) -> None:
         with self._on_shutdown:
             if not dist.is_initialized():

@@ -94,6 +94,12 @@ class BucketMemory:
             view.zero_()
         return targets
 
+    @torch.no_grad()
+    def fill(self, combined: torch.Tensor) -> None:
+        """Copy what the ranks have combined, (n,) of any dtype and device, unless it is this memory."""
+        if combined.data_ptr() != self.flat.data_ptr() or combined.dtype != self.flat.dtype:
+            self.flat.copy_(combined)
+
     def set_gradients(self, kinds: bytes) -> None:
         """Make the views of this memory the gradients of those parameters whose kind is DENSE."""
         for param, combined, kind in zip(self.params, self._gradients, kinds, strict=True):

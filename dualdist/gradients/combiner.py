@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .comm_hook import CommHook
+
 __all__ = ("Combiner", "NullCombiner")
 
 
@@ -55,6 +57,9 @@ class Combiner:
 
     def set_passes(self, passes: int) -> None:
         """Set how many backward passes accumulate before gradients are combined, at least 1. Local."""
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Combine gradients by `hook`. Collective. Raises RuntimeError if there is one already."""
 
     def refuse(self, reason: str) -> None:
         """Raise ValueError with `reason` here, and HorovodInternalError in the next backward of the other ranks.

@@ -23,6 +23,7 @@ from ..backends.base import Group
 from ..types import Average
 from ..world.context import current
 from .combiner import Combiner
+from .comm_hook import CommHook
 from .options import SyncOptions
 from .reducer import Reducer
 from .tracked_parameter import TrackedParameter
@@ -240,6 +241,9 @@ class GradSync(Combiner):
         self._passes = passes
         # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
         self._counts = passes > 1 or not self._averages
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        self._reducer.register_comm_hook(hook, self._params, self)
 
     def refuse(self, reason: str) -> None:
         self._reducer.report_change(reason)

@@ -16,6 +16,7 @@ from ..collectives.reduction import Reduction
 from ..collectives.wire import reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
+from .comm_hook import CommHook
 from .tracked_parameter import TrackedParameter
 
 __all__ = ("SyncOptions",)
@@ -33,6 +34,8 @@ class SyncOptions:
     """Size of a bucket in MiB; None: DDP's sizes."""
     groups: Sequence[Sequence[int]] | None = None
     """Indices of the parameters that share a bucket; None: buckets are formed by size."""
+    comm_hook: CommHook | None = None
+    """What combines the gradients instead of an allreduce. `reduction` and `compression` then have no effect."""
     owner: Kind = call_kinds.OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
 
@@ -50,7 +53,7 @@ class SyncOptions:
         """
         sent_as_is = self.compression is Compression.none and reduction_dtype(dtype, group) is dtype
         is_safe = dtype is torch.float16 or group.size.bit_count() == 1
-        return self.reduction == Reduction(Average) and sent_as_is and is_safe
+        return self.comm_hook is None and self.reduction == Reduction(Average) and sent_as_is and is_safe
 
     def describe(self, params: Sequence[TrackedParameter]) -> tuple[tuple[str, Any], ...]:
         """Return (name, value) pairs that must be equal on all ranks, the layout of `params` first."""
@@ -67,4 +70,5 @@ class SyncOptions:
             ("groups", self.groups and tuple(map(tuple, self.groups))),
             ("bucket_cap_mb", self.bucket_cap_mb),
             ("sparse_as_dense", self.sparse_as_dense),
+            ("comm_hook", self.comm_hook and self.comm_hook.name),
         )

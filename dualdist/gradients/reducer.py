@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ from ..world.process_sets import channel_of
 from .announcement import announce, announcement, settle
 from .bucket_memory import BucketMemory
 from .buckets import lay_out
+from .comm_hook import CommHook, HookQueue, HookWork
 from .contributions import DENSE, SPARSE, Contributions
+from .grad_bucket import GradBucket
 from .options import SyncOptions
 from .tracked_parameter import TrackedParameter
 
@@ -56,6 +58,15 @@ class _Sent:
     """What `decompress` needs."""
 
 
+@dataclass(frozen=True)
+class _Hooked:
+    """A bucket that a communication hook combines."""
+
+    work: Work
+    hook_work: HookWork
+    """The same as `work`, which also records the time."""
+
+
 class Reducer:
     """Reduces the gradients of some parameters over a process set.
 
@@ -64,6 +75,7 @@ class Reducer:
 
     def __init__(self, options: SyncOptions) -> None:
         self._options = options
+        self._hooks = HookQueue()
         self._sparse: set[int] = set()
         """Parameters (by index) that had a sparse gradient on some rank."""
         self.is_known = False
@@ -87,6 +99,8 @@ class Reducer:
         member: a GradSync; it takes part with zeros after this rank has called `join`. Raises CollectiveMismatchError.
         """
         options = self._options
+        if options.comm_hook is not None:
+            current().backend.open_process_group()
         call = Call(options.owner, options.describe(params), site=call_site())
         channel_of(options.process_set).run(call, lambda group, verdict: None)
         if not self.is_known:
@@ -95,9 +109,22 @@ class Reducer:
             known.append(member)
             self.is_known = True
 
+    def register_comm_hook(self, hook: CommHook, params: Sequence[TrackedParameter], member: object) -> None:
+        """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""
+        if self._options.comm_hook is not None:
+            raise RuntimeError("A communication hook can be registered only once.")
+        before, self._options = self._options, replace(self._options, comm_hook=hook)
+        try:
+            if self.is_known:
+                self.enter_world(params, member)
+        except BaseException:
+            self._options = before
+            raise
+
     def forget_world(self) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
         self.is_known = False
+        self._hooks = HookQueue()
         self._buckets_sent = 0
         self._sparse = set()
         self.lay_out(self._params)
@@ -126,7 +153,7 @@ class Reducer:
     def start_over(self) -> None:
         """Prepare for the next backward."""
         self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._works: list[_Sent] = []
+        self._works: list[_Sent | _Hooked] = []
         """For each bucket that was sent, in order."""
         self._kinds: list[bytes] = []
         """For each bucket that was sent, the kinds that this rank contributes, see Contributions."""
@@ -142,6 +169,7 @@ class Reducer:
         if self._missing[place] == 0:
             while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
                 self._send_next()
+        self._hooks.advance()
 
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._works)
@@ -152,18 +180,33 @@ class Reducer:
         is_new = [not self.reduced or param.passes > 0 for param in memory.params]
         kinds = memory.pack(grads, is_new, factor)
         self._kinds.append(kinds)
+        self._buckets_sent += 1
+        if self._options.comm_hook is not None:
+            self._works.append(self._start_hook(self._options.comm_hook, place, memory))
+            return
         if self.sets_early:
             memory.set_gradients(kinds)
+        self._works.append(self._start_allreduce(group, place, memory))
+
+    def _start_hook(self, hook: CommHook, place: int, memory: BucketMemory) -> _Hooked:
+        is_last = place == len(self._buckets) - 1
+        bucket = GradBucket(place, memory.flat, self._buckets[place].slots, memory.params, is_last)
+        work = self._hooks.submit(hook, bucket)
+        return _Hooked(self._recorded(work, place, memory), work)
+
+    def _start_allreduce(self, group: Group, place: int, memory: BucketMemory) -> _Sent:
         compressed, context = self._options.compression.compress(memory.flat)
         dtype = reduction_dtype(compressed.dtype, group)
         wire = compressed.to(group.wire_device(memory.flat.device), dtype)
         scale_(wire, self._options.reduction.prescale_factor)
-        tag = f"{self._id}.{place}"
-        work = group.allreduce_(wire, Sum, tag=tag)
-        self._buckets_sent += 1
-        names = (self._params[slot.param].name for slot in bucket.slots)
-        recorded = current().timeline.recorded(work, f"gradients.{tag}", names, memory.flat.device.type)
-        self._works.append(_Sent(wire, recorded, compressed.dtype, context))
+        work = group.allreduce_(wire, Sum, tag=f"{self._id}.{place}")
+        return _Sent(wire, self._recorded(work, place, memory), compressed.dtype, context)
+
+    def _recorded(self, work: Work, place: int, memory: BucketMemory) -> Work:
+        names = (param.name for param in memory.params)
+        return current().timeline.recorded(
+            work, f"gradients.{self._id}.{place}", names, memory.flat.device.type
+        )
 
     def _memory_of(self, place: int) -> BucketMemory:
         if place in self._memory and self._memory[place].is_in_use():
@@ -193,15 +236,18 @@ class Reducer:
         return grad
 
     def abandon(self, index: int) -> bool:
-        """Wait for what was sent, and start over. Return whether that overwrote the gradient at `index`."""
+        """End the sending of what was sent, and start over. Return whether that overwrote the gradient at `index`."""
 
         def wait() -> None:
             for sent in self._works:
                 sent.work.wait()
 
-        channel_of(self._options.process_set).receive(self._announcement(), wait)
         place = self._bucket_of[index]
         overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
+        if self._options.comm_hook is None:
+            channel_of(self._options.process_set).receive(self._announcement(), wait)
+        else:  # another rank may call its next hooks only after the announcement
+            self.release_memory()
         self.start_over()
         return overwritten
 
@@ -288,15 +334,14 @@ class Reducer:
         reduction = self._options.reduction
         for (place, bucket), sent in zip(enumerate(self._buckets), self._works, strict=True):
             sent.work.wait()
-            memory, wire = self._memory[place], sent.wire
-            divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
-            factor = reduction.postscale_factor / (group.size if divides else 1)
-            scale_(wire, factor * self._correction(group))
-            if not self._options.only_casts:
-                compressed = wire.to(memory.flat.device, sent.dtype)
-                memory.flat.copy_(self._options.compression.decompress(compressed, sent.context))
-            elif wire.data_ptr() != memory.flat.data_ptr():
-                memory.flat.copy_(wire)
+            memory = self._memory[place]
+            if isinstance(sent, _Hooked):
+                if keep:
+                    memory.fill(sent.hook_work.result())
+            else:
+                divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
+                factor = reduction.postscale_factor / (group.size if divides else 1)
+                self._finish_allreduce(sent, memory, factor * self._correction(group))
             kinds = self._contributions.combined[place]
             if settled and max(kinds) & SPARSE:
                 sparse.update(
@@ -317,6 +362,15 @@ class Reducer:
         if not self.divides_by_active or self._options.reduction.op != Average:
             return 1.0
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
+
+    def _finish_allreduce(self, sent: _Sent, memory: BucketMemory, factor: float) -> None:
+        """Scale the sum by `factor`, and write it to `memory`."""
+        scale_(sent.wire, factor)
+        if not self._options.only_casts:
+            compressed = sent.wire.to(memory.flat.device, sent.dtype)
+            memory.fill(self._options.compression.decompress(compressed, sent.context))
+        else:
+            memory.fill(sent.wire)
 
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
         contribution = self._contribution(self._params[index]) if keep else None

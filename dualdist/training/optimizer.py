@@ -19,11 +19,12 @@ from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction
 from ..gradients.adasum_step import AdasumStep
 from ..gradients.combiner import Combiner, NullCombiner
+from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Adasum, Average, Op
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
-from .optimizer_arguments import check_model, check_optimizer, grouped, named_in, numbered
+from .optimizer_arguments import check_hook_alone, check_model, check_optimizer, grouped, named_in, numbered
 
 __all__ = ("DistributedOptimizer", "SynchronizedOptimizer")
 
@@ -91,6 +92,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    comm_hook: Any = None,
 ) -> SynchronizedOptimizer:
     """Make `optimizer` combine gradients over the ranks, and return it.
 
@@ -110,6 +112,9 @@ def DistributedOptimizer(
         num_groups: deprecated, use `groups`.
         groups: parameters that are sent together: a number of groups, or lists of parameters. None: by size.
         sparse_as_dense: send sparse gradients as dense ones.
+        comm_hook: a communication hook as for torch's DistributedDataParallel.register_comm_hook, or a tuple (state,
+            hook). It combines each bucket instead of the allreduce, and divides; see docs/training.md. Its name must be
+            equal on all ranks. Without the other options about how gradients are combined.
 
     Raises:
         ValueError: an argument is wrong on this rank, or the model has a torch.nn.SyncBatchNorm that cannot work.
@@ -126,6 +131,9 @@ def DistributedOptimizer(
             )
         passes = integer("backward_passes_per_step", backward_passes_per_step, least=1)
         sparse_as_dense = flag("sparse_as_dense", sparse_as_dense)
+        hook = checked_comm_hook(comm_hook)
+        if hook is not None:
+            check_hook_alone(op, factor, compression)
         named = named_in(optimizer, named_parameters)
         check_model([param for _, param in named])
         members = grouped(groups, num_groups, [param for _, param in named])
@@ -134,7 +142,9 @@ def DistributedOptimizer(
         combiner = AdasumStep(optimizer, compression, process_set)
     elif process_set.included():
         reduction = Reduction(op, 1.0 / factor, factor)
-        options = SyncOptions(reduction, compression, process_set, sparse_as_dense, groups=members)
+        options = SyncOptions(
+            reduction, compression, process_set, sparse_as_dense, groups=members, comm_hook=hook
+        )
         combiner = GradSync(named, options, optimizer, passes)
     combiner.fill()  # as Horovod does: scripts may read gradients before the first backward
     base = type(optimizer)

@@ -10,12 +10,12 @@ import torch
 
 from ..agreement import call_kinds
 from ..checks import instance, integer, items, number, reduce_op, wrong
-from ..collectives.compression import check_compression
+from ..collectives.compression import Compression, check_compression
 from ..gradients.grad_sync import combined_elsewhere
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Sum
 from .torch_sync_batch_norm import check_sync_batch_norms, layers_with
 
-__all__ = ("check_model", "check_optimizer", "grouped", "named_in", "numbered")
+__all__ = ("check_hook_alone", "check_model", "check_optimizer", "grouped", "named_in", "numbered")
 
 
 def check_optimizer(
@@ -48,6 +48,15 @@ def check_model(params: Sequence[torch.Tensor]) -> None:
             f"`optimizer` must not have parameters of a {other}, but does. Use either style, not both for one model."
         )
     check_sync_batch_norms(layers_with(params))
+
+
+def check_hook_alone(op: int, factor: float, compression: Any) -> None:
+    """Raise ValueError if options are set that a communication hook replaces."""
+    if (op, factor, compression) != (Average, 1.0, Compression.none):
+        raise ValueError(
+            "`op`, `gradient_predivide_factor` and `compression` must not be set with `comm_hook`, but are. The hook "
+            "decides how gradients are combined."
+        )
 
 
 def named_in(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ subclass of torch's class, which is built around a Reducer in C++; but isinstanc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from ..collectives.compression import Compression
 from ..collectives.reduction import Reduction
 from ..gradients.buckets import BUCKET_BYTES
 from ..gradients.combiner import Combiner, NullCombiner
+from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average
@@ -262,6 +263,17 @@ class DistributedDataParallel(TorchInterface):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Combine gradients by a communication hook, as in torch, on any backend; see docs/training.md. Collective.
+
+        The hook gets `state` and a bucket of gradients, which it must divide by the number of ranks itself. Raises
+        CollectiveMismatchError when the ranks register different hooks, RuntimeError when one is registered already.
+        """
+        with reporting(call_kinds.DATA_PARALLEL, self._process_set):
+            checked = checked_comm_hook((state, hook))
+        if checked is not None:
+            self._combiner.register_comm_hook(checked)
 
     # Uneven inputs
 

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ from ..base import Backend, Group, Work
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
 from .installed import real_horovod
+from .process_group import NAME, HorovodProcessGroup
 from .rendezvous import GlooRendezvous, serve_rendezvous
 
 with real_horovod():
@@ -138,6 +140,9 @@ class HorovodBackend(Backend):
     keeps the addresses of the first: it forgets which ranks have finished in one scope as soon as another scope is
     complete (horovod/runner/http/http_server.py:132)."""
 
+    _opened: HorovodBackend | None = None
+    """The backend whose `open_process_group` has made torch.distributed's default group."""
+
     _notifications = WorkerNotificationManager()
     """Receives horovodrun's messages about changed hosts. It listens on one port for the life of the process."""
 
@@ -158,6 +163,7 @@ class HorovodBackend(Backend):
         self._adopted = adopted
         self._elastic = launch.elastic
         self._sets = _process_sets()
+        self._process_group_numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
         self._store: dist.Store | None = None
         self.address = LOOPBACK
         if self.size > 1:
@@ -291,8 +297,44 @@ class HorovodBackend(Backend):
         for group in self._groups:
             group.timeout = self._timeout
 
+    def open_process_group(self) -> None:
+        if dist.is_initialized():
+            return
+        if NAME not in dist.Backend.backend_list:
+            devices = ["cpu", "cuda"] if hvd.nccl_built() else ["cpu"]
+            dist.Backend.register_backend(NAME, _create_process_group, extended_api=True, devices=devices)
+        HorovodBackend._opened = self
+        store = dist.HashStore() if self._store is None else dist.PrefixStore("process_group", self._store)
+        timeout = timedelta(seconds=self._timeout)
+        dist.init_process_group(NAME, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+
+    def make_process_group(self, options: Any) -> HorovodProcessGroup:
+        """Return a process group over some ranks. Local. options: c10d's.
+
+        Raises RuntimeError unless Horovod has a process set of these ranks.
+        """
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(self.size))
+        if ranks not in self._sets:
+            raise RuntimeError(
+                f"Horovod: a process group must have the ranks of a process set, but has {list(ranks)} instead. Call "
+                f"add_process_set({list(ranks)}) before."
+            )
+        number = next(self._process_group_numbers[ranks])
+
+        def named(name: str) -> Group:
+            prefix = f"dualdist.process_group.{number}.{name}"
+            return _HorovodGroup(ranks, self.rank, self._sets[ranks], prefix, self._timeout)
+
+        return HorovodProcessGroup(
+            options.store, str(options.group_id), options.group_rank, options.group_size, named
+        )
+
     def shutdown(self) -> None:
         self._store = None
+        if HorovodBackend._opened is self:
+            HorovodBackend._opened = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
         if self._adopted or not hvd.is_initialized():
             return
         if self._controller() == "mpi":
@@ -334,6 +376,13 @@ class HorovodBackend(Backend):
             "gloo_enabled": hvd.gloo_enabled(),
             "mpi_threads_supported": threads,
         }
+
+
+def _create_process_group(options: Any, backend_options: object = None) -> HorovodProcessGroup:
+    opened = HorovodBackend._opened
+    if opened is None:
+        raise RuntimeError("Horovod: a process group needs a world that runs on Horovod. Call init() first.")
+    return opened.make_process_group(options)
 
 
 def _has_mpi_controller(launch: Launch) -> bool:
