@@ -12,6 +12,7 @@ import torch
 __all__ = (
     "bind",
     "count",
+    "current_stream",
     "get_rng_state",
     "is_started",
     "kind",
@@ -45,6 +46,11 @@ def visible() -> tuple[str, ...]:
 def bind(device: torch.device) -> None:
     """Make `device` the current one of this thread."""
     torch.accelerator.set_device_index(device.index)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream of this thread on `device`; None for the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def is_started() -> bool:

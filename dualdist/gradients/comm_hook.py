@@ -1,12 +1,15 @@
 """Communication hooks: functions of the user that combine the gradients of a bucket, with torch's interface.
 
 A hook may run several collectives for a bucket, the later ones in callbacks of the earlier ones (PowerSGD). So that all
-ranks run them in the same order, a bucket's hook is called when that of the bucket before has finished. Nothing waits
-for this before the ranks have announced the reduction: a rank that has called `join` takes part only after that.
+ranks run them in the same order, a bucket's hook is called when that of the bucket before has finished. Hooks run in a
+thread: they may wait for other ranks, but backward must not wait before the ranks have announced the reduction. A rank
+that has called `join` takes part only after that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .. import accelerator
 from ..backends.base import Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
@@ -51,40 +55,36 @@ def checked_comm_hook(comm_hook: Any) -> CommHook | None:
 class HookWork(Work):
     """A bucket that a hook combines, or is going to combine."""
 
-    def __init__(self, queue: HookQueue, hook: CommHook, bucket: GradBucket) -> None:
-        self._queue = queue
+    def __init__(self, hook: CommHook, bucket: GradBucket) -> None:
         self._hook = hook
         self._bucket = bucket
-        self.future: Any = None
-        """What the hook has returned; None before it is called."""
+        self._device = bucket.buffer().device
+        self._stream = accelerator.current_stream(self._device)
+        self._ended = threading.Event()
+        self._result: torch.Tensor | None = None
+        self._failure: Exception | None = None
+        self.error: Exception | None = None
+        """What the hook has raised, unless it is a failure of the communication, which `wait` raises."""
 
-    def start(self) -> None:
-        """Call the hook. Raises what the hook raises, TypeError unless it returns a Future."""
-        future = self._hook.hook(self._hook.state, self._bucket)
-        if not isinstance(future, torch._C.Future):
-            raise TypeError(
-                f"`comm_hook` must return a torch.futures.Future, but {self._hook.name} returned a "
-                f"{type(future).__name__} instead."
-            )
-        self.future = future
-
-    def wait(self) -> None:
-        self._queue.run_until(self)
+    def run(self) -> None:
+        """Call the hook, and wait for its result."""
         try:
-            self.future.wait()
-        except HorovodInternalError:
-            raise
-        except Exception as error:  # torch passes on what a callback raised as a RuntimeError
-            raise HorovodInternalError(
-                f"communication hook {self._hook.name} failed in bucket {self._bucket.index()}: {error}"
-            ) from error
+            with torch.no_grad(), self._stream or contextlib.nullcontext():
+                future = self._hook.hook(self._hook.state, self._bucket)
+                if not isinstance(future, torch._C.Future):
+                    raise TypeError(
+                        f"`comm_hook` must return a torch.futures.Future, but {self._hook.name} returned "
+                        f"{type(future).__name__} instead."
+                    )
+                self._result = self._checked(future.wait())
+        except RuntimeError as error:  # a future turns what its callbacks raise into one
+            self._failure = error
+        except Exception as error:
+            self.error = error
+        self._ended.set()
 
-    def done(self) -> bool:
-        return self.future is not None and bool(self.future.done())
-
-    def result(self) -> torch.Tensor:
-        """Return the combined gradients, (n,), after `wait`. Raises ValueError if the hook returned something else."""
-        value, expected = self.future.value(), self._bucket.buffer()
+    def _checked(self, value: Any) -> torch.Tensor:
+        expected = self._bucket.buffer()
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         if not isinstance(value, torch.Tensor) or value.numel() != expected.numel():
@@ -95,36 +95,50 @@ class HookWork(Work):
             )
         return value.reshape(-1)
 
+    def wait(self) -> None:
+        self._ended.wait()
+        current = accelerator.current_stream(self._device)
+        if current is not None and self._stream is not None:
+            current.wait_stream(self._stream)
+        if isinstance(self._failure, HorovodInternalError):
+            raise self._failure
+        if self._failure is not None:
+            raise HorovodInternalError(
+                f"communication hook {self._hook.name} failed in bucket {self._bucket.index()}: {self._failure}"
+            ) from self._failure
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """The combined gradients, (n,), after `wait`; None if the hook raised an error."""
+        return self._result
+
 
 class HookQueue:
-    """Runs hooks one after the other, in the order of the buckets."""
+    """Runs hooks in a thread, one after the other, in the order of the buckets."""
 
     def __init__(self) -> None:
         self._waiting: deque[HookWork] = deque()
-        self._current: HookWork | None = None
+        self._lock = threading.Lock()
+        self._is_running = False
 
     def submit(self, hook: CommHook, bucket: GradBucket) -> HookWork:
-        """Queue `bucket`. Call its hook at once if the one before has finished."""
-        work = HookWork(self, hook, bucket)
-        self._waiting.append(work)
-        self.advance()
+        """Queue `bucket`."""
+        work = HookWork(hook, bucket)
+        with self._lock:
+            self._waiting.append(work)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="dualdist-comm-hook", daemon=True).start()
         return work
 
-    def advance(self) -> None:
-        """Call hooks until one of them needs time. Does not wait."""
-        while self._waiting and (self._current is None or self._current.done()):
-            self._start_next()
-
-    def run_until(self, work: HookWork) -> None:
-        """Call hooks until that of `work` is called. Waits for those before it."""
-        while work.future is None:
-            if work not in self._waiting:
-                raise HorovodInternalError("a communication hook has failed before")
-            if self._current is not None:
-                self._current.wait()
-            self._start_next()
-
-    def _start_next(self) -> None:
-        self._current, work = None, self._waiting.popleft()
-        work.start()
-        self._current = work
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                work = self._waiting.popleft()
+            work.run()

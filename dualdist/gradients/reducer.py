@@ -157,6 +157,8 @@ class Reducer:
         """For each bucket that was sent, in order."""
         self._kinds: list[bytes] = []
         """For each bucket that was sent, the kinds that this rank contributes, see Contributions."""
+        self._hook_error: Exception | None = None
+        """What a communication hook has raised on this rank."""
         self._changes: list[str] = []
         """Descriptions of the parameters that were moved or replaced."""
 
@@ -169,7 +171,6 @@ class Reducer:
         if self._missing[place] == 0:
             while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
                 self._send_next()
-        self._hooks.advance()
 
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._works)
@@ -246,7 +247,7 @@ class Reducer:
         overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
         if self._options.comm_hook is None:
             channel_of(self._options.process_set).receive(self._announcement(), wait)
-        else:  # another rank may call its next hooks only after the announcement
+        else:  # other ranks may take part only after the announcement
             self.release_memory()
         self.start_over()
         return overwritten
@@ -279,6 +280,8 @@ class Reducer:
         changes = self._changes
         self._receive(call, keep=not wrong, settled=not wrong)
         self._check_unchanged(changes, wrong)
+        if self._hook_error is not None:
+            raise self._hook_error
         self.reduced = True
 
     def _announcement(self) -> Call:
@@ -336,8 +339,9 @@ class Reducer:
             sent.work.wait()
             memory = self._memory[place]
             if isinstance(sent, _Hooked):
-                if keep:
-                    memory.fill(sent.hook_work.result())
+                self._hook_error = self._hook_error or sent.hook_work.error
+                if keep and sent.hook_work.result is not None:
+                    memory.fill(sent.hook_work.result)
             else:
                 divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
                 factor = reduction.postscale_factor / (group.size if divides else 1)

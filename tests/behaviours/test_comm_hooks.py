@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _hook_then_optimizer,
+    _OptimizerHookState,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import dualdist as hvd
 
@@ -108,6 +114,222 @@ def test_hooks_of_torch_give_the_numbers_of_torch(name: str, style: str) -> None
         )
         weights = train(model, optimizer)
     for ours, theirs in zip(weights, torch_weights(make_state, hook), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     if name not in ("noop", "post-local SGD"):
         check_equal_on_all_ranks(weights)
+
+
+@everywhere
+def test_power_sgd_sends_fewer_bytes() -> None:
+    def bytes_sent(hook: Callable[..., Any], state: Any) -> int:
+        sent = 0
+
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            sent += tensor.nbytes
+            return all_reduce(tensor, *args, **kwargs)
+
+        all_reduce = dist.all_reduce
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4, bias=False))
+        torch.manual_seed(hvd.rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        hvd.DistributedOptimizer(optimizer, comm_hook=(state, hook))
+        with mock.patch.object(dist, "all_reduce", counted):
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                model(torch.randn(2, 64)).square().mean().backward()
+                optimizer.step()
+        check_equal_on_all_ranks([param.detach() for param in model.parameters()])
+        return sent
+
+    numel = 64 * 64 + 64 * 4
+    assert bytes_sent(default_hooks.allreduce_hook, None) == STEPS * numel * 4
+    ranks = 2 * (64 + 64) + 2 * (64 + 4)  # P and Q of both weights, of rank 2
+    assert bytes_sent(powerSGD_hook.powerSGD_hook, power_sgd(None)) == (2 * numel + (STEPS - 2) * ranks) * 4
+
+
+def recording(seen: list[tuple[Any, ...]]) -> Callable[..., Any]:
+    """Return an allreduce hook that records the buckets."""
+
+    def recording_hook(state: Any, bucket: Any) -> Any:
+        shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
+        assert shapes == [tuple(param.shape) for param in bucket.parameters()]
+        assert sum(gradient.numel() for gradient in bucket.gradients()) == bucket.buffer().numel()
+        seen.append((bucket.index(), shapes, bucket.is_last()))
+        return default_hooks.allreduce_hook(state, bucket)
+
+    return recording_hook
+
+
+def mean() -> float:
+    return (hvd.size() + 1) / 2
+
+
+@everywhere
+def test_buckets_are_combined_in_order() -> None:
+    small, large = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, 4))
+    seen: list[tuple[Any, ...]] = []
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([large, small], lr=1.0), groups=[[large], [small]], comm_hook=recording(seen)
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((large.sum() + small.sum()) * (hvd.rank() + 1)).backward()
+        assert torch.equal(small.grad, torch.full((2,), mean()))  # type: ignore[arg-type]
+        assert torch.equal(large.grad, torch.full((3, 4), mean()))  # type: ignore[arg-type]
+        optimizer.step()
+    assert seen == 3 * [(0, [(2,)], False), (1, [(3, 4)], True)]
+
+
+@everywhere
+def test_joined_ranks_take_part() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), comm_hook=default_hooks.allreduce_hook
+    )
+    expected = 0.0
+    for step in range(2 * hvd.rank() + 1):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        expected -= sum(step <= 2 * rank for rank in range(hvd.size())) / hvd.size()
+        torch.testing.assert_close(weight.detach(), torch.full((4, 4), expected))
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@everywhere
+def test_joined_ranks_take_part_in_power_sgd() -> None:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=(power_sgd(None), powerSGD_hook.powerSGD_hook)
+    )
+    train(model, optimizer, steps=3 * hvd.rank() + 4)
+    last = hvd.join()
+    for param in model.parameters():
+        assert param.isfinite().all()
+        hvd.broadcast_(param.detach(), last)
+    check_equal_on_all_ranks(train(model, optimizer, steps=3))
+
+
+@everywhere
+def test_accumulation() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2, comm_hook=default_hooks.allreduce_hook
+    )
+    for number in (1, 2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (weight.sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        assert weight.tolist() == [-2 * number * mean()] * 3
+
+
+@everywhere
+def test_unused_parameters_stay_without_a_gradient() -> None:
+    used, unused, first = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    model = hvd.DistributedDataParallel(nn.ParameterList([used, unused, first]))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    loss = used.sum() + (first.sum() if hvd.rank() == 0 else 0)
+    (loss * (hvd.rank() + 1)).backward()
+    assert used.grad is not None and first.grad is not None and unused.grad is None
+    assert used.grad.tolist() == [mean()] * 2 and first.grad.tolist() == pytest.approx([1 / hvd.size()] * 2)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_different_hooks_are_an_error_on_every_rank() -> None:
+    model = hvd.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    with pytest.raises(hvd.CollectiveMismatchError, match="comm_hook"):
+        model.register_comm_hook(None, noop_hook if hvd.rank() == 0 else default_hooks.allreduce_hook)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+    (weight,) = model.parameters()
+    assert weight.grad is not None and weight.grad.tolist() == [[mean()] * 2]
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_another_call_on_one_rank_is_an_error_and_the_next_call_works() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), comm_hook=default_hooks.allreduce_hook
+    )
+    with pytest.raises(hvd.CollectiveMismatchError):
+        if hvd.rank() == 0:
+            hvd.allreduce(torch.ones(2))
+        else:
+            weight.sum().backward()
+    optimizer.zero_grad()
+    (weight.sum() * (hvd.rank() + 1)).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [mean()] * 3
+
+
+@everywhere
+def test_wrong_hooks_are_refused() -> None:
+    def returning(value: Any) -> Callable[..., Any]:
+        return lambda state, bucket: value
+
+    def optimizer(weight: nn.Parameter, **options: Any) -> Any:
+        return hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **options)
+
+    weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(TypeError, match="`comm_hook` must be a communication hook, but is 3 instead"):
+        optimizer(weight, comm_hook=3)
+    for options in (
+        {"op": hvd.Sum},
+        {"compression": hvd.Compression.fp16},
+        {"gradient_predivide_factor": 2.0},
+    ):
+        with pytest.raises(ValueError, match="must not be set with `comm_hook`"):
+            optimizer(weight, comm_hook=noop_hook, **options)
+    model = hvd.DistributedDataParallel(nn.Linear(2, 1))
+    model.register_comm_hook(None, noop_hook)
+    with pytest.raises(RuntimeError, match="only once"):
+        model.register_comm_hook(None, noop_hook)
+    kept = optimizer(weight, comm_hook=returning(3))
+    with pytest.raises(
+        TypeError, match=r"`comm_hook` must return a torch.futures.Future, but .* int instead"
+    ):
+        weight.sum().backward()
+    kept.zero_grad()
+
+
+@everywhere
+def test_post_local_sgd_with_an_averager_of_torch() -> None:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        comm_hook=(post_local_sgd(None), post_localSGD_hook.post_localSGD_hook),
+    )
+    averager = PeriodicModelAverager(period=4, warmup_steps=5)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for step in range(14):
+        optimizer.zero_grad()
+        inputs = torch.randn(6, 8, generator=generator)
+        (model(inputs) - inputs[:, :4]).square().mean().backward()
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+        if step < 5 or (step - 5) % 4 == 0:
+            check_equal_on_all_ranks([param.detach() for param in model.parameters()])
+
+
+class Descent:
+    """A functional optimizer, as torch's hook expects it."""
+
+    def step_param(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        param.data.sub_(grad)
+
+
+@everywhere
+def test_an_optimizer_that_steps_in_the_hook() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    model = hvd.DistributedDataParallel(nn.ParameterList([weight]))
+    state = _OptimizerHookState(Descent(), [weight])
+    model.register_comm_hook(None, _hook_then_optimizer(default_hooks.allreduce_hook, state))
+    for number in (1, 2):
+        model.zero_grad()
+        (weight.sum() * (hvd.rank() + 1)).backward()
+        assert weight.tolist() == [-number * mean()] * 3
