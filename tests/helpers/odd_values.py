@@ -131,6 +131,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "gradient_predivide_factor": accept(NUMBERS, "any factor but 0"),
         "num_groups": accept("whole huge", "deprecated: any number of groups"),
         "groups": accept("none whole huge", "any number of groups"),
+        "comm_hook": accept("none", "an allreduce"),
         "sparse_as_dense": accept("true", "a flag"),
         "device_ids": accept("none", "tensors stay where they are"),
         "output_device": accept("all", "without effect"),
