@@ -97,6 +97,29 @@ def stepped_twice() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def private_attributes(passes: int) -> list[Any]:
+    """Return what scripts read of an optimizer that combines every second pass, before and after `passes` passes."""
+    model = small_model()
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), backward_passes_per_step=2
+    )
+    found: list[Any] = [[list(wrapped._allreduce_delay.values()), len(wrapped._requires_update)]]
+    for _ in range(passes):
+        model(rows()).sum().backward()
+        found.append([list(wrapped._allreduce_delay.values()), wrapped._should_synchronize])
+    wrapped.synchronize()
+    found.append([wrapped._synchronized, list(wrapped._allreduce_delay.values()), len(wrapped._handles)])
+    with wrapped.skip_synchronize():
+        wrapped.step()
+    return [
+        *found,
+        wrapped._synchronized,
+        wrapped.op,
+        wrapped.backward_passes_per_step,
+        len(wrapped._parameter_names),
+    ]
+
+
 def averaged_by_name() -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -415,9 +438,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     "get_handler_registry": registered,
     "set_handler_registry": registered,
     "_DistributedOptimizer": lambda: [
-        optimizer._DistributedOptimizer.__name__,
-        sync_batch_norm._SyncBatchNorm.__name__,
+        optimizer._DistributedOptimizer,
+        sync_batch_norm._SyncBatchNorm,
+        private_attributes(1),
     ],
+    "_allreduce_delay": lambda: private_attributes(2),
     # Last, because the names of later unnamed calls would differ between the ranks of Horovod.
     "join": joined,
     "shutdown": lambda: [hvd.shutdown(), hvd.is_initialized(), hvd.rank()],
