@@ -98,6 +98,8 @@ class Settings:
     """If a collective waits longer, it fails."""
     start_timeout_seconds: float = 60.0
     """How long `init` waits for another rank, from the arrival of the first."""
+    shared_memory: bool = True
+    """Whether ranks of one host may share memory (backends/shared_memory). All ranks must have the same value."""
     timeline: str | None = None
     """The path of the timeline (agreement/timeline.py); None to write none."""
     timeline_mark_cycles: bool = False

@@ -57,6 +57,10 @@ class Group(ABC):
     def wire_device(self, device: torch.device) -> torch.device:
         """Return the device to which a tensor on `device` must be moved before it is sent."""
 
+    def zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return zeros, ((length,), dtype), for data that is reduced often: in memory where that is fastest. Local."""
+        return torch.zeros(length, dtype=dtype, device=device)
+
     @abstractmethod
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         """Start reducing `tensor` (1-D) in place by `op`: Sum, Min, Max or Product.

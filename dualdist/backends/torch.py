@@ -22,6 +22,7 @@ from ..errors import BackendUnavailableError, ConfigurationError, HorovodInterna
 from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
 from ..types import Launch, Max, Min, Product, Settings, Sum
 from .base import Backend, Group, Work
+from .shared_memory import HostGroup, share_host
 from .start_step import start_step
 from .store import SharedStore, open_store, share_store
 from .temporary_environment import temporary_environment
@@ -196,6 +197,7 @@ class TorchBackend(Backend):
         self._adopted = adopted
         self._groups: list[_TorchGroup] = []
         self._members_groups: list[_TorchGroup] = []
+        self._host_groups: list[HostGroup] = []
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
 
@@ -272,7 +274,7 @@ class TorchBackend(Backend):
         step = f"group {len(self._groups)}"
         with start_step(self._store, step, self.rank, self.size):
             self._groups.append(self._new_group(ranks))
-        return self._groups[-1]
+            return self._on_host(self._groups[-1])
 
     def new_members_group(self, ranks: Sequence[int]) -> Group:
         # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
@@ -284,7 +286,7 @@ class TorchBackend(Backend):
             self._members_groups.append(self._new_group(ranks, among_members=True))
         finally:
             torch_world.group_count = before
-        return self._members_groups[-1]
+        return self._on_host(self._members_groups[-1])
 
     def _new_group(self, ranks: Sequence[int], among_members: bool = False) -> _TorchGroup:
         with _wrapped():
@@ -297,6 +299,17 @@ class TorchBackend(Backend):
         own = process_group if self.rank in ranks else None
         return _TorchGroup(ranks, self.rank, own, carried_types(self._config))
 
+    def _on_host(self, group: _TorchGroup) -> Group:
+        """Return `group`, or a group that does the same in shared memory. Collective over the members."""
+        if not self._settings.shared_memory:
+            return group
+        with _wrapped():
+            host_group = share_host(group, self._timeout.total_seconds())
+        if host_group is None:
+            return group
+        self._host_groups.append(host_group)
+        return host_group
+
     def finish_start(self) -> None:
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
         if timeout == self._timeout:
@@ -307,6 +320,8 @@ class TorchBackend(Backend):
             _set_timeout(timeout, None)
         for group in self._groups:
             group.set_timeout(timeout)
+        for host_group in self._host_groups:
+            host_group.set_timeout(timeout.total_seconds())
 
     def open_process_group(self) -> None:
         return  # it is the world
@@ -320,6 +335,10 @@ class TorchBackend(Backend):
                 return
             for group in [*self._groups, *self._members_groups]:
                 group.close()
+
+    def abandon(self) -> None:
+        for group in self._host_groups:
+            group.abandon()
 
     @property
     def store(self) -> dist.Store | None:

@@ -21,9 +21,10 @@ LARGE_BYTES = 1 << 20
 class BucketMemory:
     """The memory of one bucket. All lists with one item per parameter are in the order of the bucket's slots."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[TrackedParameter]) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[TrackedParameter], flat: torch.Tensor) -> None:
+        """flat: zeros, ((bucket.length,), bucket.dtype)."""
         self.params = params
-        self.flat = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+        self.flat = flat
         self._all_dense = bytes([DENSE]) * len(params)
         # .data gives each view a version counter of its own, which TrackedParameter.count_pass needs.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]

@@ -214,7 +214,10 @@ class Reducer:
             del self._memory[place]
         if place not in self._memory:
             bucket = self._buckets[place]
-            self._memory[place] = BucketMemory(bucket, [self._params[slot.param] for slot in bucket.slots])
+            members = [self._params[slot.param] for slot in bucket.slots]
+            group = channel_of(self._options.process_set).gradients
+            flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
+            self._memory[place] = BucketMemory(bucket, members, flat)
         return self._memory[place]
 
     def is_reduced(self, param: TrackedParameter) -> bool:

@@ -1,0 +1,117 @@
+"""Allreduce as rounds: each member writes its box, all meet, and each reads the boxes.
+
+There are two sets of boxes, which the rounds use in turns. So one barrier a round is enough: a member that writes a box
+again has met the others in the round between, and these had read the box before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import pairwise
+from socket import socket
+
+import torch
+
+from ...types import Max, Min, Product, Sum
+from .memory import Memory
+from .mesh import Mesh
+
+__all__ = ("Rounds", "Steps")
+
+Steps = Iterator[socket]
+"""A collective in progress. It yields the socket for whose data it waits."""
+
+Combine = Callable[..., torch.Tensor]
+_OPS: dict[int, Combine] = {
+    Sum: torch.add,
+    Min: torch.minimum,
+    Max: torch.maximum,
+    Product: torch.mul,
+}
+_SCRATCH_BYTES = 128 << 10
+"""Sums of three and more tensors are made in parts of this size, which stay in the cache."""
+
+
+class Rounds:
+    """The allreduce of one member. All members run the same ones in the same order."""
+
+    def __init__(self, mesh: Mesh, memory: Memory, place: int, size: int) -> None:
+        self._mesh, self._memory, self._place, self._size = mesh, memory, place, size
+        self._turn = 0
+        """Which of the two sets the current round uses."""
+
+    def _of(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return the boxes of the current round, with the length and dtype of `part`."""
+        boxes = self._memory.boxes[self._turn].view(part.dtype)
+        return list(boxes[:, : len(part)].unbind())
+
+    def _meet(self) -> Steps:
+        yield from self._mesh.barrier()
+        self._turn = 1 - self._turn
+
+    def allreduce(self, tensor: torch.Tensor, op: int) -> Steps:
+        """Reduce `tensor` (1-D) in place, in the order of the places, so that all members have the same bits."""
+        found = yield from self._find_tensors(tensor)
+        if found:
+            yield from self._allreduce_in_arenas(found, _OPS[op])
+            return
+        for part in tensor.split(self._memory.box_bytes // tensor.element_size()):
+            yield from self._allreduce_in_boxes(part, _OPS[op])
+
+    def _find_tensors(self, tensor: torch.Tensor) -> Generator[socket, None, list[torch.Tensor]]:
+        """Return the tensors of all members, or none if one is not in its member's arena."""
+        first = self._turn * self._size
+        self._memory.announced[first + self._place] = self._memory.place_of(tensor)
+        yield from self._meet()
+        starts = self._memory.announced[first : first + self._size].tolist()
+        if min(starts) < 0:
+            return []
+        return [self._memory.of_member(place, start, tensor) for place, start in enumerate(starts)]
+
+    def _allreduce_in_arenas(self, tensors: Sequence[torch.Tensor], combine: Combine) -> Steps:
+        """Reduce where the tensors are: each member writes its share, and then copies those of the others."""
+        own, shares = tensors[self._place], self._shares(len(tensors[0]))
+        share = shares[self._place]
+        _combine(combine, [tensor[share] for tensor in tensors], own[share])
+        yield from self._meet()
+        for place, share in self._others(shares):
+            own[share].copy_(tensors[place][share])
+        yield from self._meet()  # from here on, the caller may change its tensor
+
+    def _allreduce_in_boxes(self, part: torch.Tensor, combine: Combine) -> Steps:
+        """Reduce a part that fits a box."""
+        boxes, shares = self._of(part), self._shares(len(part))
+        own = part[shares[self._place]]
+        for _, share in self._others(shares):
+            boxes[self._place][share].copy_(part[share])
+        yield from self._meet()
+        rows = [box[shares[self._place]] for box in boxes]
+        rows[self._place] = own
+        _combine(combine, rows, own)
+        results = self._of(part)
+        results[self._place][shares[self._place]].copy_(own)
+        yield from self._meet()
+        for place, share in self._others(shares):
+            part[share].copy_(results[place][share])
+
+    def _others(self, shares: Sequence[slice]) -> Iterator[tuple[int, slice]]:
+        return ((place, share) for place, share in enumerate(shares) if place != self._place)
+
+    def _shares(self, length: int) -> list[slice]:
+        """Return which part of `length` elements each member reduces."""
+        bounds = [length * place // self._size for place in range(self._size + 1)]
+        return [slice(*pair) for pair in pairwise(bounds)]
+
+
+def _combine(combine: Combine, tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Write the reduction of `tensors`, in their order, to `into`, which may be one of them."""
+    if len(tensors) == 2:
+        combine(*tensors, out=into)
+        return
+    step = _SCRATCH_BYTES // into.element_size()
+    for parts in zip(*[tensor.split(step) for tensor in (*tensors, into)], strict=True):
+        first, *others, last, target = parts
+        total = first
+        for other in others:
+            total = combine(total, other)
+        combine(total, last, out=target)
