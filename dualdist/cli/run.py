@@ -20,6 +20,7 @@ from typing import Any
 from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN
+from ..processes.allocation import find_allocation
 from ..processes.hosts import Host, parse_hostfile, parse_hosts
 from ..processes.preparation import RunOptions
 from ..processes.run import run_job
@@ -102,7 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-H",
         "--hosts",
         metavar="HOST:SLOTS,...",
-        help="the hosts, which are filled in this order; by default this host",
+        help="the hosts, which are filled in this order; by default those of the job (Slurm, PBS, LSF, Grid Engine, "
+        "Cobalt), else this host",
     )
     where.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="a file with one `host slots=N` per line"
@@ -132,7 +134,7 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
         )
     return RunOptions(
         command,
-        _hosts(args),
+        _hosts(args, env),
         args.size,
         _variables(args, env),
         args.output,
@@ -145,7 +147,7 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
     )
 
 
-def _hosts(args: argparse.Namespace) -> list[Host]:
+def _hosts(args: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
     if args.hosts is not None:
         return parse_hosts(args.hosts)
     if args.hostfile is not None:
@@ -153,6 +155,11 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
             return parse_hostfile(Path(args.hostfile).read_text(), args.hostfile)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"`--hostfile` must be a readable file, but is not: {error}.") from error
+    allocation = find_allocation(env)
+    if allocation is not None and not (len(allocation.hosts) == 1 and args.size):
+        listed = ",".join(f"{host.name}:{host.slots}" for host in allocation.hosts)
+        sys.stderr.write(f"dualdist run: the hosts are {listed}, from {allocation.variable}.\n")
+        return allocation.hosts
     if args.size is None:
         raise ConfigurationError(
             "`-np` must be given without -H and --hostfile, but is absent. Give the number of processes."

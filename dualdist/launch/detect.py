@@ -8,7 +8,6 @@ A process without a launcher trains alone only if it carries no mark of one. See
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -18,6 +17,7 @@ from .copies import without_copies
 from .launchers import DUALDIST_RUN, LAUNCHERS, SITE, SPAWN, Launcher
 from .marks import check_marks
 from .site import registered_launchers, site_launcher
+from .slurm_lists import node_counts
 
 __all__ = ("detect",)
 
@@ -263,12 +263,9 @@ def _of_node(text: str, node: str) -> str:
 
     '' when the list does not give it: then the backend counts after init.
     """
-    sizes: list[str] = []
-    for entry in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if match is None:
-            return text
-        sizes += [match[1]] * int(match[2] or 1)
+    sizes = node_counts(text)
+    if sizes is None:
+        return text
     if len(set(sizes)) == 1:
-        return sizes[0]
-    return sizes[int(node)] if node.isdecimal() and int(node) < len(sizes) else ""
+        return str(sizes[0])
+    return str(sizes[int(node)]) if node.isdecimal() and int(node) < len(sizes) else ""

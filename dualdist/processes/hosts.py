@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigurationError
 
-__all__ = ("Host", "Slot", "assign", "parse_hostfile", "parse_hosts")
+__all__ = ("Host", "Slot", "assign", "merged", "parse_host", "parse_hostfile", "parse_hosts")
 
 _NAME = r"(?P<name>(?:[A-Za-z0-9_.][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.%\w]+\]))"
 """A host name or address, IPv6 in brackets, with an optional USER@ before it. It cannot be an option of ssh."""
@@ -43,7 +43,7 @@ def parse_hosts(text: str) -> list[Host]:
 
     Raises ConfigurationError for any other form.
     """
-    return _merged(_parse_item(item.strip(), "-H") for item in text.split(","))
+    return merged(parse_host(item.strip(), "-H") for item in text.split(","))
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
@@ -61,7 +61,7 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
         raise ConfigurationError(
             f"The host file {path} must name a host, but names none. Write `host slots=4` lines."
         )
-    return _merged(hosts)
+    return merged(hosts)
 
 
 def assign(hosts: Sequence[Host], size: int | None) -> list[Slot]:
@@ -86,7 +86,8 @@ def assign(hosts: Sequence[Host], size: int | None) -> list[Slot]:
     return slots
 
 
-def _parse_item(item: str, where: str) -> Host:
+def parse_host(item: str, where: str) -> Host:
+    """Return the host of `host1:4` or `host1`. Raises ConfigurationError, which names `where`, for any other form."""
     found = _ITEM.fullmatch(item)
     if found is None:
         raise ConfigurationError(
@@ -98,7 +99,7 @@ def _parse_item(item: str, where: str) -> Host:
 
 def _parse_line(content: str, where: str) -> Host:
     name, _, rest = content.partition(" ")
-    host = _parse_item(name.strip(), where)
+    host = parse_host(name.strip(), where)
     words = {found["key"]: int(found["value"]) for found in _WORD.finditer(rest)}
     unknown = _WORD.sub("", rest).strip() or ", ".join(words.keys() - {"slots", "max_slots", "max-slots"})
     if unknown:
@@ -106,7 +107,7 @@ def _parse_line(content: str, where: str) -> Host:
     return Host(host.name, words.get("slots", host.slots))
 
 
-def _merged(hosts: Iterable[Host]) -> list[Host]:
+def merged(hosts: Iterable[Host]) -> list[Host]:
     """Return each host once, with the sum of its slots."""
     slots: dict[str, int] = {}
     for host in hosts:

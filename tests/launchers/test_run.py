@@ -122,6 +122,23 @@ def test_the_first_failure_ends_every_process_on_every_host(run: Run, families: 
 
 
 @pytest.mark.usefixtures("hosts")
+def test_the_hosts_of_an_allocation_are_used(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "nodes"
+    file.write_text("hostA\nhostB\nhostB\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(file))
+    ended = run("sh", "-c", "echo $DUALDIST_RANK of $DUALDIST_SIZE, $DUALDIST_LOCAL_SIZE here")
+    assert ended.code == 0, ended.errors
+    assert ended.errors == "dualdist run: the hosts are hostA:1,hostB:2, from PBS_NODEFILE.\n"
+    assert [ended.written(rank).decode() for rank in range(3)] == [
+        "0 of 3, 1 here\n",
+        "1 of 3, 2 here\n",
+        "2 of 3, 2 here\n",
+    ]
+
+
+@pytest.mark.usefixtures("hosts")
 def test_names_and_values_arrive_unchanged_and_the_secret_is_on_no_command_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
