@@ -109,6 +109,26 @@ def test_a_wrapper_inside_another_module_loads_both_names() -> None:
 
 
 @everywhere
+def test_checkpoints_have_bare_names_wherever_the_wrapper_is(tmp_path: Path) -> None:
+    path = (tmp_path if hvd.rank() == 0 else Path("/dev/null/not-here")) / "a.pt"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    outer = nn.ModuleDict({"part": hvd.DistributedDataParallel(model), "other": nn.Linear(1, 1)})
+    hvd.checkpoint.save(path, {"model": outer})
+    bare = nn.ModuleDict(
+        {"part": nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), "other": nn.Linear(1, 1)}
+    )
+    saved = hvd.checkpoint.load(path, {"model": zeroed(bare)})["model"]
+    assert list(saved) == list(bare.state_dict())
+    assert saved._metadata == bare.state_dict()._metadata  # type: ignore[attr-defined]
+    assert same(bare["part"].state_dict(), model.state_dict())
+    expected = copy.deepcopy(outer.state_dict())
+    zeroed(outer)
+    hvd.checkpoint.load(path, {"model": outer})
+    assert same(outer.state_dict(), expected)
+
+
+@everywhere
 def test_a_part_that_is_called_module_keeps_its_name() -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1)})
     wrapped: Any = hvd.DistributedDataParallel(model)

@@ -15,7 +15,6 @@ import contextlib
 import inspect
 import io
 import json
-import logging
 import os
 import re
 import subprocess
@@ -125,7 +124,6 @@ def run_here(tests: list[str], own: bool) -> None:
     common_distributed.TIMEOUT_OVERRIDE.clear()
     from torch.testing._internal.distributed import distributed_test
 
-    logging.disable(logging.CRITICAL)
     case = forked_case(distributed_test, own)
     names = tests or [name for name in dir(case) if is_about_ddp(name, getattr(case, name))]
     for name in names:
