@@ -50,6 +50,7 @@ from .errors import (
     StallError,
     WorldMismatchError,
 )
+from .gradients.comm_hook_state import CommHookState
 from .lifecycle import init, shutdown, start_timeline, stop_timeline
 from .processes.run_function import run
 from .processes.spawn import spawn
@@ -95,6 +96,7 @@ __all__ = (
     "BackendUnavailableError",
     "CheckpointError",
     "CollectiveMismatchError",
+    "CommHookState",
     "Compression",
     "ConfigurationError",
     "DamagedCheckpointError",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -333,3 +335,26 @@ def test_an_optimizer_that_steps_in_the_hook() -> None:
         model.zero_grad()
         (weight.sum() * (hvd.rank() + 1)).backward()
         assert weight.tolist() == [-number * mean()] * 3
+
+
+@everywhere
+def test_the_state_of_a_hook_is_saved_with_checkpoints() -> None:
+    def made() -> tuple[nn.Module, Any, dict[str, Any]]:
+        model, state = network(), power_sgd(None)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=(state, powerSGD_hook.powerSGD_hook)
+        )
+        return model, optimizer, {"model": model, "hook": hvd.CommHookState(state)}
+
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
+    model, optimizer, objects = made()
+    train(model, optimizer, steps=5)
+    hvd.checkpoint.save(f"{folder}/file", objects)
+    expected = train(model, optimizer, steps=4)
+    model, optimizer, objects = made()
+    hvd.checkpoint.load(f"{folder}/file", objects)
+    for ours, theirs in zip(train(model, optimizer, steps=4), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
