@@ -56,7 +56,7 @@ class Guard:
     ) -> HorovodInternalError:
         """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
         found = None
-        if isinstance(error, StallError):
+        if isinstance(error, StallError) or self._watch.is_crossed(name):
             survey = self._watch.survey(name, number, call.key)
             self._watch.give_notice(name, survey)
             found = str(survey)

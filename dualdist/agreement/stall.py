@@ -72,6 +72,8 @@ class StallWatch:
         self._due: dict[tuple[str, int, Key], float] = {}
         """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
         """
+        self._crossed: set[str] = set()
+        """Channels on which another rank gave up its call while this rank waited for another one."""
         self._notices: dict[str, str] = {}
         """Channel -> what another rank found when it gave up its call."""
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
@@ -121,7 +123,7 @@ class StallWatch:
         """Let the ranks that answered know that this rank gives up its call on `channel`, and why."""
         if channel in self._waiting:
             self._given_up[channel] = self._waiting[channel]
-        notice = ["notice", channel, str(survey)]
+        notice = ["notice", channel, str(survey), survey.missing]
         for rank in survey.ranks(WAITING, LEFT, ABSENT):
             if rank != self._rank:
                 with contextlib.suppress(OSError):
@@ -130,6 +132,10 @@ class StallWatch:
     def notice(self, channel: str) -> str | None:
         """Return what another rank found when it gave up its call on `channel`; None if no rank did."""
         return self._notices.get(channel)
+
+    def is_crossed(self, channel: str) -> bool:
+        """Return whether another rank gave up its call on `channel` while this rank waited for another call there."""
+        return channel in self._crossed
 
     def close(self) -> None:
         """End the watch."""
@@ -167,7 +173,9 @@ class StallWatch:
             number, (kind, name) = rest
             self._make_due(channel, number, (kind, name))
         elif about == "notice":
-            (self._notices[channel],) = rest
+            self._notices[channel], missing = rest
+            if self._rank in missing and channel in self._waiting:
+                self._crossed.add(channel)
         elif about == "position":
             ((kind, name),) = rest
             return self._position(channel, (kind, name))

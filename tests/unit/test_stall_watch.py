@@ -78,6 +78,7 @@ def test_a_rank_that_gives_up_still_counts_as_waiting(watches: Sequence[StallWat
     for watch, call in zip(watches[:2], [LOSS, BARRIER], strict=True):
         number = watch.begin("set 0", call)
     watches[1].give_notice("set 0", watches[1].survey("set 0", number, BARRIER.key))
+    assert [watch.is_crossed("set 0") for watch in watches] == [True, *[False] * (SIZE - 1)]
     watches[1].end("set 0")
     survey = watches[0].survey("set 0", number, LOSS.key)
     assert "  rank 1: waiting in barrier() at train.py:9" in str(survey).splitlines()
