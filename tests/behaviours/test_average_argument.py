@@ -31,6 +31,13 @@ def test_average_chooses_between_average_and_sum(average: bool) -> None:
 
 
 @everywhere
+def test_a_name_in_the_place_of_average_means_the_average() -> None:
+    with pytest.warns(DeprecationWarning, match="use `op`"):
+        result = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), "loss")  # type: ignore[arg-type]
+    assert result.item() == sum(range(hvd.size() + 1)) / hvd.size()
+
+
+@everywhere
 def test_average_excludes_op() -> None:
     with pytest.raises(ValueError, match="average"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)

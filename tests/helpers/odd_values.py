@@ -98,7 +98,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "tensor": accept("tensor", "a tensor"),
         "sparse_allreduce_async.tensor": accept("sparse", "a sparse tensor"),
         "name": accept("none text", "a name is optional, and any text"),
-        "average": accept("none true", "deprecated, but as in Horovod"),
+        "average": accept("none true text", "deprecated, but as in Horovod; a name in its place is true"),
         **{
             f"{group}allreduce{form}.op": accept("none", "Average, the default")
             for group in ("", "grouped_")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from datetime import timedelta
 from typing import Any
 
 __all__ = ("monitored_barrier",)
+
+_POLL_SECONDS = 0.001
 
 
 def monitored_barrier(
@@ -43,7 +43,9 @@ def monitored_barrier(
 
 
 def _appears(store: Any, key: str, deadline: float) -> bool:
-    with contextlib.suppress(RuntimeError):  # dist.DistStoreError: it timed out
-        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        return True
-    return False
+    # Not Store.wait: its timeout prints lines of c10d.
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -128,7 +128,8 @@ class ReductionArguments(NamedTuple):
         """
         op = default if self.op is None else self.op
         if self.average is not None:
-            if not isinstance(self.average, bool):  # such as an op in its place
+            # A string is a name in its place, as in `allreduce(tensor, "loss")`. Horovod averages then, too.
+            if not isinstance(self.average, bool | str):  # such as an op in its place
                 raise wrong("average", "True, False or None", self.average, "Use `op=` instead.", TypeError)
             if self.op is not None:
                 raise ValueError("`average` must not be given together with `op`. Use `op` alone.")
