@@ -98,12 +98,26 @@ def _group(nodeid: str) -> str:
     return world[1] if world else GROUPS.get(_file(nodeid), _file(nodeid))
 
 
+_worlds: list[World] = []
+"""The world that is up, if one is."""
+
+
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """The processes of one world; they stay up for all tests of that world."""
     made = World(*WORLDS[request.param])
+    _worlds.append(made)
     yield made
+    _worlds.remove(made)
     made.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the world before a test that does not use it: processes of Horovod take CPU time while they wait."""
+    if "world" not in getattr(item, "fixturenames", ()):
+        for made in _worlds:
+            made.close()
 
 
 @pytest.fixture(autouse=True)
