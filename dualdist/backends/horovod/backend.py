@@ -3,9 +3,9 @@
 It guarantees that operations are matched by name, so that any order works, and its coordinator compares what the ranks
 pass under one name. It lacks four things:
 - It starts only under its own launchers. Under the others, rendezvous.py provides what is missing.
-- Its Gloo controller never detects a missing rank. Waiting has a deadline here.
+- Its Gloo controller never detects a missing rank. Waiting has a deadline in group.py.
 - It reduces only contiguous tensors of five dtypes. The caller converts all others.
-- `horovod.torch.synchronize` spins. Waiting sleeps here.
+- `horovod.torch.synchronize` spins. Waiting sleeps in group.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import itertools
 import os
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -23,13 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import BackendUnavailableError, HorovodInternalError, StallError
+from ...errors import BackendUnavailableError
 from ...launch.copies import names_of_copies
 from ...rendezvous import LOOPBACK, find_addresses
 from ...types import Launch, Settings
-from ..base import Backend, Group, Work
+from ..base import Backend, Group
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
+from .group import HorovodGroup, wrapped
 from .installed import real_horovod
 from .process_group import NAME, HorovodProcessGroup
 from .rendezvous import GlooRendezvous, serve_rendezvous
@@ -39,90 +39,6 @@ with real_horovod():
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
 __all__ = ("HorovodBackend",)
-
-_SLEEP_SECONDS = (0.00005, 0.001)
-"""The first and the longest pause between two polls of an operation. Horovod's own cycle is 1 ms."""
-
-
-@contextlib.contextmanager
-def _wrapped() -> Iterator[None]:
-    """Convert Horovod's exceptions into those of this package."""
-    try:
-        yield
-    except (hvd.HorovodInternalError, RuntimeError, ValueError) as error:
-        # ValueError: Horovod's background thread has ended (horovod/common/process_sets.py, _create_process_set).
-        if isinstance(error, HorovodInternalError):
-            raise
-        raise HorovodInternalError(str(error)) from error
-
-
-class _HorovodWork(Work):
-    def __init__(self, handle: int, output: torch.Tensor | None, timeout: float) -> None:
-        self._handle = handle
-        self._output = output
-        self._deadline = time.monotonic() + timeout
-
-    def wait(self) -> None:
-        pause, longest = _SLEEP_SECONDS
-        with _wrapped():
-            while not hvd.poll(self._handle):
-                if time.monotonic() > self._deadline:
-                    raise StallError("A collective did not finish in time.")
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-            result = hvd.synchronize(self._handle)
-        if self._output is not None:
-            self._output.copy_(result[0] if isinstance(result, tuple) else result)
-
-    def done(self) -> bool:
-        return bool(hvd.poll(self._handle))
-
-
-class _HorovodGroup(Group):
-    reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
-
-    def __init__(
-        self, ranks: Sequence[int], rank: int, process_set: Any, prefix: str, timeout: float
-    ) -> None:
-        super().__init__(ranks, rank)
-        self._set = process_set
-        self._prefix = prefix
-        self.timeout = timeout
-
-    def wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type == "cuda" and hvd.nccl_built() else torch.device("cpu")
-
-    def _started(self, handle: int, output: torch.Tensor | None = None) -> Work:
-        return _HorovodWork(handle, output, self.timeout)
-
-    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        name = f"{self._prefix}.allreduce.{tag}"
-        with _wrapped():
-            return self._started(hvd.allreduce_async_(tensor, name=name, op=op, process_set=self._set))
-
-    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
-        name = f"{self._prefix}.broadcast"
-        with _wrapped():
-            return self._started(
-                hvd.broadcast_async_(tensor, self.ranks[root], name=name, process_set=self._set)
-            )
-
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        name = f"{self._prefix}.allgather"
-        with _wrapped():
-            return self._started(hvd.allgather_async(tensor, name=name, process_set=self._set), output)
-
-    def allgatherv(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        output = torch.empty(sum(counts), dtype=torch.uint8, device=tensor.device)
-        self.allgather(output, tensor).wait()
-        return output
-
-    def alltoall(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Work:
-        splits, name = torch.tensor(sent, dtype=torch.int32), f"{self._prefix}.alltoall"
-        with _wrapped():
-            return self._started(hvd.alltoall_async(tensor, splits, name=name, process_set=self._set), output)
 
 
 class HorovodBackend(Backend):
@@ -158,7 +74,7 @@ class HorovodBackend(Backend):
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
         self._stall_timeout = settings.stall_timeout_seconds
         self._timeout = settings.start_timeout_seconds
-        self._groups: list[_HorovodGroup] = []
+        self._groups: list[HorovodGroup] = []
         self._rendezvous = rendezvous
         self._adopted = adopted
         self._elastic = launch.elastic
@@ -210,7 +126,7 @@ class HorovodBackend(Backend):
                 variables |= rendezvous.variables
             elif _has_launchers_server(env):
                 cls._launchers_server_used = True
-            with temporary_environment(variables), _wrapped():
+            with temporary_environment(variables), wrapped():
                 hvd.init()
             cls._group_numbers = itertools.count()
             started = cls(launch, settings, env, rendezvous, adopted=False)
@@ -283,12 +199,12 @@ class HorovodBackend(Backend):
         key = tuple(ranks)
         # Horovod reads the variables again for every process set (gloo_context.cc:InitializeForProcessSet).
         variables = {} if self._rendezvous is None else self._rendezvous.variables
-        with temporary_environment(variables), _wrapped():
+        with temporary_environment(variables), wrapped():
             if key not in self._sets:
                 self._sets[key] = hvd.add_process_set(list(ranks))
                 hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
             prefix = f"dualdist.{next(self._group_numbers)}"
-            group = _HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
+            group = HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
         self._groups.append(group)
         return group
 
@@ -323,7 +239,7 @@ class HorovodBackend(Backend):
 
         def named(name: str) -> Group:
             prefix = f"dualdist.process_group.{number}.{name}"
-            return _HorovodGroup(ranks, self.rank, self._sets[ranks], prefix, self._timeout)
+            return HorovodGroup(ranks, self.rank, self._sets[ranks], prefix, self._timeout)
 
         return HorovodProcessGroup(
             options.store, str(options.group_id), options.group_rank, options.group_size, named
