@@ -216,7 +216,8 @@ class StallWatch:
             self._due[key] = math.inf
             survey = self.survey(*key)
             waiting = survey.ranks(WAITING)
-            if not waiting or self._rank not in (0, waiting[0]):
+            # Without a missing rank, the late one has arrived since the report.
+            if not waiting or not survey.missing or self._rank not in (0, waiting[0]):
                 continue
             logger.warning(
                 "Stalled for %g s: ranks %s wait in %s; missing ranks: %s.",
