@@ -64,6 +64,21 @@ def test_a_thread_that_runs_code_of_the_script_can_make_a_call_until_it_ends() -
     assert is_blocked({ONE})
 
 
+def test_the_depth_of_the_calls_does_not_matter(depth: int = 200) -> None:
+    if depth:
+        test_the_depth_of_the_calls_does_not_matter(depth - 1)
+    else:
+        test_a_thread_that_runs_code_of_the_script_can_make_a_call_until_it_ends()
+
+
+def test_more_threads_than_can_be_looked_at_are_not_taken_for_blocked() -> None:
+    held = [Held(ONE) for _ in range(120)]
+    assert not is_blocked({ONE})
+    for one in held:
+        one.end()
+    assert is_blocked({ONE})
+
+
 def test_every_thread_must_wait_for_a_pending_call() -> None:
     held = Held(OTHER)
     assert is_blocked({ONE, OTHER}) and not is_blocked({ONE})
