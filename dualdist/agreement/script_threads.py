@@ -6,35 +6,28 @@ blocked and no call is pending on all of them, no call can ever run.
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import os
-import re
+import gc
+import sys
 import sysconfig
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 __all__ = ("awaited", "is_blocked", "waiting_for")
 
 _waiting: dict[int, object] = {}
 """Thread -> the request for which it waits."""
 
-_LIBRARIES = tuple(
-    path.encode("ascii", "backslashreplace").decode()
-    for path in (
-        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")),
-        str(Path(__file__).resolve().parents[1]),
-        "<frozen ",
-    )
+_one_at_a_time = threading.RLock()
+
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")),
+    str(Path(__file__).resolve().parents[1]),
+    "<frozen ",
 )
-"""How the names of the files of libraries begin, as faulthandler writes them."""
-
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
-_CALL = re.compile(r'  File "(.*)", line \S+ in (.*)')
-
-_CUT = "..."
-"""What faulthandler writes for the calls of a thread after the first 100, and for threads after the first 100."""
 
 
 class waiting_for:
@@ -68,38 +61,34 @@ def is_blocked(pending: Collection[object]) -> bool:
     The main thread and threads that run code of the script can make calls. Threads that run only library code, such as
     idle threads of a pool, are assumed to wait for these; a timer is not.
     """
-    stacks = _stacks()
-    stuck = {thread for thread in stacks if _waiting.get(thread) in pending}
-    in_backward = any(_is_native(thread) for thread in stuck)
-    for thread in stacks.keys() - stuck:
-        if in_backward and _runs_backward(stacks[thread]):
-            continue
-        if thread == threading.main_thread().ident or _runs_script(thread, stacks[thread]):
-            return False
-    return True
+    with _no_garbage_collection():
+        frames = sys._current_frames()
+        stuck = {thread for thread in frames if _waiting.get(thread) in pending}
+        in_backward = any(_is_native(thread) for thread in stuck)
+        for thread in frames.keys() - stuck:
+            if in_backward and _runs_backward(frames[thread]):
+                continue
+            if thread == threading.main_thread().ident or _runs_script(thread, frames[thread]):
+                return False
+        return True
 
 
-def _stacks() -> dict[int, list[tuple[str, str]]]:
-    """Return thread -> the file and the function of each call in progress, the latest first.
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the block.
 
-    Read from faulthandler's text: it is written without an interruption by other threads. Frames of other threads, from
-    sys._current_frames, are not safe to walk while these threads run (a segmentation fault in CPython 3.11).
+    `f_back` creates a frame. Until Python 3.12 that can begin a collection, in which another thread can run and leave
+    the frame that is being created: a segmentation fault, which sys._current_frames avoids in the same way
+    (github.com/python/cpython/issues/106883).
     """
-    with open(os.memfd_create("stacks", os.MFD_CLOEXEC), "r+", encoding="ascii") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().splitlines()
-    stacks: dict[int, list[tuple[str, str]]] = {}
-    for line in lines:
-        if thread := _THREAD.match(line):
-            stack = stacks.setdefault(int(thread[1], 16), [])
-        elif call := _CALL.match(line):
-            stack.append((call[1], call[2]))
-        elif line == f"  {_CUT}":
-            stack.append((_CUT, ""))
-        elif line == _CUT:
-            stacks[0] = [(_CUT, "")]
-    return stacks
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _is_native(thread: int) -> bool:
@@ -107,15 +96,17 @@ def _is_native(thread: int) -> bool:
     return isinstance(threading._active.get(thread), threading._DummyThread | None)  # type: ignore[attr-defined]
 
 
-def _runs_backward(stack: list[tuple[str, str]]) -> bool:
+def _runs_backward(frame: FrameType) -> bool:
     """Return whether the thread waits for the threads of autograd: for CUDA, hooks run in these."""
-    return bool(stack) and stack[0][1] == "_engine_run_backward"
+    return frame.f_code.co_name == "_engine_run_backward"
 
 
-def _runs_script(thread: int, stack: list[tuple[str, str]]) -> bool:
+def _runs_script(thread: int, frame: FrameType | None) -> bool:
     if isinstance(threading._active.get(thread), threading.Timer):  # type: ignore[attr-defined]
         return True
-    return not all(_is_library(file) for file, _ in stack)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
