@@ -5,21 +5,26 @@ Nothing here communicates, except `notify_join`. All of it works without a proce
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.parallel.distributed import DistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 
 __all__ = (
+    "builtin_comm_hook",
     "disabled_join",
     "group_of_mesh",
     "join_hook",
     "notify_join",
     "ranks_of",
     "register_data_parallel",
+    "register_fused_optimizer",
+    "runs_after_forward",
     "take_over_optimizers",
     "torch_data_parallel",
+    "warns_of_broadcast_buffers",
     "world_group",
 )
 
@@ -98,3 +103,43 @@ def take_over_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             for handle in param_to_optim_hook_handle_map.get(param, ()):
                 handle.remove()
     return found
+
+
+def warns_of_broadcast_buffers() -> bool:
+    """Return whether torch's class has replaced the argument `broadcast_buffers` (2.13 and later)."""
+    return "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def runs_after_forward(location: Any) -> bool:
+    """Return whether a hook for buffers runs after forward. location: a _BufferCommHookLocation, None: the default."""
+    return location is None or location == _BufferCommHookLocation.POST_FORWARD
+
+
+def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
+    """Return the hook in Python that does what torch's built-in hook of `kind` does. Raises TypeError.
+
+    kind: a torch.distributed.BuiltinCommHookType.
+    """
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    kinds = dist.BuiltinCommHookType
+    hooks = {
+        kinds.ALLREDUCE: default_hooks.allreduce_hook,
+        kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    }
+    if kind not in hooks:
+        raise TypeError(
+            f"`comm_hook_type` must be one of {[str(known) for known in hooks]}, but is {kind!r} instead."
+        )
+
+    def hook(state: Any, bucket: Any) -> Any:
+        return hooks[kind](state, bucket)
+
+    hook.__qualname__ = str(kind)
+    return hook
+
+
+def register_fused_optimizer(wrapper: Any, kind: type, *args: Any, **kwargs: Any) -> None:
+    """Have an optimizer step in a communication hook of `wrapper`, by torch's method of this purpose."""
+    DistributedDataParallel._register_fused_optim(wrapper, kind, *args, **kwargs)

@@ -21,6 +21,9 @@ class Combiner:
     is_in_world = True
     """Whether the other ranks know this object. If not, they learn of it when it first combines gradients."""
 
+    comm_hook: CommHook | None = None
+    """What combines the gradients instead of an allreduce."""
+
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add parameters, as (name, parameter) pairs. Collective.
 
@@ -60,6 +63,9 @@ class Combiner:
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Combine gradients by `hook`. Collective. Raises RuntimeError if there is one already."""
+
+    def release(self) -> None:
+        """Remove the hooks from the parameters: backward combines no gradients any more. Local."""
 
     def refuse(self, reason: str) -> None:
         """Raise ValueError with `reason` here, and HorovodInternalError in the next backward of the other ranks.

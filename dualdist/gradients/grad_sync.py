@@ -71,7 +71,7 @@ class GradSync(Combiner):
         """Autograd graph tasks that call `_end_of_backward` at their end."""
         self._repeats = False
         """Whether one backward may complete a gradient several times, or another GradSync combines it too."""
-        weakref.finalize(owner, self._release).atexit = False
+        weakref.finalize(owner, self.release).atexit = False
         self.add(named)
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -111,8 +111,8 @@ class GradSync(Combiner):
                     sync._repeats, sync._reducer.sets_early = True, False
         _alive.add(self)
 
-    def _release(self) -> None:
-        """Free the parameters after the owner is deleted. `contribute_nothing` still works, for `join`."""
+    def release(self) -> None:
+        """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
         for param in self._params:
             param.release()
         self._reducer.release_memory()
@@ -241,6 +241,10 @@ class GradSync(Combiner):
         self._passes = passes
         # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
         self._counts = passes > 1 or not self._averages
+
+    @property
+    def comm_hook(self) -> CommHook | None:  # type: ignore[override]
+        return self._reducer.comm_hook
 
     def register_comm_hook(self, hook: CommHook) -> None:
         self._reducer.register_comm_hook(hook, self._params, self)

@@ -109,6 +109,11 @@ class Reducer:
             known.append(member)
             self.is_known = True
 
+    @property
+    def comm_hook(self) -> CommHook | None:
+        """What combines the gradients instead of an allreduce."""
+        return self._options.comm_hook
+
     def register_comm_hook(self, hook: CommHook, params: Sequence[TrackedParameter], member: object) -> None:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""
         if self._options.comm_hook is not None:

@@ -8,7 +8,8 @@ subclass of torch's class, which is built around a Reducer in C++; but isinstanc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,8 +26,7 @@ from ..checks import flag, number, wrong
 from ..collectives.compression import Compression
 from ..collectives.reduction import Reduction
 from ..gradients.buckets import BUCKET_BYTES
-from ..gradients.combiner import Combiner, NullCombiner
-from ..gradients.comm_hook import checked_comm_hook
+from ..gradients.combiner import NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average
@@ -40,15 +40,15 @@ from .parallel_arguments import (
     checked_device_ids,
     checked_module,
 )
-from .parallel_interface import TorchInterface
-from .parallel_join import JoinedTraining
+from .parallel_buffers import BufferHook
+from .parallel_join import JoinInterface
 from .parameters import broadcast_parameters
 from .process_groups import set_of_group_or_mesh
 
 __all__ = ("DistributedDataParallel",)
 
 
-class DistributedDataParallel(TorchInterface):
+class DistributedDataParallel(JoinInterface):
     """Averages the gradients of `module` over the ranks in every backward.
 
     Gradients are complete when `backward()` returns. Parameters that some or all ranks do not use need no option.
@@ -148,6 +148,7 @@ class DistributedDataParallel(TorchInterface):
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in caps]
         self._process_group = process_group
         self._process_set = process_set
+        self._buffer_hook: BufferHook | None = None
         groups = bucket_groups(caps, [param for _, param in named])
         self._bucket_options = {"bucket_cap_mb": bucket_cap_mb, "groups": groups}
         self._requires_sync = True
@@ -159,9 +160,11 @@ class DistributedDataParallel(TorchInterface):
 
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
-        self._combiner: Combiner = NullCombiner()
-        self._joined: JoinedTraining | None = None
+        self._combiner = NullCombiner()
+        self._joined = None
         self._join_config = disabled_join()
+        self._syncs_buffers = False
+        """Whether the current forward synchronizes buffers."""
         self._in_backward: list[torch.Tensor] | None = None
         """Parameters whose optimizers step in backward; None before the first forward."""
         self._wrapped = {id(param): param for param in self.module.parameters()}
@@ -184,11 +187,15 @@ class DistributedDataParallel(TorchInterface):
         if self.device_ids is not None:
             inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         self._prepare()
-        return self.module(*inputs, **kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        if self._buffer_hook is not None:
+            self._sync_buffers(after_forward=True)
+        return outputs
 
     @not_compiled
     def _prepare(self) -> None:
         """Make buffers equal, and check that the parameters are still those that were wrapped."""
+        self._syncs_buffers = False
         if self._join_config.enable:
             notify_join(self)
         if self._in_backward is None:
@@ -202,15 +209,25 @@ class DistributedDataParallel(TorchInterface):
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
         is_joining = self._joined is not None or self._join_config.enable
-        if self.forward_sync_buffers and self.training and not is_joining:
-            if any(part._buffers for part in self._parts):
-                self._broadcast(self._named_buffers())
+        self._syncs_buffers = self.forward_sync_buffers and self.training and not is_joining
+        self._sync_buffers(after_forward=False)
         if not is_changed:
             return
         for name, param in self._named():
             # functional_call puts plain tensors in the places of parameters for one forward.
             if id(param) not in self._wrapped and type(param) is not torch.Tensor:
                 self._combiner.refuse(f"{name!r} is now a different parameter")
+
+    @not_compiled
+    def _sync_buffers(self, *, after_forward: bool) -> None:
+        hook = self._buffer_hook
+        is_time = after_forward == (hook is not None and hook.after_forward)
+        if not self._syncs_buffers or not is_time or not any(part._buffers for part in self._parts):
+            return
+        if hook is None:
+            self._broadcast(self._named_buffers())
+        else:
+            hook.run(self._named_buffers())
 
     def _record_parts(self) -> None:
         self._parts = list(self.module.modules())
@@ -230,13 +247,9 @@ class DistributedDataParallel(TorchInterface):
         self._in_backward = []
         if isinstance(self._combiner, GradSync):
             self._in_backward = take_over_optimizers(param for _, param in self._named())
-            self._combiner.after_combining = self._step_in_backward if self._in_backward else None
-
-    def _step_in_backward(self) -> None:
-        for param in self._in_backward or ():
-            for optimizer in cast(Any, param)._in_backward_optimizers:
-                optimizer.step()
-            param.grad = None
+            if self._in_backward or self._buffer_hook is not None:
+                end = functools.partial(_end_backward, self._in_backward, self._buffer_hook)
+                self._combiner.after_combining = end
 
     # Synchronization
 
@@ -263,67 +276,6 @@ class DistributedDataParallel(TorchInterface):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Combine gradients by a communication hook, as in torch, on any backend; see docs/training.md. Collective.
-
-        The hook gets `state` and a bucket of gradients, which it must divide by the number of ranks itself. Raises
-        CollectiveMismatchError when the ranks register different hooks, RuntimeError when one is registered already.
-        """
-        with reporting(call_kinds.DATA_PARALLEL, self._process_set):
-            checked = checked_comm_hook((state, hook))
-        if checked is not None:
-            self._combiner.register_comm_hook(checked)
-
-    # Uneven inputs
-
-    @contextlib.contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
-
-        It contributes zeros to their backward passes. Buffers are not broadcast in the block. At the end every rank has
-        the parameters and buffers of the rank that left last. Collective over the world.
-
-        Args:
-            divide_by_initial_world_size: True: averages divide by the size of the world. False: by the number of ranks
-                that are still in the block.
-            enable: False: do nothing.
-            throw_on_early_termination: when one rank has no more data, raise RuntimeError on every rank instead. Each
-                forward then exchanges a message.
-
-        Raises ValueError when `process_group` is not the whole world.
-        """
-        by_all = flag("divide_by_initial_world_size", divide_by_initial_world_size)
-        throws = flag("throw_on_early_termination", throw_on_early_termination)
-        if not flag("enable", enable):
-            yield
-            return
-        if self._process_set is not global_process_set:
-            raise ValueError(
-                "`process_group` must be the whole world for join(), but is another process set instead."
-            )
-        self._joined = JoinedTraining(self._combiner, divides_by_active=not by_all, throws=throws)
-        try:
-            yield
-            self._overwrite(self._joined.end())
-        finally:
-            self._combiner.divide_by_active(False)
-            self._joined = None
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
-        return JoinedTraining(self._combiner).torch_hook(self._overwrite, self._process_set, kwargs)
-
-    def _overwrite(self, root_rank: int) -> None:
-        """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
-        self._broadcast(
-            dict(self._named()) | (self._named_buffers() if self.forward_sync_buffers else {}), root_rank
-        )
 
     def _broadcast(self, named: Mapping[str, torch.Tensor], root_rank: int | None = None) -> None:
         if named:
@@ -355,6 +307,16 @@ class DistributedDataParallel(TorchInterface):
         self._requires_sync = True
         self._enter()
         self._combine_gradients(self._named(), compares_late=True)
+
+
+def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None) -> None:
+    """Wait for buffers, and step the optimizers of `params`. No method: a reference would keep the wrapper alive."""
+    if buffer_hook is not None:
+        buffer_hook.wait()
+    for param in params:
+        for optimizer in cast(Any, param)._in_backward_optimizers:
+            optimizer.step()
+        param.grad = None
 
 
 def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
-from ..backends.torch_interface import torch_data_parallel
+from ..backends.torch_interface import torch_data_parallel, warns_of_broadcast_buffers
 from ..checks import flag, instance, items, number, wrong
 from ..gradients.grad_sync import combined_elsewhere
 from .devices import checked_device
@@ -73,17 +73,21 @@ def checked_device_ids(device_ids: Any) -> list[torch.device]:
 
 def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
     """Return whether to copy rank 0's buffers at the start, and before each forward. The rules are torch's (2.13)."""
-    if forward_sync is None:
-        both = True if broadcast is None else flag("broadcast_buffers", broadcast)
-        return both, both
-    if broadcast is not None:
-        flag("broadcast_buffers", broadcast)
-        warnings.warn(
-            "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter.",
-            FutureWarning,
-            stacklevel=4,
+    both = True if broadcast is None else flag("broadcast_buffers", broadcast)
+    if broadcast is not None and forward_sync is not None:
+        _warn(
+            "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter."
         )
-    return True, flag("forward_sync_buffers", forward_sync)
+    elif broadcast is not None and warns_of_broadcast_buffers():
+        _warn(
+            "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always copied at "
+            "the start."
+        )
+    return (both, both) if forward_sync is None else (True, flag("forward_sync_buffers", forward_sync))
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=5)
 
 
 def checked_caps(caps: Any) -> list[float]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..backends.torch_interface import torch_data_parallel, world_group
-from ..world.process_sets import global_process_set
+from ..agreement import call_kinds
+from ..backends.torch_interface import (
+    builtin_comm_hook,
+    register_fused_optimizer,
+    torch_data_parallel,
+    world_group,
+)
+from ..gradients.combiner import Combiner, NullCombiner
+from ..gradients.comm_hook import checked_comm_hook
+from ..world.process_sets import ProcessSet, global_process_set, reporting
+from .parallel_buffers import BufferHook, checked_buffer_hook
 from .parallel_logging import logging_data
 from .state_names import WrappedState, with_prefix
 
@@ -24,6 +33,13 @@ class TorchInterface(torch.nn.Module):
     forward_sync_buffers: bool
     static_graph: bool
     _process_group: Any
+    _process_set: ProcessSet
+    _combiner: Combiner = NullCombiner()
+    _buffer_hook: BufferHook | None
+    _in_backward: list[torch.Tensor] | None
+    _broadcast: Callable[..., None]
+    _named: Callable[[], list[tuple[str, torch.nn.Parameter]]]
+    _named_buffers: Callable[[], dict[str, torch.Tensor]]
 
     broadcast_bucket_size = 250 << 20
     """In bytes. torch's functions that copy modules to all ranks take it."""
@@ -67,6 +83,55 @@ class TorchInterface(torch.nn.Module):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return the facts about this wrapper that torch's method of this name returns, as far as they exist here."""
         return logging_data(self)
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Combine gradients by a communication hook, as in torch, on any backend; see docs/training.md. Collective.
+
+        The hook gets `state` and a bucket of gradients, which it must divide by the number of ranks itself. Raises
+        CollectiveMismatchError when the ranks register different hooks, RuntimeError when one is registered already.
+        """
+        with reporting(call_kinds.DATA_PARALLEL, self._process_set):
+            checked = checked_comm_hook((state, hook))
+        if checked is not None:
+            self._combiner.register_comm_hook(checked)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Combine gradients by a built-in hook of torch. Collective. Raises as `register_comm_hook`."""
+        self.register_comm_hook(None, builtin_comm_hook(comm_hook_type))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Have an optimizer of class `optim` step in backward, in a communication hook. As in torch. Collective."""
+        register_fused_optimizer(self, optim, *args, optim_params=optim_params, **kwargs)
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
+        """Synchronize buffers by `hook` instead of copying rank 0's, as in torch. Collective.
+
+        hook(state, buffers) gets the buffers by their names in the module, and changes them in place. It may return a
+        list of futures, which backward waits for. It is called in the forwards that would copy buffers.
+        comm_hook_location: a _BufferCommHookLocation of torch; None: after forward.
+        """
+        self._buffer_hook = checked_buffer_hook(state, hook, comm_hook_location)
+        self._in_backward = None  # the next forward lets backward wait for the futures
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: Any = None, authoritative_rank: int = 0
+    ) -> None:
+        """Copy buffers of a member of the process group to the others, for hooks. Collective.
+
+        bufs: the tensors; None: all buffers. bucket_size: without effect.
+        """
+        buffers = self._named_buffers().values() if bufs is None else bufs
+        named = {f"buffer {place}": buffer for place, buffer in enumerate(buffers)}
+        ranks = self._process_set.ranks or [0]
+        self._broadcast(named, ranks[authoritative_rank])
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop averaging gradients: remove this wrapper's hooks from the parameters, as in torch. Local."""
+        self._combiner.release()
+        self._combiner = NullCombiner()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepted as in torch, without effect: outputs are never cloned."""
 
     @property
     def reducer(self) -> Any:

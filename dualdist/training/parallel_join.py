@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from ..collectives.allreduce import allreduce
 from ..collectives.join import join
 from ..gradients.combiner import Combiner
 from ..types import Max, Sum
-from ..world.process_sets import ProcessSet
+from ..world.process_sets import ProcessSet, global_process_set
 from ..world.ranks import rank, size
+from .parallel_interface import TorchInterface
 
-__all__ = ("JoinedTraining",)
+__all__ = ("JoinInterface", "JoinedTraining")
 
 
 class JoinedTraining:
@@ -63,3 +65,57 @@ class JoinedTraining:
 
     def _throw(self) -> None:
         raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+
+
+class JoinInterface(TorchInterface):
+    """The part of DistributedDataParallel for uneven inputs."""
+
+    _joined: JoinedTraining | None
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
+
+        It contributes zeros to their backward passes. Buffers are not broadcast in the block. At the end every rank has
+        the parameters and buffers of the rank that left last. Collective over the world.
+
+        Args:
+            divide_by_initial_world_size: True: averages divide by the size of the world. False: by the number of ranks
+                that are still in the block.
+            enable: False: do nothing.
+            throw_on_early_termination: when one rank has no more data, raise RuntimeError on every rank instead. Each
+                forward then exchanges a message.
+
+        Raises ValueError when `process_group` is not the whole world.
+        """
+        by_all = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throws = flag("throw_on_early_termination", throw_on_early_termination)
+        if not flag("enable", enable):
+            yield
+            return
+        if self._process_set is not global_process_set:
+            raise ValueError(
+                "`process_group` must be the whole world for join(), but is another process set instead."
+            )
+        self._joined = JoinedTraining(self._combiner, divides_by_active=not by_all, throws=throws)
+        try:
+            yield
+            self._overwrite(self._joined.end())
+        finally:
+            self._combiner.divide_by_active(False)
+            self._joined = None
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
+        return JoinedTraining(self._combiner).torch_hook(self._overwrite, self._process_set, kwargs)
+
+    def _overwrite(self, root_rank: int) -> None:
+        """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
+        self._broadcast(
+            dict(self._named()) | (self._named_buffers() if self.forward_sync_buffers else {}), root_rank
+        )

@@ -17,7 +17,10 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
     context = current()
     params = [param for _, param in wrapper._named() if param.requires_grad]
     batch_norms = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+    hook = wrapper._combiner.comm_hook
+    facts = {} if hook is None else {"comm_hook": hook.name}
     return {
+        **facts,
         "world_size": context.world.size,
         "rank": context.world.rank,
         "module_name": type(wrapper.module).__name__,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -147,6 +149,13 @@ def test_parameters_and_buffers_can_be_left_alone() -> None:
     assert param is model.second.weight
 
 
+def made(model: nn.Module, **options: Any) -> Any:
+    """Wrap `model`. torch 2.13 and later warn of `broadcast_buffers`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated in torch", FutureWarning)
+        return hvd.DistributedDataParallel(model, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "copies"),
     [
@@ -165,10 +174,106 @@ def test_buffers_are_copied_at_the_start_or_before_each_forward(
         own = hvd.rank() + 5.0
         model.running_mean.fill_(own)
         if step == "start":
-            wrapped = hvd.DistributedDataParallel(model, **options)
+            wrapped = made(model, **options)
         else:
             wrapped(torch.ones(2, 1))
         assert model.running_mean.item() == (5.0 if copied else own)
+
+
+@everywhere
+def test_an_argument_that_torch_deprecates_warns() -> None:
+    own = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.DistributedDataParallel(linear(), broadcast_buffers=True)
+    assert len(caught) == int("forward_sync_buffers" in own.parameters)
+
+
+def counted() -> Any:
+    """Return a model with a buffer that differs between ranks."""
+    model = linear()
+    model.register_buffer("count", torch.full((1,), float(hvd.rank())))
+    return model
+
+
+@pytest.mark.parametrize("place", ["PRE_FORWARD", "POST_FORWARD"])
+@pytest.mark.parametrize("returns_futures", [True, False])
+@everywhere
+def test_a_hook_synchronizes_buffers(place: str, returns_futures: bool) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+    def hook(state: str, buffers: dict[str, torch.Tensor]) -> Any:
+        assert state == "state" and list(buffers) == ["count"]
+        future = dist.all_reduce(buffers["count"], async_op=True).get_future()
+        return [future] if returns_futures else future.wait() and None
+
+    model = counted()
+    wrapped: Any = hvd.DistributedDataParallel(model)
+    wrapped._register_buffer_comm_hook("state", hook, _BufferCommHookLocation[place])
+    for step in (1, 2):
+        loss = wrapped(torch.ones(1, 1)).sum()
+        loss.backward()
+        assert model.count.item() == 0.0  # rank 0's was copied at the start
+        model.count.fill_(float(step))
+        wrapped(torch.ones(1, 1)).sum().backward()
+        assert model.count.item() == step * hvd.size()
+        model.count.zero_()
+    wrapped.eval()
+    model.count.fill_(3.0)
+    wrapped(torch.ones(1, 1))
+    assert model.count.item() == 3.0
+    with pytest.raises(TypeError, match="`hook` must be a function"):
+        wrapped._register_buffer_comm_hook(None, 3)
+
+
+@everywhere
+def test_a_hook_can_copy_buffers_as_without_a_hook() -> None:
+    model = counted()
+    wrapped: Any = hvd.DistributedDataParallel(model, init_sync=False)
+    wrapped._register_buffer_comm_hook(
+        wrapped, lambda wrapper, buffers: wrapper._default_broadcast_coalesced(list(buffers.values()))
+    )
+    wrapped(torch.ones(1, 1)).sum().backward()
+    assert model.count.item() == 0.0
+
+
+@everywhere
+def test_built_in_hooks_of_torch_average() -> None:
+    from torch.distributed import BuiltinCommHookType
+
+    for kind in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
+        wrapped: Any = hvd.DistributedDataParallel(linear())
+        assert "comm_hook" not in wrapped._get_ddp_logging_data()
+        wrapped._register_builtin_comm_hook(kind)
+        assert wrapped._get_ddp_logging_data()["comm_hook"] == str(kind)
+        mean_of_ranks(wrapped)
+    with pytest.raises(TypeError, match="`comm_hook_type` must be one of"):
+        wrapped._register_builtin_comm_hook("allreduce")
+
+
+@everywhere
+def test_a_fused_optimizer_steps_in_backward() -> None:
+    model = linear()
+    wrapped: Any = hvd.DistributedDataParallel(model)
+    nn.init.zeros_(model.weight)
+    with warnings.catch_warnings(record=True):  # torch always warns of functional optimizers
+        wrapped._register_fused_optim(torch.optim.SGD, 1.0)
+    for step in (1, 2):
+        mean_of_ranks(wrapped)
+        assert model.weight.item() == -step * (hvd.size() + 1) / 2
+
+
+@everywhere
+def test_a_wrapper_without_hooks_averages_no_more() -> None:
+    model = linear()
+    wrapped: Any = hvd.DistributedDataParallel(model)
+    wrapped._remove_autograd_hooks()
+    wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
+    assert model.weight.grad.item() == hvd.rank() + 1.0
+    again: Any = hvd.DistributedDataParallel(model)
+    again._set_ddp_sink_clone(False)
+    mean_of_ranks(again)
 
 
 @everywhere

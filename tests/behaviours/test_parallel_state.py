@@ -183,7 +183,7 @@ def test_distributed_checkpoints_of_torch_have_bare_names() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @everywhere
 def test_a_copy_joins_the_world_when_its_gradients_are_combined(copied: Any) -> None:
-    wrapped: Any = hvd.DistributedDataParallel(nn.Linear(1, 1, bias=False), broadcast_buffers=False)
+    wrapped: Any = hvd.DistributedDataParallel(nn.Linear(1, 1, bias=False), forward_sync_buffers=False)
     made = copied(wrapped)
     assert type(made) is type(wrapped) and not made.broadcast_buffers
     assert same(made.state_dict(), wrapped.state_dict())

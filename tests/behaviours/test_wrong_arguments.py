@@ -63,6 +63,7 @@ def problems(name: str) -> Iterator[str]:
 def test_a_wrong_value_is_an_error_that_names_the_parameter(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # `average`
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         found = "\n".join(problems(name))
     assert not found, found
     check_next_calls_work()
