@@ -1,0 +1,76 @@
+"""What is right after a fault.
+
+Horovod itself may end a rank: its C++ threads do not catch Gloo's exceptions (horovod/common/operations.cc:697,
+gloo/http_store.cc:96), and its Gloo takes a stranger's connection for a peer's. Then the process aborts with Gloo's
+message, and that counts as right.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from .faults import DIRECT, ENDINGS, INIT, SHUTDOWN, START, Fault
+from .world import Outcome
+
+__all__ = ("allowed_seconds", "faults_of", "names")
+
+SOON, LATE = 15.0, 35.0
+"""Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
+HOROVODS = ("gloo::IoException", "HTTP request failed")
+OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections": 60.0, "fork": 30.0}
+
+
+def allowed_seconds(fault: Fault) -> float:
+    """Return how long the ranks may take to report after the fault."""
+    if fault.kind == "SIGSTOP" or fault.place == START:
+        return LATE
+    return SOON if fault.kind in ENDINGS else OWN.get(fault.kind, 30.0)
+
+
+def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
+    """Return what is wrong about the outcome; nothing if it is right."""
+    wrong = [f"left behind: {thing}" for thing in outcome.left]
+    if not outcome.ended:
+        wrong.append(f"no end: {fault.size - len(outcome.reports)} ranks have not reported in time")
+    is_horovods = fault.world.startswith("horovod") and any(text in outcome.output for text in HOROVODS)
+    kinds = {kind for kind, _, _ in outcome.others.values()}
+    for kind, text, _ in outcome.others.values():
+        if kind == "other":
+            wrong.append(f"not an error of the package: {text}")
+        if kind == "ended" and fault.world in DIRECT and fault.kind != "all killed" and not is_horovods:
+            wrong.append("a rank ended without a report")
+        if kind == "error" and fault.kind in ENDINGS and not names(text, fault):
+            wrong.append(f"does not name rank {fault.rank}: {text}")
+    if fault.kind in ("wrong arguments", "damaged checkpoint", "hostile connections", "fork", "none"):
+        kinds |= {kind for kind, _, _ in outcome.reports.values()}
+        is_attacked = is_horovods and fault.kind == "hostile connections"
+        if not is_attacked and (kinds != {"done"} or any(outcome.codes)):
+            wrong.append(
+                f"must train to the end, but {sorted(outcome.reports.values())}, codes {outcome.codes}"
+            )
+    if "preempted" in kinds and kinds - {"preempted", "done"}:
+        wrong.append(f"must all be preempted, but {sorted(outcome.reports.values())}")
+    if fault.world in DIRECT and fault.kind != "all killed":
+        known = (0, 1, 3, 75, -signal.SIGKILL, -signal.SIGTERM, *[-signal.SIGABRT] * is_horovods)
+        odd = [code for code in outcome.codes if code not in known]
+        if odd:
+            wrong.append(f"exit codes {outcome.codes}")
+    return wrong
+
+
+def names(text: str, fault: Fault) -> bool:
+    """Return whether an error names the rank of the fault and, while all others live, no other."""
+    if text.startswith("CheckpointError") and f"Rank {fault.rank} failed" in text:
+        return True
+    missing = re.search(r"missing ranks: \[([\d, ]*)\]", text)
+    if missing is None:
+        missing = re.search(
+            r"ranks? (\d[\d, ]*)(?: of \[[\d, ]*\])?(?:,? which did not arrive| did not arrive| ha(?:s|ve) ended|:)",
+            text,
+        )
+    if missing is None:
+        return fault.rank == 0 and "rank 0" in text
+    ranks = [int(number) for number in missing[1].replace(" ", "").split(",") if number]
+    alone = fault.stays and fault.place not in (START, INIT, SHUTDOWN)
+    return ranks == [fault.rank] if alone else fault.rank in ranks
