@@ -29,6 +29,7 @@ __all__ = (
     "REMOVE_PROCESS_SET",
     "SCATTER",
     "SCATTER_OBJECT",
+    "SYNC_BATCH_NORM",
     "Data",
     "Kind",
     "WhenJoined",
@@ -90,6 +91,7 @@ GATHER = Kind("gather", "GATHER")
 GATHER_OBJECT = Kind("gather_object", "GATHER")
 SCATTER = Kind("scatter", "SCATTER")
 SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
+SYNC_BATCH_NORM = Kind("SyncBatchNorm", "ALLGATHER")
 
 BARRIER = Kind("barrier", "BARRIER", Data.NONE, WhenJoined.NOTHING)
 JOIN = Kind("join", "JOIN", Data.NONE)

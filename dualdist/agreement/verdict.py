@@ -66,9 +66,9 @@ class Verdict(NamedTuple):
     """When each member made its call, in nanoseconds since the epoch by its own clock."""
 
 
-def payload_capacity(size: int) -> int:
-    """Return how many bytes of payload a call may carry among `size` members."""
-    return min(_PAYLOAD_BYTES, _PAYLOAD_BYTES_OF_ALL // size)
+def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
+    """Return how many bytes of payload a call may carry among `size` members, at most `most`."""
+    return min(most, _PAYLOAD_BYTES_OF_ALL // size)
 
 
 def agree(connections: Connections, entry: Entry) -> Verdict:

@@ -1,8 +1,6 @@
 """Batch normalization over the batches of all ranks, on any backend and device.
 
-The ranks exchange count, mean and sum of squared deviations. Combining these avoids the cancellation in sums of
-squares: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979
-(Stanford STAN-CS-79-773). One collective in forward, one in backward.
+One collective in forward, one in backward; collectives/rows.py runs them. batch_norm_kernels.py computes.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..agreement import call_kinds
 from ..backends.torch_interface import ranks_of
 from ..checks import flag, instance, integer, number, wrong
-from ..collectives.allgather import allgather
-from ..collectives.allreduce import allreduce
-from ..types import Sum
+from ..collectives.rows import gather_rows, sum_rows
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
+from .batch_norm_kernels import Kernels, Statistics, kernels_for
 from .compiling import not_compiled
 from .devices import checked_device
 from .process_groups import set_of_group
@@ -100,26 +97,28 @@ class SyncBatchNorm(_BatchNorm):
                 0.0,
                 self.eps,
             )
-        with reporting(call_kinds.ALLGATHER, self.process_set):
+        with reporting(call_kinds.SYNC_BATCH_NORM, self.process_set):
             self._check_input_dim(input)
-        mean, var, count = _statistics(input, self.process_set)
-        self._track(mean, var, count)
+        found = _statistics(input, kernels_for(input), self.eps, self.process_set)
+        self._track(found)
         output: torch.Tensor = _Normalize.apply(
-            input, self.weight, self.bias, mean, var, count, self.eps, self.process_set
+            input, self.weight, self.bias, found, self.eps, self.process_set
         )
         return output
 
     @torch.no_grad()
-    def _track(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
-        """Update the running statistics, with the unbiased variance."""
+    def _track(self, found: Statistics) -> None:
+        """Update the running statistics."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         # On the device, so that the host does not wait for it.
         share = (
-            self.num_batches_tracked.to(mean.dtype).reciprocal() if self.momentum is None else self.momentum
+            self.num_batches_tracked.to(found.mean.dtype).reciprocal()
+            if self.momentum is None
+            else self.momentum
         )
-        for running, new in ((self.running_mean, mean), (self.running_var, var * (count / (count - 1)))):
+        for running, new in ((self.running_mean, found.mean), (self.running_var, found.unbiased)):
             running.copy_(running.to(new.dtype).lerp(new, share))
 
     @classmethod
@@ -211,40 +210,15 @@ def _filled(made: _Layer, layer: _BatchNorm) -> _Layer:
 
 
 @torch.no_grad()
-def _statistics(
-    input: torch.Tensor, process_set: ProcessSet
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean and biased variance of each channel over all ranks, both (C,), and the values per channel, ().
-
-    All are in float64, which keeps the count exact and costs little for so few values. They stay on the device, so the
-    host does not wait for a GPU. Collective over `process_set`.
-    """
-    channels = input.shape[1]
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
-    count = input.numel() // channels
-    if count:
-        var, mean = torch.var_mean(input.to(_dtype(input)), _all_but_channels(input), correction=0)
-        own[:channels], own[channels:-1], own[-1] = mean, var.double() * count, count
-    rows = allgather(own.unsqueeze(0), name="sync_batch_norm.statistics", process_set=process_set)
-    means, squares, counts = rows.split([channels, channels, 1], dim=1)
-    total = counts.sum()
-    if count < 2 and total.item() < 2:
+def _statistics(input: torch.Tensor, kernels: Kernels, eps: float, process_set: ProcessSet) -> Statistics:
+    """Return the statistics of the batches of all ranks. Collective over `process_set`."""
+    rows = gather_rows(kernels.row(input, eps), "statistics", process_set)
+    if input.numel() // input.shape[1] < 2 and (total := rows[:, -1].sum()).item() < 2:
         raise ValueError(
             f"`input` must have at least two values per channel over all ranks in training, but has "
             f"{int(total)} instead."
         )
-    mean = (means * counts).sum(dim=0) / total
-    squares = squares + counts * (means - mean).square()
-    return mean, squares.sum(dim=0) / total, total
-
-
-def _all_but_channels(input: torch.Tensor) -> list[int]:
-    return [dim for dim in range(input.dim()) if dim != 1]
-
-
-def _dtype(input: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in."""
-    return torch.float64 if input.dtype is torch.float64 else torch.float32
+    return kernels.combine(rows, input, eps)
 
 
 class _Normalize(torch.autograd.Function):
@@ -256,41 +230,30 @@ class _Normalize(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        var: torch.Tensor,
-        count: torch.Tensor,
+        found: Statistics,
         eps: float,
         process_set: ProcessSet,
     ) -> torch.Tensor:
-        dtype = _dtype(input)
-        mean, var = mean.to(dtype), var.to(dtype)
-        scale, shift = (None if param is None else param.to(dtype) for param in (weight, bias))
-        ctx.save_for_backward(input, scale, mean, torch.rsqrt(var + eps))
-        ctx.count, ctx.process_set = count, process_set
-        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-        return functional.batch_norm(input, mean, var, scale, shift, False, 0.0, eps)
+        ctx.save_for_backward(input, weight, *found)
+        ctx.process_set = process_set
+        return kernels_for(input).normalize(input, weight, bias, found, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        input, scale, mean, invstd = ctx.saved_tensors
-        dtype = mean.dtype
-        dims = _all_but_channels(input)
-        per_channel = [-1 if dim == 1 else 1 for dim in range(input.dim())]
-        grad, deviation = grad.to(dtype), input.to(dtype) - mean.view(per_channel)
-        sums = torch.stack([grad.sum(dims), (grad * deviation).sum(dims)])
-        grads = [sums[1] * invstd, sums[0]]
+        input, weight, *tensors = ctx.saved_tensors
+        kernels, found = kernels_for(input), Statistics(*tensors)
+        own, grad_weight, grad_bias = kernels.sums(grad, input, weight, found)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            total = allreduce(
-                sums.double(), op=Sum, name="sync_batch_norm.gradients", process_set=ctx.process_set
-            )
-            grad_mean, grad_slope = (total / ctx.count).to(dtype)
-            slope = (grad_slope * invstd.square()).view(per_channel)
-            factor = (invstd if scale is None else invstd * scale).view(per_channel)
-            grad_input = ((grad - grad_mean.view(per_channel) - deviation * slope) * factor).to(input.dtype)
-        own = [
-            total.to(wanted) if needed else None
-            for total, wanted, needed in zip(grads, ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
-        ]
-        return grad_input, *own, None, None, None, None, None
+            total = sum_rows(own, "gradients", ctx.process_set)
+            grad_input = kernels.grad_input(grad, input, weight, found, total)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        return (
+            grad_input,
+            grad_weight if needs_weight else None,
+            grad_bias if needs_bias else None,
+            None,
+            None,
+            None,
+        )

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import dualdist as hvd
+from dualdist.agreement.connections import Connections
+from dualdist.world.context import current
 
 from ..helpers.world import everywhere
 
@@ -304,3 +306,22 @@ def test_training_gives_the_same_weights_as_one_process_with_the_whole_batch() -
         model(own(whole, rows)).square().mean().backward()
         optimizer.step()
     check_state(model, expected)
+
+
+@everywhere
+def test_a_layer_makes_one_exchange_in_forward_and_one_in_backward() -> None:
+    layer, group, made = hvd.SyncBatchNorm(512), current().channels[0].group, []
+    exchange = Connections.allgather_messages
+
+    def counted(self: Connections, message: bytes) -> list[bytes]:
+        made.append(len(message))
+        return exchange(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "allgather_messages", counted)
+        for name in ("allgather", "allgatherv", "allgather_bytes", "allreduce_"):
+            patch.setattr(group, name, None)
+        output = layer(torch.randn(2, 512, requires_grad=True))
+        assert len(made) == 1
+        output.sum().backward()
+        assert len(made) == 2

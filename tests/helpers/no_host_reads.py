@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dualdist.collectives.reduction as reduction_module
+import dualdist.collectives.rows as rows_module
 
 __all__ = ("HostRead", "no_host_reads")
 
@@ -92,5 +93,6 @@ def no_host_reads() -> Iterator[None]:
         for name in _METHODS:
             patch.setattr(torch.Tensor, name, _raising(name))
         # A small tensor on the CPU travels with the agreement, as bytes; one on a GPU does not.
-        patch.setattr(reduction_module, "payload_capacity", lambda size: 0)
+        for module in (reduction_module, rows_module):
+            patch.setattr(module, "payload_capacity", lambda size, most=0: 0)
         yield
