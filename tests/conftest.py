@@ -15,7 +15,11 @@ from .helpers.world import WORLDS, World
 
 IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
 
-GROUPS = {"launchers/test_matrix.py": "Slurm", "launchers/test_cluster_examples.py": "Slurm"}
+GROUPS = {
+    "launchers/test_matrix.py": "Slurm",
+    "launchers/test_cluster_examples.py": "Slurm",
+    "launchers/test_doctor_slurm.py": "Slurm",
+}
 """Files whose tests share what is slow to start. All other tests form groups by world, else by file."""
 
 FIRST = ("launchers/test_hosts.py", "Slurm", "horovod-gloo-2")

@@ -3,9 +3,10 @@
     dualdist doctor                    what a script would detect if it were started in the same way
     torchrun ... -m dualdist doctor    the same under a launcher
     dualdist doctor --smoke            also start two processes on every available backend and transport
+    mpirun ... dualdist doctor --world    check all processes and hosts, and the links between them
 
-The exit code is 1 when the chosen backend and transport cannot start, or when an available combination fails under
---smoke.
+The exit code is 1 when the chosen backend and transport cannot start, when an available combination fails under
+--smoke, or when --world finds a problem.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from ..backends import BACKENDS, TRANSPORTS
 from .facts import collect
 from .smoke import smoke
+from .world_check import check_world
 
 __all__ = ("add_arguments", "execute")
 
@@ -30,14 +32,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=BACKENDS, help="the backend to check; by default the one that init() chooses"
     )
     parser.add_argument("--transport", choices=TRANSPORTS, help="the transport to check")
-    parser.add_argument(
+    checks = parser.add_mutually_exclusive_group()
+    checks.add_argument(
         "--smoke", action="store_true", help="start two processes on every available backend and transport"
+    )
+    checks.add_argument(
+        "--world",
+        action="store_true",
+        help="under a launcher: all processes meet, and rank 0 reports what is wrong on which host",
+    )
+    parser.add_argument(
+        "--least-bandwidth",
+        type=float,
+        default=10.0,
+        metavar="MB/S",
+        help="with --world: report links between hosts that are slower (10)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what was detected; return the exit code."""
+    """Print what was detected; return the exit code. With --world: collective over the launched processes."""
+    if args.world:
+        bandwidth = args.least_bandwidth * 1e6
+        return check_world(os.environ, args.backend, args.transport, bandwidth, args.json)
     facts = collect(os.environ, args.backend, args.transport)
     if args.smoke:
         available = [name for name, problem in facts.get("cells", {}).items() if problem is None]

@@ -1,0 +1,138 @@
+"""`dualdist doctor --world` under each launcher, on two hosts: a sound world, and faults that it must name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ..helpers.forks import BIN
+from ..helpers.namespace_hosts import SUBNETS, Host, Network
+from ..helpers.requirements import need_modules, need_programs
+from ..helpers.script_launch import Ended, finish
+from ..helpers.world import ROOT
+
+DOCTOR = ("-m", "tests.helpers.faulty_doctor")
+PYTHON = (sys.executable, *DOCTOR)
+HOSTS = "alpha:2,beta:1"
+_MPI = {
+    "OMPI_MCA_btl": "tcp,self",
+    "OMPI_MCA_btl_tcp_if_include": "net0",
+    "OMPI_MCA_oob_tcp_if_include": "net0",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+_MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS")
+
+
+def _torchrun(node: int) -> tuple[str, ...]:
+    first = ("--master-addr", f"{SUBNETS['net0']}.1", "--master-port", "29500")
+    nodes = ("--nnodes", "2", "--node-rank", f"{node}", "--nproc-per-node", f"{2 - node}")
+    return (f"{BIN}/torchrun", *nodes, *first, *DOCTOR)
+
+
+def _step(node: int, ranks: str) -> tuple[str, ...]:
+    """Start ranks with the variables of a step of Slurm."""
+    variables = (
+        f"SLURM_JOB_ID=8 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_NODEID={node} "
+        "SLURM_STEP_NODELIST=alpha,beta"
+    )
+    each = 'SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@" & all="$all $!";'
+    wait = "code=0; for one in $all; do wait $one || code=$?; done; exit $code"
+    return ("sh", "-c", f"export {variables}; for rank in {ranks}; do {each} done; {wait}", "sh", *PYTHON)
+
+
+COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "torchrun": (_torchrun(0), _torchrun(1)),
+    "mpirun": ((*_MPIRUN, "-H", HOSTS, "-np", "3", *PYTHON),),
+    "srun's variables": (_step(0, "0 1"), _step(1, "2")),
+    "dualdist run": ((sys.executable, "-m", "dualdist", "run", "-H", HOSTS, "-np", "3", *PYTHON),),
+}
+"""The commands to run on the hosts, in their order."""
+
+
+def on_hosts(
+    network: Network, launcher: str, faults: Mapping[str, object], *options: str, seconds: str = "60"
+) -> tuple[list[int], str]:
+    """Run a launcher's commands to their end; return their exit codes and all output, without dualdist's prefix."""
+    need_modules(*["mpi4py"] * (launcher == "mpirun"))
+    environment = {**_MPI, "PYTHONPATH": str(ROOT), "DUALDIST_START_TIMEOUT_SECONDS": seconds}
+    commands = [
+        host.command(*command, json.dumps(faults), *options)
+        for host, command in zip(network.hosts, COMMANDS[launcher], strict=False)
+    ]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        ended: list[Ended] = list(pool.map(lambda command: finish(command, environment), commands))
+    return [one.code for one in ended], _without_prefix("".join(one.output for one in ended))
+
+
+def _without_prefix(output: str) -> str:
+    return re.sub(r"^\[1,\d+\]<\w+>:", "", output, flags=re.MULTILINE)
+
+
+@contextlib.contextmanager
+def slowed(host: Host) -> Iterator[None]:
+    """Let the host send at most 4 MB per second over net0 meanwhile."""
+    host.run(*"tc qdisc add dev net0 root tbf rate 32mbit burst 64kb latency 400ms".split())
+    try:
+        yield
+    finally:
+        host.run(*"tc qdisc del dev net0 root".split())
+
+
+@pytest.fixture
+def other_numpy(tmp_path: Path) -> str:
+    """Return a folder with the metadata of another version of numpy."""
+    (tmp_path / "numpy-0.0.1.dist-info").mkdir()
+    (tmp_path / "numpy-0.0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: numpy\nVersion: 0.0.1\n"
+    )
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", COMMANDS)
+def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
+    launcher: str, network: Network, other_numpy: str
+) -> None:
+    need_programs("tc")
+    with slowed(network.hosts[1]):
+        codes, output = on_hosts(network, launcher, {"host": "beta", "clock": 90, "path": other_numpy})
+    assert 0 not in codes, output
+    wrong = [line for line in output.splitlines() if line.startswith("WRONG: ")]
+    assert len(wrong) == 3, output
+    assert re.search(
+        r"numpy must be .* but is 0\.0\.1 on beta \(rank 2\) and [1-9]\S+ on the others", wrong[0]
+    )
+    assert re.search(r"The clock of beta is (89\.9|90\.\d) s ahead of that of alpha\.", wrong[1])
+    assert re.search(r"The link from beta to alpha \(net0 to net0\) is slow: [34]\.\d MB/s", wrong[2])
+    assert output.count("World of 3 processes on 2 hosts, started by ") == 1
+    assert output.count("3 problems must be solved first.") == 1
+
+
+def test_a_sound_world_of_two_hosts_can_train(network: Network) -> None:
+    codes, output = on_hosts(network, "dualdist run", {}, "--json")
+    report = json.loads(output[output.index("{\n") :])
+    assert (codes, report["can_train"], report["problems"]) == ([0], True, [])
+    assert (report["launcher"], report["size"]) == ("dualdist run", 3)
+    assert [(host["host"], host["ranks"], host["interface"]) for host in report["hosts"]] == [
+        ("alpha", [0, 1], "net0"),
+        ("beta", [2], "net0"),
+    ]
+    assert [host["address"] for host in report["hosts"]] == [host.address() for host in network.hosts]
+    assert {(link["source"], link["target"]) for link in report["links"]} == {
+        ("alpha", "beta"),
+        ("beta", "alpha"),
+    }
+    assert all(link["bandwidth"] > 10e6 and 0 < link["round_trip"] < 5e-3 for link in report["links"])
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "dualdist run"])
+def test_a_process_that_never_arrives_is_named(launcher: str, network: Network) -> None:
+    codes, output = on_hosts(network, launcher, {"absent": 1}, seconds="3")
+    assert 0 not in codes, output
+    assert output.count("WRONG: Rank 0 waited 3 s for rank 1, which did not arrive.") == 1
