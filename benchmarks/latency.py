@@ -35,6 +35,10 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init(backend=settings.backend, transport=settings.transport)
     horovod.init()
+    if horovod.size() != hvd.size():
+        raise SystemExit(
+            f"Horovod connects {horovod.size()} of {hvd.size()} processes: use horovodrun or mpirun."
+        )
     gloo = start_gloo()
     if hvd.rank() == 0:
         print(f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes")
