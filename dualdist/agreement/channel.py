@@ -23,6 +23,7 @@ from ..backends.base import Group
 from ..checks import text_of
 from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
+from .ahead import Ahead
 from .call import Call
 from .call_kinds import Kind
 from .call_site import call_site
@@ -63,6 +64,7 @@ class Channel:
         watch: StallWatch,
         timeline: Timeline,
         stand_in: StandIn,
+        make_ahead: Callable[[], Group] | None = None,
     ) -> None:
         self.group = data
         self.gradients = gradients
@@ -85,8 +87,9 @@ class Channel:
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         self._guard = Guard(watch, connections, lambda: [request.call for request in list(self._pending)])
-        self._gradients_name = f"{name}, gradients"
-        for watched in (name, self._gradients_name):
+        self._gradients_name, ahead_name = f"{name}, gradients", f"{name}, ahead"
+        self.ahead = Ahead(ahead_name, self.run, self._guard, make_ahead)
+        for watched in (name, self._gradients_name, ahead_name):
             watch.add_channel(watched, data.ranks)
 
     @property
@@ -112,7 +115,11 @@ class Channel:
         method, `submit`, `fail` and `join` raise RuntimeError in a signal handler that has interrupted one of them in
         the same thread.
         """
-        return in_turn(call, functools.partial(self._run, call, execute))
+        try:
+            return in_turn(call, functools.partial(self._run, call, execute))
+        except CollectiveMismatchError:
+            self.ahead.forget()
+            raise
 
     def _run(self, call: Call, execute: Execute[T]) -> T:
         if not self._pending and self._running.acquire(blocking=False):
@@ -149,7 +156,7 @@ class Channel:
         if self._worker is not None:
             self._wake.put(False)
             self._worker.join(_LAST_CALLS_SECONDS)
-        for held in (self.group, self.gradients, self._connections, self._news):
+        for held in (self.group, self.gradients, self.ahead, self._connections, self._news):
             held.close()
 
     def abandon(self) -> None:

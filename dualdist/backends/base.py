@@ -106,6 +106,10 @@ class Group(ABC):
     def close(self) -> None:  # noqa: B027 - most groups hold no resources
         """Release the resources of the group. Local."""
 
+    def abort(self) -> None:
+        """End the collectives in progress without the other members, and release the resources. Local."""
+        self.close()
+
 
 class Backend(ABC):
     """One joined world. `start` creates it, `shutdown` ends it."""
@@ -118,6 +122,8 @@ class Backend(ABC):
     """The IPv4 address at which the other processes reach this one."""
     device: torch.device | None = None
     """The device to which the transport is bound; None if it is bound to none."""
+    runs_ahead = False
+    """Whether collectives on `device` only order streams, so that the host runs ahead of them."""
 
     @classmethod
     @abstractmethod

@@ -189,6 +189,7 @@ class TorchBackend(Backend):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.transport = transport
         self.device = device
+        self.runs_ahead = device is not None
         self._config = config
         self.address = shared.addresses.own
         self._store = shared.store

@@ -1,6 +1,6 @@
 """Collectives of SyncBatchNorm: each rank sends one small row of numbers, in forward and in backward.
 
-On the CPU the row travels with the agreement, in one exchange.
+On the CPU the row travels with the agreement, in one exchange. On a device a regular step has no agreement for it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,13 @@ def _exchanged(
             return of_payloads(rows.view(group.size, -1))
         return of_group(group, wire)
 
-    return channel.run(call, execute).to(row.device)
+    run = channel.ahead.run if runs_ahead(wire) else channel.run
+    return run(call, execute).to(row.device)
+
+
+def runs_ahead(wire: torch.Tensor) -> bool:
+    """Return whether the host need not wait for a collective of `wire`."""
+    return wire.device.type != "cpu"
 
 
 def _gather(group: Group, wire: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def announce(
         CollectiveMismatchError: a rank called something else.
         HorovodInternalError: the ranks are out of step.
     """
-    return channel_of(process_set).run(call, functools.partial(settle, contributions, kinds))
+    return channel_of(process_set).ahead.end_step(call, functools.partial(settle, contributions, kinds))
 
 
 def settle(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import zlib
@@ -116,8 +117,9 @@ class Context:
             # All ranks have just made the groups.
             self.settings.start_timeout_seconds,
         )
+        make_ahead = functools.partial(backend.new_members_group, ranks) if backend.runs_ahead else None
         self.channels[set_id] = Channel(
-            name, connections, data, gradients, self.watch, self.timeline, self._stand_in
+            name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
         )
 
     def close(self) -> None:

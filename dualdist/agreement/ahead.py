@@ -1,0 +1,100 @@
+"""Collectives on devices that the host starts without waiting for the other ranks.
+
+An agreement is a message from host to host, and the host waits for it, although it could run ahead of the device. The
+calls of training repeat in each step. Therefore the members agree on a call only where the last step made another one
+at this place. At the end of each step they compare the calls, so that a difference raises on all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..backends.base import Group
+from ..errors import HorovodInternalError
+from .call import Call
+from .guard import Guard
+from .known_order import KnownOrder
+from .turn import in_turn
+from .verdict import Verdict
+
+__all__ = ("Ahead",)
+
+T = TypeVar("T")
+Execute = Callable[[Group, Verdict], T]
+
+
+class Ahead:
+    """The calls of one process set that run ahead. All members make them in the same order."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Call, Execute[Any]], Any],
+        guard: Guard,
+        make_group: Callable[[], Group] | None,
+    ) -> None:
+        """Prepare. Local.
+
+        Args:
+            name: under which the watch knows the calls.
+            run: runs a call with an agreement.
+            make_group: makes the group of the calls; collective over the members. None: every call has an agreement.
+        """
+        self._name, self._run, self._guard, self._make_group = name, run, guard, make_group
+        # A group of its own: other threads use the groups of the channel.
+        self._group: Group | None = None
+        self._order = KnownOrder()
+
+    def run(self, call: Call, execute: Execute[T]) -> T:
+        """Run `call` as Channel.run does, but without an agreement if the last step made it at this place.
+
+        `execute` must not wait for the data.
+        """
+        if self._make_group is None:
+            return self._run(call, execute)  # type: ignore[no-any-return]
+        if self._order.expects(call):
+            result = in_turn(call, lambda: self._execute(call, execute, Verdict(call)))
+        else:
+            known = replace(call, arguments=(*call.arguments, ("calls_before", self._order.describe())))
+            result = self._run(known, lambda group, verdict: self._execute(call, execute, verdict))
+        self._order.add(call)
+        return result
+
+    def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+        if self._group is None:
+            assert self._make_group is not None
+            self._group = self._make_group()
+        group = self._group
+        return self._guard.run(self._name, call, lambda: execute(group, verdict))
+
+    def end_step(self, call: Call, execute: Execute[T]) -> T:
+        """Run `call` as Channel.run does, and compare the calls before it. The step ends.
+
+        Raises CollectiveMismatchError if they differ, HorovodInternalError if a member has joined and missed them.
+        """
+        made = self._order.describe()
+
+        def execute_if_complete(group: Group, verdict: Verdict) -> T:
+            if made and verdict.joined:
+                raise HorovodInternalError(f"ranks have joined, but the others made {made}")
+            return execute(group, verdict)
+
+        known = replace(call, arguments=(*call.arguments, ("calls_before", made))) if made else call
+        result = self._run(known, execute_if_complete)
+        if made:
+            self._order.end_step(call.identity)
+        return result  # type: ignore[no-any-return]
+
+    def forget(self) -> None:
+        """Start over after members have made different calls: those that only some have made would never end. Local."""
+        self._order.forget()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Release the group. Local."""
+        if self._group is not None:
+            self._group.close()

@@ -1,0 +1,172 @@
+"""SyncBatchNorm on devices: the ranks agree on each layer once, and compare all layers at the end of a step.
+
+The device is a double: a group whose collectives return at once, as those of NCCL do, and which records them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+from dualdist.agreement.connections import Connections
+from dualdist.backends.base import Group, Work
+from dualdist.collectives import rows
+from dualdist.world.context import current
+
+from ..helpers.world import everywhere
+
+
+class Done(Work):
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class Device(Group):
+    """A group that never waits for the other ranks: each of them seems to send what this rank sends."""
+
+    reduce_dtypes = frozenset({torch.float32, torch.float64})
+
+    def __init__(self) -> None:
+        super().__init__(range(hvd.size()), hvd.rank())
+        self.calls: list[str] = []
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        self.calls.append("allreduce")
+        tensor.mul_(self.size)
+        return Done()
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        self.calls.append("allgather")
+        output.copy_(tensor.repeat(self.size))
+        return Done()
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        raise NotImplementedError
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+@contextlib.contextmanager
+def devices() -> Iterator[list[Device]]:
+    """Let SyncBatchNorm run on doubles in the `with` block. Yields those that were made."""
+    made: list[Device] = []
+
+    def make() -> Device:
+        made.append(Device())
+        return made[-1]
+
+    ahead = current().channels[0].ahead
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "_make_group", make)
+        patch.setattr(rows, "runs_ahead", lambda wire: True)
+        patch.setattr(rows, "payload_capacity", lambda size, most: 0)
+        yield made
+        patch.undo()
+        ahead.forget()
+
+
+@contextlib.contextmanager
+def exchanges() -> Iterator[list[int]]:
+    """Yield the lengths of the messages that this rank sends for agreements in the `with` block."""
+    made: list[int] = []
+    exchange = Connections.allgather_messages
+
+    def counted(self: Connections, message: bytes) -> list[bytes]:
+        made.append(len(message))
+        return exchange(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "allgather_messages", counted)
+        yield made
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(hvd.SyncBatchNorm(4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, count: int = 3) -> torch.Tensor:
+        for layer in self.layers[:count]:
+            x = layer(x)
+        return x
+
+
+def prepared() -> tuple[Network, torch.optim.Optimizer]:
+    model = Network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+
+
+def step(model: Network, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(5, 4, requires_grad=True), count).square().sum().backward()
+    optimizer.step()
+
+
+@everywhere
+def test_a_regular_step_has_one_agreement_whatever_the_number_of_layers() -> None:
+    model, optimizer = prepared()
+    with devices() as made:
+        step(model, optimizer)
+        for _ in range(3):
+            with exchanges() as messages:
+                step(model, optimizer)
+            assert len(messages) == 1
+    (device,) = made
+    assert device.calls == [*["allgather"] * 3, *["allreduce"] * 3] * 4 + ["abort"]
+
+
+@everywhere
+def test_another_order_on_all_ranks_is_agreed_on_again() -> None:
+    model, optimizer = prepared()
+    with devices():
+        for count in (3, 2, 2, 3, 3):
+            step(model, optimizer, count)
+        with exchanges() as messages:
+            step(model, optimizer)
+        assert len(messages) == 1
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_rank_that_skips_a_layer_raises_on_all_ranks_which_can_then_continue() -> None:
+    model, optimizer = prepared()
+    with devices() as made:
+        for _ in range(2):
+            step(model, optimizer)
+        # All but the last layer: without it, the calls of the forward pass are those of the last step.
+        with pytest.raises(hvd.CollectiveMismatchError, match="calls_before="):
+            step(model, optimizer, 3 if hvd.rank() == 0 else 2)
+        assert made[0].calls[-1] == "abort"
+        for _ in range(2):
+            step(model, optimizer)
+        assert len(made) == 2
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
+    model, optimizer = prepared()
+    with devices():
+        step(model, optimizer)
+        with pytest.raises(hvd.CollectiveMismatchError, match="calls_before=6 calls of SyncBatchNorm"):
+            step(model.eval() if hvd.rank() == 0 else model, optimizer)
+        for _ in range(2):
+            step(model.train(), optimizer)
