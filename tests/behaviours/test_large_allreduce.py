@@ -1,4 +1,4 @@
-"""Allreduce of large tensors, which ranks of one host may do in shared memory."""
+"""Allreduce of tensors of many sizes, which ranks of one host may do in shared memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..helpers.world import everywhere
 
 LENGTHS = (600_001, 5_000_003)
 """Odd numbers of elements. In float32: 2.4 MB, and 20 MB, more than what members of a host exchange at once."""
+SMALL_LENGTHS = (1, 80_001)
+"""Members of a host exchange as many elements in one step."""
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -26,8 +28,8 @@ def is_same_everywhere(tensor: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.int64])
 @everywhere
-def test_every_operation_of_a_large_tensor(dtype: torch.dtype) -> None:
-    for length in LENGTHS[:1] if dtype != torch.float32 else LENGTHS:
+def test_every_operation_of_a_tensor_of_any_size(dtype: torch.dtype) -> None:
+    for length in (*SMALL_LENGTHS, *(LENGTHS[:1] if dtype != torch.float32 else LENGTHS)):
         rows = torch.stack([values(rank, length, dtype) for rank in range(hvd.size())])
         own = rows[hvd.rank()].clone()
         assert torch.equal(hvd.allreduce(own, op=hvd.Sum), rows.sum(0, dtype=dtype))
@@ -40,8 +42,9 @@ def test_every_operation_of_a_large_tensor(dtype: torch.dtype) -> None:
 @everywhere
 def test_sums_that_are_rounded_are_equal_on_all_ranks() -> None:
     generator = torch.Generator().manual_seed(hvd.rank())
-    tensor = torch.randn(LENGTHS[1], generator=generator) * 1e3
-    assert is_same_everywhere(hvd.allreduce(tensor, op=hvd.Sum))
+    for length in (SMALL_LENGTHS[1], LENGTHS[1]):
+        tensor = torch.randn(length, generator=generator) * 1e3
+        assert is_same_everywhere(hvd.allreduce(tensor, op=hvd.Sum))
 
 
 @everywhere
@@ -58,13 +61,27 @@ def test_large_and_small_tensors_in_flight_together() -> None:
 
 
 @everywhere
-def test_gradients_of_large_buckets_are_averaged_in_every_step() -> None:
+def test_small_tensors_in_quick_succession_keep_their_values() -> None:
+    total = hvd.size() * (hvd.size() + 1) / 2
+    for first in range(0, 40, 4):
+        tensors = [torch.full((SMALL_LENGTHS[1],), (hvd.rank() + 1.0) * (first + k)) for k in range(4)]
+        handles = [hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"{k}") for k, tensor in enumerate(tensors)]
+        late = first % hvd.size() == hvd.rank()
+        for k, handle in enumerate(handles):
+            while late and not hvd.poll(handle):
+                pass
+            assert torch.equal(hvd.synchronize(handle), torch.full_like(tensors[k], total * (first + k)))
+
+
+@pytest.mark.parametrize("cap_mb", [None, 0.001])  # one bucket, or a small one and a large one
+@everywhere
+def test_gradients_of_large_buckets_are_averaged_in_every_step(cap_mb: float | None) -> None:
     torch.manual_seed(0)
     large = nn.Linear(900, 900, bias=False)
     model = nn.Sequential(large, nn.Linear(900, 1, bias=False)).double()
     single = nn.Sequential(nn.Linear(900, 900, bias=False), nn.Linear(900, 1, bias=False)).double()
     single.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    wrapped = hvd.DistributedDataParallel(model)
+    wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (model, single)]
     kept = []
     for step in range(4):

@@ -22,12 +22,12 @@ logger = logging.getLogger("dualdist")
 
 _NO_ADDRESS = bytes(ADDRESS_BYTES)
 _CONNECT_SECONDS = 30.0
-_LARGE_BYTES = 2 << 20
-"""From this size on, shared memory is faster than gloo. Below, waking members takes longer than sending the data."""
+_SMALL_BYTES = 1 << 20
+"""Up to this size, of the tensors of all members together, one round is faster than two."""
 
 
 class HostGroup(Group):
-    """Uses shared memory for tensors on the CPU, and the wrapped group for all others and for alltoall."""
+    """Reduces tensors on the CPU in shared memory, and uses the wrapped group for everything else."""
 
     def __init__(self, inner: Group, memory: Memory, rounds: Rounds, works: Works) -> None:
         self.ranks, self.rank, self.size = inner.ranks, inner.rank, inner.size
@@ -44,8 +44,10 @@ class HostGroup(Group):
     # `.data` has a version counter of its own: a collective is no in-place operation for autograd.
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        if tensor.device.type != "cpu" or tensor.nbytes < _LARGE_BYTES:
+        if tensor.device.type != "cpu":
             return self._inner.allreduce_(tensor, op, tag)
+        if tensor.nbytes * self.size <= _SMALL_BYTES:
+            return self._works.begin(self._rounds.allreduce_small(tensor.data, op))
         return self._works.add(self._rounds.allreduce(tensor.data, op))
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:

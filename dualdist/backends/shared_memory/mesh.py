@@ -94,6 +94,11 @@ class Mesh:
             socket.send_fds(connection, [b"\0"], [descriptor])
         return True
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether there are two members."""
+        return self._size == 2
+
     def barrier(self) -> Iterator[socket.socket]:
         """Meet the other members; yield the socket for whose data to wait next, until it has arrived.
 

@@ -1,5 +1,8 @@
 """Allreduce as rounds: each member writes its box, all meet, and each reads the boxes.
 
+Small tensors take one round, in which each member reduces all boxes by itself. For larger ones each member reduces a
+share, and the others copy it, which takes two rounds and less reading.
+
 There are two sets of boxes, which the rounds use in turns. So one barrier a round is enough: a member that writes a box
 again has met the others in the round between, and these had read the box before.
 """
@@ -57,6 +60,16 @@ class Rounds:
             return
         for part in tensor.split(self._memory.box_bytes // tensor.element_size()):
             yield from self._allreduce_in_boxes(part, _OPS[op])
+
+    def allreduce_small(self, tensor: torch.Tensor, op: int) -> Steps:
+        """Do the same in one round. `tensor` must fit a box.
+
+        When this member waits for the others, it has done all that they need, unless there are more than two.
+        """
+        boxes = self._of(tensor)
+        boxes[self._place].copy_(tensor)
+        yield from self._meet()
+        _combine(_OPS[op], boxes, tensor)
 
     def _find_tensors(self, tensor: torch.Tensor) -> Generator[socket, None, list[torch.Tensor]]:
         """Return the tensors of all members, or none if one is not in its member's arena."""

@@ -50,6 +50,16 @@ class Works:
         self._proceed()
         return work
 
+    def begin(self, steps: Steps) -> SharedWork:
+        """Queue a small collective, and run it in this thread until it must wait."""
+        work = SharedWork(self, steps)
+        self._queue.append(work)
+        self.test(work)
+        # The other one of two members needs nothing more from this one, which may therefore finish later.
+        if work.deadline is None or not (work.ended or self._mesh.is_pair):
+            self._proceed()
+        return work
+
     def finish(self, work: SharedWork, seconds: float | None = None) -> None:
         """Run `work`, for at most `seconds`. Its problem is in the work."""
         until = None if seconds is None else time.monotonic() + seconds
