@@ -7,12 +7,12 @@ at this place. At the end of each step they compare the calls, so that a differe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..backends.base import Group
-from ..errors import HorovodInternalError
+from ..errors import CollectiveMismatchError, HorovodInternalError
 from .call import Call
 from .guard import Guard
 from .known_order import KnownOrder
@@ -20,6 +20,9 @@ from .turn import in_turn
 from .verdict import Verdict
 
 __all__ = ("Ahead",)
+
+_DESCRIPTION_BYTES = 32
+"""The length of what a rank reports of its calls."""
 
 T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
@@ -74,15 +77,30 @@ class Ahead:
 
         Raises CollectiveMismatchError if they differ, HorovodInternalError if a member has joined and missed them.
         """
+        if self._make_group is None:
+            return self._run(call, execute)  # type: ignore[no-any-return]
         made = self._order.describe()
+        own = made.encode().ljust(_DESCRIPTION_BYTES)
 
-        def execute_if_complete(group: Group, verdict: Verdict) -> T:
-            if made and verdict.joined:
-                raise HorovodInternalError(f"ranks have joined, but the others made {made}")
-            return execute(group, verdict)
+        def compare_first(group: Group, verdict: Verdict) -> tuple[T | None, Sequence[bytes]]:
+            if verdict.joined:
+                if made:
+                    raise HorovodInternalError(
+                        f"ranks have joined, but the others made {made} of SyncBatchNorm"
+                    )
+                return execute(group, verdict), ()
+            all_made = verdict.payloads if any(verdict.payloads) else group.allgather_bytes(own)
+            return (None, all_made) if len(set(all_made)) > 1 else (execute(group, verdict), ())
 
-        known = replace(call, arguments=(*call.arguments, ("calls_before", made))) if made else call
-        result = self._run(known, execute_if_complete)
+        result, differing = self._run(replace(call, payload=own), compare_first)
+        if differing:
+            self.forget()
+            shown = [text.decode().strip() or "no calls" for text in differing]
+            raise CollectiveMismatchError(
+                f"The ranks ran different layers before {call.kind} at {call.where}: "
+                f"{', '.join(f'{place}: {text}' for place, text in enumerate(shown))} (places in the process set). Run "
+                "the same layers in the same order on all ranks."
+            )
         if made:
             self._order.end_step(call.identity)
         return result  # type: ignore[no-any-return]

@@ -48,8 +48,7 @@ class KnownOrder:
         """
         if not self._count:
             return ""
-        kinds = sorted({str(identity[0]) for identity in self._made})
-        return f"{self._count} calls of {', '.join(kinds)} ({self._digest.hex()})"
+        return f"{self._count} calls ({self._digest.hex()})"
 
     def end_step(self, reason: Hashable) -> None:
         """End the step after the ranks have compared `describe`. reason: equal on all ranks."""

@@ -152,7 +152,9 @@ def test_a_rank_that_skips_a_layer_raises_on_all_ranks_which_can_then_continue()
         for _ in range(2):
             step(model, optimizer)
         # All but the last layer: without it, the calls of the forward pass are those of the last step.
-        with pytest.raises(hvd.CollectiveMismatchError, match="calls_before="):
+        with pytest.raises(
+            hvd.CollectiveMismatchError, match=r"calls_before=|different layers before|different collectives"
+        ):
             step(model, optimizer, 3 if hvd.rank() == 0 else 2)
         assert made[0].calls[-1] == "abort"
         for _ in range(2):
@@ -166,7 +168,7 @@ def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
     model, optimizer = prepared()
     with devices():
         step(model, optimizer)
-        with pytest.raises(hvd.CollectiveMismatchError, match="calls_before=6 calls of SyncBatchNorm"):
+        with pytest.raises(hvd.CollectiveMismatchError, match=r"different layers .* 0: no calls, 1: 6 calls"):
             step(model.eval() if hvd.rank() == 0 else model, optimizer)
         for _ in range(2):
             step(model.train(), optimizer)
