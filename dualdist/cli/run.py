@@ -24,6 +24,7 @@ from ..processes.allocation import find_allocation
 from ..processes.hosts import Host, parse_hostfile, parse_hosts
 from ..processes.preparation import RunOptions
 from ..processes.run import run_job
+from ..processes.starters import DEFAULT_STARTER, STARTERS
 from ..processes.variables import backend_variables
 from .horovodrun import add_horovodrun_options, refuse, variables_of
 from .version import version
@@ -77,6 +78,14 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "action": "append",
             "metavar": "IF",
             "help": "the network interface to use (DUALDIST_INTERFACE); may be repeated",
+        },
+    ),
+    (
+        ("--start-with",),
+        {
+            "choices": STARTERS,
+            "default": DEFAULT_STARTER,
+            "help": "what reaches the other hosts (ssh); the others need no ssh between the hosts of a job",
         },
     ),
     (("-p", "--ssh-port"), {"type": int, "metavar": "PORT", "help": "the port of ssh on the other hosts"}),
@@ -142,6 +151,7 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
         ",".join(args.interfaces) if args.interfaces else None,
         args.ssh_port,
         args.ssh_identity_file,
+        args.start_with,
         _start_timeout(args, env),
         args.verbose,
     )

@@ -10,7 +10,14 @@ from .copies import COPIES
 from .launchers import LAUNCHERS
 from .site import NAMED_BY, registered_launchers
 
-__all__ = ("RENDEZVOUS", "exportable", "process_variables", "secret_in", "without_launchers")
+__all__ = (
+    "HOST_VARIABLES",
+    "RENDEZVOUS",
+    "exportable",
+    "process_variables",
+    "secret_in",
+    "without_launchers",
+)
 
 RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
@@ -22,11 +29,11 @@ _MORE_LAUNCHER_VARIABLES = re.compile(
 )
 """Variables beside those of the table that a launcher, or dualdist.compat, sets for its own processes."""
 
-_HOST_VARIABLES = re.compile(
+HOST_VARIABLES = (
     r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY"  # horovod/runner/common/util/env.py:24
     r"|HOME|USER|LOGNAME|SHELL|MAIL|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|TMPDIR|SSH_.*|XDG_.*|DBUS_.*"
 )
-"""Variables that are valid only on this host or in this login session."""
+"""A regular expression of variables that are valid only on this host or in this login session."""
 
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +52,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
 
 def exportable(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to send to other hosts: all but those of this host, as horovodrun does."""
-    return {name: value for name, value in env.items() if not _HOST_VARIABLES.fullmatch(name)}
+    return {name: value for name, value in env.items() if not re.fullmatch(HOST_VARIABLES, name)}
 
 
 def process_variables(

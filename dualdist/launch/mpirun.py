@@ -1,4 +1,4 @@
-"""Starting a command under mpirun. Only `dualdist doctor` does: `dualdist run` starts processes without MPI."""
+"""Starting a command under mpirun: for `dualdist doctor`, and for the agents of `dualdist run --start-with mpirun`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-__all__ = ("mpirun_command",)
+__all__ = ("is_open_mpi", "mpirun_command")
 
 
 def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
@@ -19,7 +19,12 @@ def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
     if mpirun is None:
         return None
     options = ["-np", str(size)]
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if "Open MPI" in version.stdout:
+    if is_open_mpi(mpirun):
         options += ["--oversubscribe", *["--allow-run-as-root"] * (os.getuid() == 0)]
     return [mpirun, *options, *command]
+
+
+def is_open_mpi(mpirun: str) -> bool:
+    """Return whether the program `mpirun` is that of Open MPI."""
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return "Open MPI" in version.stdout

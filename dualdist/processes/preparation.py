@@ -15,7 +15,8 @@ from ..rendezvous import LOOPBACK
 from ..rendezvous.keyvalue import KeyValueServer
 from .agent_connection import AGENT_COMMAND, HostJob, Process
 from .hosts import Host, assign
-from .remote import address_of, address_towards, is_local, ssh_command
+from .remote import address_of, address_towards, is_local
+from .starters import DEFAULT_STARTER, agent_command
 from .unchanged_scripts import serve_unchanged_scripts, with_alias
 
 __all__ = ("RunOptions", "prepare")
@@ -39,6 +40,8 @@ class RunOptions:
     interface: str | None = None
     ssh_port: int | None = None
     ssh_identity: str | None = None
+    start_with: str = DEFAULT_STARTER
+    """What starts the agents of other hosts: a key of STARTERS."""
     start_timeout: float = 30.0
     """How many seconds to wait for each host to answer."""
     verbose: bool = False
@@ -94,7 +97,7 @@ def _host_job(
         common = {"PYTHONUNBUFFERED": "1"} | common
     return HostJob(
         host,
-        _agent_over_ssh(host, options, env) if is_remote else AGENT_COMMAND,
+        _remote_agent(host, options, env, launcher) if is_remote else AGENT_COMMAND,
         processes,
         (exportable(common) if is_remote else common) | dict(options.variables),
         local=not is_remote,
@@ -105,11 +108,15 @@ def _host_job(
     )
 
 
-def _agent_over_ssh(host: str, options: RunOptions, env: Mapping[str, str]) -> Sequence[str]:
-    return ssh_command(
+def _remote_agent(
+    host: str, options: RunOptions, env: Mapping[str, str], launcher: str | None
+) -> Sequence[str]:
+    assert launcher is not None  # there is a remote host
+    return agent_command(
+        options.start_with,
         host,
-        AGENT_COMMAND,
         env,
+        address=launcher,
         port=options.ssh_port,
         identity=options.ssh_identity,
         timeout=max(1, int(options.start_timeout) - 1),

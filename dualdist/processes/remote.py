@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigurationError
 from ..rendezvous.interfaces import INTERFACE, candidates, own_address
+from ..rendezvous.slurm import node_address
 
 __all__ = ("address_of", "address_towards", "is_local", "ssh_command")
 
@@ -65,7 +66,7 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
     if interface is not None:
         return candidates({INTERFACE: interface})[0]
     try:
-        return own_address(_network_name(host, env))
+        return own_address(node_address(_network_name(host, env)))
     except OSError as error:
         raise ConfigurationError(
             f"`-H` must name hosts that can be reached, but {host!r} cannot: {error}. "
@@ -75,10 +76,7 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
 
 def address_of(host: str, env: Mapping[str, str]) -> str:
     """Return an IPv4 address of `host`, or the name that ssh uses for it if this machine cannot resolve it."""
-    name = _network_name(host, env)
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(name)
-    return name
+    return node_address(_network_name(host, env))
 
 
 def _network_name(host: str, env: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from ..launch.environment import secret_in
 from .interfaces import LOOPBACK, candidates
 from .keyvalue import KeyValueClient, KeyValueServer
 
-__all__ = ("connect", "first_host", "has_first_host")
+__all__ = ("connect", "first_host", "has_first_host", "node_address")
 
 _NODES = "SLURM_STEP_NODELIST"
 _LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
@@ -57,11 +57,11 @@ def connect(rank: int, env: Mapping[str, str], timeout: float) -> Iterator[KeyVa
             port = _serve([LOOPBACK, *candidates(env)], ports, secret, stack)
             yield stack.enter_context(KeyValueClient(LOOPBACK, port, secret))
         else:
-            host = LOOPBACK if env.get("SLURM_NODEID") == "0" else _address(first_host(env[_NODES]))
+            host = LOOPBACK if env.get("SLURM_NODEID") == "0" else node_address(first_host(env[_NODES]))
             yield stack.enter_context(_find_server(host, ports, secret, timeout))
 
 
-def _address(node: str) -> str:
+def node_address(node: str) -> str:
     """Return an address of `node`. Ask Slurm if only Slurm knows the name."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(node)

@@ -1,0 +1,138 @@
+"""The launcher's end of an agent that srun, mpirun or pbsdsh starts on another host, instead of ssh.
+
+    python relay.py ADDRESS PATTERN env|file COMMAND...
+
+These programs pass on standard input and output late, line by line, or not at all. Therefore the agent connects back:
+this program listens on ADDRESS, starts COMMAND, which starts _AGENT on the host, and copies between the agent's
+connection and its own standard input and output. The agent finds address, port and a random token in the environment
+variable DUALDIST_AGENT, or in a file that only this user can read, if COMMAND passes on no environment.
+
+This file imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+__all__ = ("FILE", "VARIABLE", "main")
+
+VARIABLE, FILE = "env", "file"
+"""How the agent learns where to connect."""
+_NAME = "DUALDIST_AGENT"
+_AGENT = (
+    "import os,re,socket,sys;"
+    "e=os.environ;w=e.get('DUALDIST_AGENT') or open(sys.argv[2]).read();h,p,t=w.split();"
+    "[e.pop(n) for n in list(e) if not re.fullmatch(sys.argv[1],n)];"
+    "s=socket.create_connection((h,int(p)),30);s.settimeout(None);s.sendall(t.encode());"
+    "os.dup2(s.fileno(),0);os.dup2(s.fileno(),1);s.close();"
+    "i=sys.stdin.buffer;exec(i.read(int(i.readline())))"
+)
+"""Connects to the relay and runs the agent that it receives. It keeps only the variables of the host (sys.argv[1]): the
+launcher sends the others, and those of srun and mpirun describe a world of one process."""
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""As with ssh, a host that does not answer for half a minute is lost (seconds, seconds, number)."""
+_PR_SET_PDEATHSIG = 1
+_TOKEN = 32
+_CHUNK = 1 << 18
+_TOKEN_SECONDS = 5.0
+_LAST_SECONDS = 5.0
+"""How long COMMAND may take to end after the agent."""
+
+
+def main(address: str, pattern: str, way: str, *command: str) -> int:
+    """Start `command` and relay until the agent has ended; return the exit code of `command` if it fails before."""
+    token = secrets.token_hex(_TOKEN // 2)
+    with socket.create_server((address, 0)) as server, contextlib.ExitStack() as stack:
+        place = f"{address} {server.getsockname()[1]} {token}"
+        agent = [sys.executable, "-E", "-s", "-S", "-c", _AGENT, pattern]
+        agent += [stack.enter_context(_file_with(place))] if way == FILE else []
+        starter = subprocess.Popen(
+            [*command, *agent],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            env={**os.environ, **({_NAME: place} if way == VARIABLE else {})},
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        # When it ends, no agent will connect.
+        threading.Thread(target=_end_accept, args=(starter, server), daemon=True).start()
+        connection = _accept(server, token)
+        if connection is None:
+            return starter.wait() or 1
+        stack.close()
+        _relay(connection)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        starter.wait(_LAST_SECONDS)
+    starter.terminate()
+    return 0
+
+
+@contextlib.contextmanager
+def _file_with(text: str) -> Iterator[str]:
+    """Write `text` to a file in this folder, which all hosts share, and yield its path."""
+    with tempfile.NamedTemporaryFile("w", prefix=".dualdist-", dir=os.getcwd()) as file:
+        file.write(text)
+        file.flush()
+        yield file.name
+
+
+def _end_accept(starter: subprocess.Popen[bytes], server: socket.socket) -> None:
+    starter.wait()
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(server: socket.socket, token: str) -> socket.socket | None:
+    """Return the connection of the agent, or None if it will not connect."""
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            connection.settimeout(_TOKEN_SECONDS)
+            if secrets.compare_digest(connection.recv(_TOKEN, socket.MSG_WAITALL), token.encode()):
+                connection.settimeout(None)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _KEEP_ALIVE:
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+                return connection
+        connection.close()
+
+
+def _relay(connection: socket.socket) -> None:
+    """Copy in both directions until the agent closes the connection."""
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            _copy(partial(os.read, 0, _CHUNK), connection.sendall)
+            connection.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=send, daemon=True).start()
+    with contextlib.suppress(OSError):
+        _copy(partial(connection.recv, _CHUNK), partial(os.write, 1))
+    os.close(1)
+
+
+def _copy(read: Callable[[], bytes], write: Callable[[bytes], int | None]) -> None:
+    while data := read():
+        view = memoryview(data)
+        while view:
+            # sendall returns None when all is sent.
+            view = view[write(view) or len(view) :]  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

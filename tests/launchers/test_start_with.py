@@ -1,0 +1,127 @@
+"""`dualdist run --start-with`: other hosts are reached through MPI or Slurm. On both kinds of hosts no ssh is used."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ..helpers.namespace_hosts import Network
+from ..helpers.process_watch import Watched
+from ..helpers.requirements import need_programs
+from ..helpers.script_launch import Ended, finish
+from ..helpers.slurm_cluster import Slurm
+from ..helpers.world import ROOT
+
+RUN = (sys.executable, "-m", "dualdist", "run", "--start-with")
+SHOW = (
+    "sh",
+    "-c",
+    "echo $DUALDIST_RANK of $WORLD_SIZE on $(hostname); env | grep -E '^(OMPI|PMI|SLURM_STEP)' || true",
+)
+WORLD = (sys.executable, "-m", "dualdist", "doctor", "--world")
+NO_SSH = {"DUALDIST_SSH": "false", "PYTHONPATH": str(ROOT)}
+OPEN_MPI = {"OMPI_MCA_oob_tcp_if_include": "net0"}
+"""mpirun itself reaches the hosts over ssh here; on clusters it uses the resource manager."""
+
+
+def on_two_hosts(network: Network, *command: str) -> Ended:
+    need_programs("mpirun")
+    return finish(network.hosts[0].command(*command), {**NO_SSH, **OPEN_MPI})
+
+
+def test_mpirun_reaches_the_other_host(network: Network) -> None:
+    ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:2", *SHOW)
+    assert ended.code == 0, ended.output
+    assert sorted(ended.output.splitlines()) == [
+        "[1,0]<stdout>:0 of 3 on alpha",
+        "[1,1]<stdout>:1 of 3 on beta",
+        "[1,2]<stdout>:2 of 3 on beta",
+    ]
+
+
+def test_processes_that_mpirun_has_started_join_one_world(network: Network) -> None:
+    ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:1", *WORLD)
+    assert ended.code == 0, ended.output
+    assert "World of 2 processes on 2 hosts, started by dualdist run" in ended.output
+
+
+def test_output_of_any_length_and_the_exit_code_arrive(network: Network) -> None:
+    text = "[ $RANK = 0 ] || { head -c 3000000 /dev/zero | tr '\\0' x; printf end; exit 7; }; exec sleep 1000"
+    ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:1", "sh", "-c", text)
+    assert ended.code == 7, ended.output[-1000:]
+    assert ended.output.count("x") >= 3000000 and "xend" in ended.output
+    assert "rank 1 on beta ended with exit code 7; ending the others." in ended.output
+
+
+def test_no_process_survives_the_launcher(network: Network, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "up")
+    wait = f"if [ $RANK = 0 ]; then echo >{tmp_path}/up; else read up <{tmp_path}/up; kill -9 $LAUNCHER; fi; wait"
+    text = f"sleep 1000 & echo $! $$ >{tmp_path}/$RANK; {wait}"
+    command = ("sh", "-c", 'export LAUNCHER=$$; exec "$@"', "sh", *RUN, "mpirun", "-H", "alpha:1,beta:1")
+    ended = on_two_hosts(network, *command, "--env", "LAUNCHER", "sh", "-c", text)
+    assert ended.code != 0
+    pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
+    assert len(pids) == 4 and Watched(pids).left(30) == []
+
+
+def test_a_host_that_cannot_be_reached_is_named(network: Network) -> None:
+    ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,gamma:1", *SHOW)
+    assert ended.code != 0
+    assert "gamma" in ended.output
+
+
+@pytest.mark.parametrize("command", [SHOW, WORLD], ids=["prints", "joins"])
+def test_srun_reaches_the_nodes_of_the_allocation(slurm: Slurm, command: tuple[str, ...]) -> None:
+    ended = slurm.finish(
+        "salloc", "-N", "2", "--ntasks-per-node=2", *RUN, "srun", *command, environment=NO_SSH
+    )
+    assert ended.code == 0, f"{ended.output}\n{slurm.logs()}"
+    assert "dualdist run: the hosts are node1:2,node2:2, from SLURM_JOB_NODELIST." in ended.output
+    if command == WORLD:
+        assert "World of 4 processes on 1 host, started by dualdist run" in ended.output
+    else:
+        lines = sorted(line for line in ended.output.splitlines() if line.startswith("[1,"))
+        assert [line.partition(" on ")[0] for line in lines] == [
+            f"[1,{r}]<stdout>:{r} of 4" for r in range(4)
+        ]
+
+
+def _pbsdsh(folder: Path) -> Mapping[str, str]:
+    """Make a stand-in for pbsdsh: it runs the command here, with no variable of the caller, and forwards no input."""
+    program = folder / "pbsdsh"
+    program.write_text('#!/bin/sh\n[ "$1$2$3" = "-n2--" ] && shift 3 && exec env -i "$@" </dev/null\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (folder / "nodes").write_text("localhost\nlocalhost\nnowhere.invalid\n")
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "PBS_NODEFILE": str(folder / "nodes"), **NO_SSH}
+
+
+def test_pbsdsh_gets_the_number_of_the_host_and_no_secret(tmp_path: Path) -> None:
+    command = (*RUN, "pbsdsh", "--network-interface", "lo", *SHOW)
+    ended = finish(command, _pbsdsh(tmp_path))
+    assert ended.code == 0, ended.output
+    assert "2 of 3 on" in ended.output
+    assert list(ROOT.glob(".dualdist-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pbsdsh", "-H", "192.0.2.1:1"), "`PBS_NODEFILE` must be a file that names 192.0.2.1"),
+        (
+            ("mpirun", "-H", "user@192.0.2.1:1"),
+            "`-H` must name hosts without a user for `--start-with mpirun`",
+        ),
+        (("srun", "-H", "192.0.2.1:1"), "'srun' must be installed for `--start-with srun`"),
+    ],
+)
+def test_what_cannot_start_there_is_an_error(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    environment = {} if arguments[0] != "srun" else {"PATH": str(tmp_path)}
+    if arguments[0] == "pbsdsh":
+        environment = {"PATH": _pbsdsh(tmp_path)["PATH"]}
+    ended = finish((*RUN, *arguments, "true"), environment)
+    assert ended.code == 2 and words in ended.output
