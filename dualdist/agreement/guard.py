@@ -46,6 +46,7 @@ class Guard:
             raise self._failure(call, name, number, error) from error.__cause__
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             self._broken = f"{call} at {call.where} was interrupted: {error!r}."
+            self._watch.interrupt(name, repr(error))
             self._connections.close()
             raise
         finally:
@@ -66,7 +67,10 @@ class Guard:
             stalled = f"{call} at {call.where} stalled; {found}"
             self._broken = stalled.splitlines()[0]
             return StallError(stalled)
-        self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
-        text = f"{self._broken} Look for the first error of another rank, or for a failure of the network"
+        failed = self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
+        text = f"{failed} Look for the first error of another rank, or for a failure of the network"
         survey = self._watch.survey(name, number, call.key, has_failed=True)
-        return HorovodInternalError(f"{text}; {survey}" if survey.missing else f"{text}.")
+        if not survey.missing:
+            return HorovodInternalError(f"{text}.")
+        self._broken = f"{failed.rstrip('.')}; {str(survey).splitlines()[0]}"
+        return HorovodInternalError(f"{text}; {survey}")

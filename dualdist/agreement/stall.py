@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..types import Settings
 from .call import Call
 from .status import Contact, StatusServer, ask
-from .survey import ABSENT, ENDED, LEFT, SILENT, WAITING, State, Survey
+from .survey import ABSENT, BEHIND, ENDED, INTERRUPTED, LEFT, SILENT, WAITING, State, Survey
 
 __all__ = ("StallWatch",)
 
@@ -65,6 +65,8 @@ class StallWatch:
         """By channel."""
         self._given_up: dict[str, _Wait] = {}
         """By channel: calls that stalled. Other members give up at the same time, and their errors show this one."""
+        self._interrupted: dict[str, str] = {}
+        """Channel -> the error that has ended a call there on this rank alone."""
         self._members: dict[str, tuple[int, ...]] = {}
         """Channel -> its global ranks."""
         self._reported: set[tuple[str, int]] = set()
@@ -110,6 +112,10 @@ class StallWatch:
         """Stop watching the call of `channel`."""
         self._waiting.pop(channel, None)
 
+    def interrupt(self, channel: str, error: str) -> None:
+        """Record that `error` ends the call of `channel` on this rank alone."""
+        self._interrupted[channel] = error[:_LONGEST_CALL]
+
     def survey(self, channel: str, number: int, key: Key, *, has_failed: bool = False) -> Survey:
         """Return what the members of `channel` are doing, seen from a call with this number and key."""
         members = self._members[channel]
@@ -124,7 +130,7 @@ class StallWatch:
         if channel in self._waiting:
             self._given_up[channel] = self._waiting[channel]
         notice = ["notice", channel, str(survey), survey.missing]
-        for rank in survey.ranks(WAITING, LEFT, ABSENT):
+        for rank in survey.ranks(WAITING, LEFT, ABSENT, BEHIND):
             if rank != self._rank:
                 with contextlib.suppress(OSError):
                     ask(self._contacts[rank], notice, _FAILED_SECONDS)
@@ -153,7 +159,7 @@ class StallWatch:
     def _state(self, rank: int, channel: str, number: int, key: Key, seconds: float) -> State:
         try:
             own = rank == self._rank
-            began, has_key, call, elsewhere = (
+            began, has_key, call, elsewhere, interrupted = (
                 self._position(channel, key)
                 if own
                 else ask(self._contacts[rank], ["position", channel, key], seconds)
@@ -162,10 +168,14 @@ class StallWatch:
             return State(ENDED)
         except OSError:
             return State(SILENT)
+        if interrupted is not None:
+            return State(INTERRUPTED, interrupted)
         if began == number and has_key:
             return State(WAITING, call)
         has_left = began > number or (began == number and not call)
-        return State(LEFT if has_left else ABSENT, call or elsewhere)
+        if has_left:
+            return State(LEFT, call or elsewhere)
+        return State(BEHIND, call) if call else State(ABSENT, elsewhere)
 
     def _answer(self, question: Any) -> Any:
         about, channel, *rest = question
@@ -181,13 +191,17 @@ class StallWatch:
             return self._position(channel, (kind, name))
         return None
 
-    def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str]:
-        """Return how many calls began on `channel`, whether one with `key` waits, a call there, and one elsewhere."""
+    def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str, str | None]:
+        """Return how many calls began on `channel`, whether one with `key` waits, a call there, and one elsewhere.
+
+        The last item is the error that has ended a call on `channel` on this rank alone, None without one.
+        """
         waits = dict(self._waiting)
         here = waits.pop(channel, self._given_up.get(channel))
         elsewhere = (f"{_shown(wait.call)} of process {name.split(',')[0]}" for name, wait in waits.items())
         number, call = self._numbers.get(channel, 0), "" if here is None else _shown(here.call)
-        return number, here is not None and here.has(key), call, next(elsewhere, "")
+        has_key = here is not None and here.has(key)
+        return number, has_key, call, next(elsewhere, ""), self._interrupted.get(channel)
 
     def _check_repeatedly(self) -> None:
         while not self._stopping.wait(self._pause):

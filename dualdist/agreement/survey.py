@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from .verdict import shown_ranks
 
-__all__ = ("ABSENT", "ENDED", "LEFT", "SILENT", "WAITING", "State", "Survey")
+__all__ = ("ABSENT", "BEHIND", "ENDED", "INTERRUPTED", "LEFT", "SILENT", "WAITING", "State", "Survey")
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
 """A rank waits in the call, has left it, has not made it yet, does not answer, or its process has ended."""
+BEHIND, INTERRUPTED = "behind", "interrupted"
+"""A rank waits in another call of the same process set, or an exception has ended a call on this rank alone."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,15 @@ class State:
 
     kind: str
     call: str = ""
-    """The call in which the rank waits, if it waits."""
+    """The call in which the rank waits, if it waits; for INTERRUPTED, the exception."""
 
     def __str__(self) -> str:
         if self.kind == SILENT:
             return "no answer: stopped, or cut off from the network"
         if self.kind == ENDED:
             return "process ended, or called shutdown()"
+        if self.kind == INTERRUPTED:
+            return f"interrupted by an exception: {self.call}"
         where = f"waiting in {self.call}" if self.call else "in no collective"
         return f"done with this call, {where}" if self.kind == LEFT else where
 
@@ -43,13 +47,19 @@ class Survey:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not made the call, or that died or stopped in it."""
-        return self.ranks(ABSENT, SILENT, ENDED)
+        """The ranks that have not made the call, or that died or stopped in it.
+
+        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too.
+        """
+        gone = self.ranks(SILENT, ENDED, INTERRUPTED)
+        absent = self.ranks(ABSENT) if gone else self.ranks(ABSENT, BEHIND)
+        return sorted([*absent, *gone])
 
     def __str__(self) -> str:
         """Return what errors show: the missing ranks, then a row for each thing that ranks are doing."""
         groups: dict[State, list[int]] = defaultdict(list)
-        for rank in [*self.missing, *self.ranks(WAITING, LEFT)]:
+        present = [rank for rank in self.ranks(BEHIND, WAITING, LEFT) if rank not in self.missing]
+        for rank in [*self.missing, *present]:
             groups[self.states[rank]].append(rank)
         rows = [f"  {shown_ranks(members)}: {state}" for state, members in groups.items()]
         return "\n".join([f"missing ranks: {self.missing}.", *rows])

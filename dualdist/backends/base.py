@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import BackendUnavailableError
+from ..errors import BackendUnavailableError, HorovodInternalError
 from ..types import Launch, Settings
 
-__all__ = ("Backend", "Group", "Work")
+__all__ = ("Backend", "FailedWork", "Group", "Work")
 
 
 class Work(ABC):
@@ -38,6 +38,19 @@ class Work(ABC):
 
     def wait_for(self, seconds: float) -> None:  # noqa: B027 - most backends gain nothing by waiting
         """Wait at most `seconds` for the result, if the collective is faster while the caller waits. Never raises."""
+
+
+class FailedWork(Work):
+    """A collective that could not be started. `wait` raises why."""
+
+    def __init__(self, error: HorovodInternalError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def done(self) -> bool:
+        return True
 
 
 class Group(ABC):

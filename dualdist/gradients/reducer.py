@@ -22,7 +22,7 @@ import torch
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.verdict import Verdict
-from ..backends.base import Group, Work
+from ..backends.base import FailedWork, Group, Work
 from ..collectives.reduction import scale_
 from ..collectives.sparse import sum_sparse
 from ..collectives.wire import reduction_dtype
@@ -205,7 +205,11 @@ class Reducer:
         dtype = reduction_dtype(compressed.dtype, group)
         wire = compressed.to(group.wire_device(memory.flat.device), dtype)
         scale_(wire, self._options.reduction.prescale_factor)
-        work = group.allreduce_(wire, Sum, tag=f"{self._id}.{place}")
+        work: Work
+        try:
+            work = group.allreduce_(wire, Sum, tag=f"{self._id}.{place}")
+        except HorovodInternalError as error:  # the announcement fails, too, and finds the rank that has left
+            work = FailedWork(error)
         return _Sent(wire, self._recorded(work, place, memory), compressed.dtype, context)
 
     def _recorded(self, work: Work, place: int, memory: BucketMemory) -> Work:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..backends.horovod.installed import CHILDREN_FOLDER, is_installed
 from ..launch import nodes, topology
 from ..launch.copies import copied_variables
 from ..rendezvous import LOOPBACK, interface_of
-from ..rendezvous.http_store import HttpStore
+from ..rendezvous.http_store import HttpStore, horovods_scopes
 from ..rendezvous.ports import reserved_port
 from .hosts import Slot
 
@@ -37,8 +36,6 @@ def serve_unchanged_scripts(
     """
     names = nodes([(slot.host, slot.local_rank) for slot in slots])
     worlds = topology([(slot.host, slot.local_rank) for slot in slots])
-    scopes = {"global": len(slots), **{f"local_{name}": count for name, count in Counter(names).items()}}
-    scopes |= {f"cross_{world.local_rank}": world.cross_size for world in worlds}
     with contextlib.ExitStack() as stack:
         if first is None:
             first, port = host, stack.enter_context(reserved_port())
@@ -46,7 +43,7 @@ def serve_unchanged_scripts(
             port = _LOWEST_PORT + secrets.randbelow(_PORTS)
         rendezvous = None
         if is_installed():
-            store = stack.enter_context(HttpStore(host, scopes))
+            store = stack.enter_context(HttpStore(host, horovods_scopes(names, worlds)))
             rendezvous = store.host, store.port
         yield [
             copied_variables(

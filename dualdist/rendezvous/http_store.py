@@ -7,11 +7,14 @@ address, as horovodrun's is. It only stores short values, and none of them is in
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ("HttpStore",)
+from ..types import World
+
+__all__ = ("HttpStore", "horovods_scopes")
 
 _LONGEST_VALUE, _MOST_BYTES = 1 << 20, 64 << 20
 """Bytes of one value, and of all values together."""
@@ -78,6 +81,16 @@ class HttpStore:
             if len(self._finished[scope]) == self._scopes[scope]:
                 self._finished[scope].clear()
                 self._values = {name: value for name, value in self._values.items() if name[0] != scope}
+
+
+def horovods_scopes(nodes: Sequence[str], worlds: Sequence[World]) -> dict[str, int]:
+    """Return Horovod's own scopes and their numbers of members. nodes, worlds: of each rank."""
+    local = {f"local_{node}": count for node, count in Counter(nodes).items()}
+    return {
+        "global": len(nodes),
+        **local,
+        **{f"cross_{world.local_rank}": world.cross_size for world in worlds},
+    }
 
 
 class _Server(ThreadingHTTPServer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from ..helpers.reference_training import (
     share,
     train_beside,
 )
+from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
+from .test_mismatch import check_next_calls_work
 
 
 @pytest.mark.ranks(2, 3)
@@ -60,3 +64,30 @@ def test_a_backward_that_failed_on_every_rank_can_be_repeated() -> None:
         hook.remove()
         train_beside([(inputs, targets)], wrapped, optimizer, reference, alone)
     assert_same_weights(model, reference)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_backward_after_a_rank_has_left_names_it(tmp_path: Path) -> None:
+    weight, rank, last = nn.Parameter(torch.zeros(3)), hvd.rank(), hvd.size() - 1
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    ended = [tmp_path / str(rank) for rank in range(hvd.size())]
+    with outside_world() if rank == last else contextlib.nullcontext():
+        if rank == last:
+            ended[last].touch()
+        else:
+            wait_for([ended[last]])
+            optimizer.zero_grad()
+            with pytest.raises(hvd.HorovodInternalError, match=rf"missing ranks: \[{last}\]"):
+                weight.sum().backward()
+            ended[rank].touch()
+            wait_for(ended)
+            with outside_world():
+                pass
+        wait_for(ended)
+    check_next_calls_work()
+
+
+def wait_for(files: list[Path]) -> None:
+    while not all(file.exists() for file in files):
+        pass

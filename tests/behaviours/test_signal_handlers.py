@@ -13,6 +13,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
 
@@ -159,4 +160,36 @@ def test_a_handler_may_call_a_collective_while_its_thread_is_idle() -> None:
     finally:
         signal.signal(signal.SIGUSR2, former)
     assert sums == [[hvd.size()] * 3]
+    check_next_calls_work()
+
+
+class Stop(Exception):
+    pass
+
+
+@everywhere
+def test_the_other_ranks_name_the_one_whose_handler_raises(tmp_path: Path) -> None:
+    """Rank 0 waits for the last rank when its handler raises. It stays, so that it can be asked."""
+
+    def stop() -> None:
+        raise Stop
+
+    names = [tmp_path / str(rank) for rank in range(hvd.size())]
+    if hvd.rank() == 0:
+        with interrupted("in_turn", stop), pytest.raises(Stop):
+            hvd.barrier()
+        names[0].touch()
+    else:
+        if is_last():
+            wait_for(names[0])
+        with contextlib.suppress(hvd.HorovodInternalError):
+            hvd.barrier()  # rank 0 has sent some or all of its messages
+        for _ in range(2):
+            with pytest.raises(hvd.HorovodInternalError, match=r"missing ranks: \[0\]"):
+                hvd.barrier()
+        names[hvd.rank()].touch()
+    for name in names:
+        wait_for(name)
+    with outside_world():
+        pass
     check_next_calls_work()

@@ -99,6 +99,37 @@ def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
     ]
 
 
+def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_died(
+    watches: Sequence[StallWatch],
+) -> None:
+    for watch in watches[:4]:
+        number = watch.begin("set 0", LOSS)
+    watches[0].end("set 0")
+    number = watches[0].begin("set 0", BARRIER)
+    assert watches[0].survey("set 0", number, BARRIER.key).missing == [1, 2, 3, 4]
+    watches[2].close()
+    survey = watches[0].survey("set 0", number, BARRIER.key)
+    assert str(survey).splitlines() == [
+        "missing ranks: [2, 4].",
+        "  rank 2: process ended, or called shutdown()",
+        "  rank 4: in no collective",
+        "  rank 0: waiting in barrier() at train.py:9",
+        f"  ranks 1, 3: waiting in {TEXT}",
+    ]
+
+
+def test_a_rank_whose_call_was_interrupted_is_missing(watches: Sequence[StallWatch]) -> None:
+    for watch in watches:
+        number = watch.begin("set 0", LOSS)
+    watches[1].interrupt("set 0", "KeyboardInterrupt()")
+    watches[1].end("set 0")
+    survey = watches[0].survey("set 0", number, LOSS.key)
+    assert str(survey).splitlines()[:2] == [
+        "missing ranks: [1].",
+        "  rank 1: interrupted by an exception: KeyboardInterrupt()",
+    ]
+
+
 def test_long_calls_are_shortened(watches: Sequence[StallWatch]) -> None:
     number = watches[1].begin("set 0", Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),)))
     text = str(watches[0].survey("set 0", number, (call_kinds.OPTIMIZER.name, None)))

@@ -1,27 +1,21 @@
 """The rendezvous of Horovod's Gloo controller, which horovodrun provides, for every other launcher.
 
-Rank 0 serves Horovod's own rendezvous server on the one address that the other processes use. Its port goes to all
-ranks through the store that they share, and every rank sets the variables that hvd.init() reads.
+Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the store that they
+share, and every rank sets the variables that hvd.init() reads.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ...launch import Place, nodes, topology
 from ...rendezvous import check_interfaces, interface_of, own_node
-from ...types import Launch, Settings, World
+from ...rendezvous.http_store import HttpStore, horovods_scopes
+from ...types import Launch, Settings
 from ..store import SharedStore, open_store
 from ..store_gather import store_gather
-from .installed import real_horovod
-
-with real_horovod():
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 __all__ = ("GlooRendezvous", "serve_rendezvous")
 
@@ -32,14 +26,13 @@ class GlooRendezvous:
 
     shared: SharedStore
     variables: Mapping[str, str]
-    server: Any = None
-    """Horovod's rendezvous server, on rank 0."""
+    server: HttpStore | None = None
+    """On rank 0."""
 
     def close(self) -> None:
         """Stop the server. Local."""
         if self.server is not None:
-            self.server.shutdown()
-            self.server.server_close()
+            self.server.close()
 
 
 def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
@@ -56,8 +49,9 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         tuple(json.loads(text)) for text in gather(json.dumps([own_node(), launch.local_rank]))
     ]
     names, worlds = nodes(places), topology(places)
-    server = _serve(shared.addresses.first, names, worlds) if launch.rank == 0 else None
-    port = gather(str(server.server_address[1] if server else None))[0]
+    is_first = launch.rank == 0
+    server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None
+    port = gather(str(server.port if server else None))[0]
     own = worlds[launch.rank]
     variables = {
         "HOROVOD_CONTROLLER": "gloo",
@@ -75,19 +69,6 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         "HOROVOD_CROSS_SIZE": str(own.cross_size),
     }
     return GlooRendezvous(shared, variables, server)
-
-
-def _serve(address: str, names: list[str], worlds: list[World]) -> Any:
-    """Start Horovod's rendezvous server on a free port of `address`. names, worlds: node and World of each rank."""
-    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
-    server.init(
-        [
-            SlotInfo(name, w.rank, w.local_rank, w.cross_rank, w.size, w.local_size, w.cross_size)
-            for name, w in zip(names, worlds, strict=True)
-        ]
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
 
 
 def _gloo_timeout(settings: Settings) -> str:
