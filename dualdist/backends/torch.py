@@ -87,7 +87,20 @@ class _TorchWork(Work):
 
 
 class _TorchGroup(Group):
-    reduce_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+    # Gloo, NCCL and the MPI group of this package reduce these (c10d's GENERATE_ALL_TYPES in ProcessGroupGloo.cpp and
+    # ncclDataType in NCCLUtils.cpp). None of them reduces int16.
+    reduce_dtypes = frozenset(
+        {
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.uint8,
+            torch.int8,
+            torch.int32,
+            torch.int64,
+        }
+    )
 
     def __init__(self, ranks: Sequence[int], rank: int, process_group: Any, carried: frozenset[str]) -> None:
         super().__init__(ranks, rank)

@@ -54,7 +54,7 @@ def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Red
     for tensor in tensors:
         by_kind[tensor.dtype, tensor.device].append(tensor)
     for (dtype, device), same_kind in by_kind.items():
-        wire_dtype, wire_device = reduction_dtype(dtype, group), group.wire_device(device)
+        wire_dtype, wire_device = _wire_dtype(dtype, group, reduction), group.wire_device(device)
         first = same_kind[0]
         if len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == (wire_dtype, wire_device):
             _reduce_flat(group, first.detach().view(-1), reduction, [first.numel()])
@@ -63,6 +63,14 @@ def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Red
         _reduce_flat(group, flat, reduction, [tensor.numel() for tensor in same_kind])
         with torch.no_grad():
             unpack(flat, same_kind)
+
+
+def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch.dtype:
+    """Return the dtype in which `group` reduces. Small integers must not wrap around before they are scaled."""
+    if dtype.is_floating_point:
+        return reduction_dtype(dtype, group, widens=reduction.op == Adasum)
+    scales = reduction != Reduction(reduction.op) or reduction.op == Average
+    return reduction_dtype(dtype, group, widens=scales)
 
 
 def _reduce_flat(group: Group, flat: torch.Tensor, reduction: Reduction, sizes: Sequence[int]) -> None:
@@ -89,7 +97,7 @@ def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reducti
     first = tensors[0]
     if first.device.type != "cpu" or reduction.op == Adasum or any(t.dtype != first.dtype for t in tensors):
         return b""
-    dtype = reduction_dtype(first.dtype, group)
+    dtype = _wire_dtype(first.dtype, group, reduction)
     numel = sum(tensor.numel() for tensor in tensors) * (2 if first.is_complex() else 1)
     if numel * dtype.itemsize > payload_capacity(group.size):
         return b""
@@ -102,7 +110,7 @@ def reduce_payloads(
     group: Group, payloads: Sequence[bytes], tensors: Sequence[torch.Tensor], reduction: Reduction
 ) -> None:
     """Overwrite `tensors` with the reduction of all members' payloads, bitwise equal on all members."""
-    dtype = reduction_dtype(tensors[0].dtype, group)
+    dtype = _wire_dtype(tensors[0].dtype, group, reduction)
     rows = torch.frombuffer(bytearray(b"".join(payloads)), dtype=dtype).view(len(payloads), -1)
     combine = {Min: torch.amin, Max: torch.amax}.get(reduction.op)
     if combine is not None:

@@ -1,7 +1,8 @@
 """The wire format: conversion between users' tensors and flat, contiguous tensors that every backend accepts.
 
 Data that is only moved is sent as bytes, so every dtype works on every backend. Data that is reduced is sent in a dtype
-that the backend can reduce: small integers and bool as int32, bfloat16 as float32, complex numbers as pairs.
+that the backend can reduce: its own one if possible, else bool and small integers as int32, bfloat16 as float32, and
+complex numbers as pairs.
 """
 
 from __future__ import annotations
@@ -58,9 +59,12 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
         raise ValueError(f"`tensor` must be of a floating-point dtype for Adasum, but is {kind} instead.")
 
 
-def reduction_dtype(dtype: torch.dtype, group: Group) -> torch.dtype:
-    """Return the dtype in which `group` reduces numbers of `dtype`."""
-    if dtype in group.reduce_dtypes and dtype is not torch.bool:
+def reduction_dtype(dtype: torch.dtype, group: Group, *, widens: bool = False) -> torch.dtype:
+    """Return the dtype in which `group` reduces numbers of `dtype`.
+
+    widens: whether small integers and bfloat16 need a wider one, because more is computed from the reduced numbers.
+    """
+    if dtype in group.reduce_dtypes and not (widens and dtype in _WIDER):
         return dtype
     return _WIDER[dtype]
 

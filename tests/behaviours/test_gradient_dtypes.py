@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 import dualdist as hvd
+from dualdist.backends.base import Group, Work
+from dualdist.world.context import current
 
 from ..helpers.world import everywhere
 
@@ -115,3 +120,53 @@ def test_autocast_trains() -> None:
     before = model.weight.detach().clone()
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), before - (hvd.size() + 1) / 2)
+
+
+@contextlib.contextmanager
+def sent(group: Group) -> Iterator[list[tuple[torch.dtype, int]]]:
+    """Yield the dtype and the bytes of each allreduce of `group` in the `with` block."""
+    made: list[tuple[torch.dtype, int]] = []
+    allreduce = group.allreduce_
+
+    def recorded(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        made.append((tensor.dtype, tensor.nbytes))
+        return allreduce(tensor, op, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "allreduce_", recorded)
+        yield made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_compressed", [False, True])
+@everywhere
+def test_gradients_of_16_bits_are_sent_as_they_are_where_the_transport_reduces_them(
+    dtype: torch.dtype, is_compressed: bool
+) -> None:
+    group, count = current().channels[0].gradients, 1000
+    compression = {torch.bfloat16: hvd.Compression.bf16, torch.float16: hvd.Compression.fp16}[dtype]
+    weight = nn.Parameter(torch.zeros(count, dtype=torch.float32 if is_compressed else dtype))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), compression=compression if is_compressed else hvd.Compression.none
+    )
+    with sent(group) as made:
+        weight.sum().backward()
+    optimizer.step()
+    expected = dtype if dtype in group.reduce_dtypes else torch.float32
+    assert made == [(expected, count * expected.itemsize)]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16], ids=str)
+@everywhere
+def test_a_sum_of_small_numbers_is_sent_as_it_is_where_the_transport_reduces_it(dtype: torch.dtype) -> None:
+    group, count = current().channels[0].group, 5000
+    tensor = torch.full((count,), hvd.rank() + 1, dtype=dtype)
+    with sent(group) as made:
+        total = hvd.allreduce(tensor, op=hvd.Sum)
+        mean = hvd.allreduce(torch.full((count,), 100, dtype=dtype), op=hvd.Average)
+    assert total.unique().tolist() == [hvd.size() * (hvd.size() + 1) // 2]
+    assert mean.unique().tolist() == [100]
+    wider = torch.float32 if dtype.is_floating_point else torch.int32
+    expected = dtype if dtype in group.reduce_dtypes else wider
+    assert [kind for kind, _ in made] == [expected, expected if dtype.is_floating_point else wider]
+    assert made[0][1] == count * expected.itemsize
