@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ from ..world.process_sets import ProcessSet, channel_of, global_process_set, rep
 
 __all__ = ("broadcast_optimizer_state", "broadcast_parameters")
 
-_CHUNK_BYTES = 32 << 20
+_LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
+"""From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
+_MOST_IN_FLIGHT = 4
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -80,31 +83,61 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """Broadcast `tensors` in place, packed into messages of about 32 MiB."""
-    pending: list[torch.Tensor] = []
-    size = 0
+    """Broadcast `tensors` in place, several messages at a time."""
+    in_flight: deque[Callable[[], None]] = deque()
+    for message in _messages(tensors):
+        if len(in_flight) == _MOST_IN_FLIGHT:
+            in_flight.popleft()()
+        in_flight.append(_send(group, message, root))
+    for finish in in_flight:
+        finish()
+
+
+def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group `tensors`: each large one is a message of its own, the others are packed. Equal on all ranks."""
+    packed: list[torch.Tensor] = []
+    num_bytes = 0
     for tensor in tensors:
-        if pending and (size > _CHUNK_BYTES or pending[0].device != tensor.device):
-            _overwrite_chunk(group, pending, root)
-            pending, size = [], 0
-        pending.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-    if pending:
-        _overwrite_chunk(group, pending, root)
+        if tensor.nbytes >= _LARGE_BYTES:
+            yield [tensor]
+            continue
+        if packed and (num_bytes > _PACKED_BYTES or packed[0].device != tensor.device):
+            yield packed
+            packed, num_bytes = [], 0
+        packed.append(tensor)
+        num_bytes += tensor.nbytes
+    if packed:
+        yield packed
 
 
-def _overwrite_chunk(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
-    data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
-    if not data.numel():
-        return
-    group.broadcast_(data, root).wait()
-    if group.rank == root:
-        return
-    parts = data.split([tensor.numel() * tensor.element_size() for tensor in tensors])
-    with torch.no_grad():
-        for tensor, part in zip(tensors, parts, strict=True):
-            # .data, because a buffer that autograd has saved, such as batch norm's, may change before backward.
-            tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
+def _send(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Callable[[], None]:
+    """Start the broadcast of `tensors` as one message. Return the function that waits and writes what has arrived."""
+    # .data, because a buffer that autograd has saved, such as batch norm's, may change before backward.
+    own = [tensor.data for tensor in tensors]
+    if len(own) == 1:
+        message = as_bytes(own[0], group)
+    elif group.rank == root:
+        message = torch.cat([as_bytes(tensor, group) for tensor in own])
+    else:
+        device = group.wire_device(own[0].device)
+        message = torch.empty(sum(tensor.nbytes for tensor in own), dtype=torch.uint8, device=device)
+    work = group.broadcast_(message, root) if message.numel() else None
+
+    def finish() -> None:
+        if work is None:
+            return
+        work.wait()
+        if group.rank != root and message.data_ptr() != own[0].data_ptr():
+            _unpack(message, own)
+
+    return finish
+
+
+@torch.no_grad()
+def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    parts = message.split([tensor.nbytes for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(from_bytes(part, tensor.shape, tensor))
 
 
 @dataclass(frozen=True)

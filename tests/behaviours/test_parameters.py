@@ -82,6 +82,42 @@ def test_every_dtype_and_memory_layout() -> None:
 
 
 @everywhere
+def test_large_tensors_among_many_small_ones() -> None:
+    def entries(rank: int) -> list[torch.Tensor]:
+        table = torch.arange(800_000.0).reshape(800, 1000) + rank
+        small = [torch.full((50, 1000 + k % 2), float(rank + k)) for k in range(60)]
+        return [
+            *small,  # 12 MB
+            table,
+            table.t(),
+            table[:, ::2],
+            torch.full((64, 32, 9, 9), float(rank)).to(memory_format=torch.channels_last),
+            torch.full((400_001,), rank + 1, dtype=torch.bfloat16),
+            torch.full((100_000,), complex(rank, 1)).conj(),
+            torch.full((1_000_001,), rank, dtype=torch.uint8),
+            torch.tensor(rank),
+            torch.full((300_000,), float(rank), requires_grad=True),
+        ]
+
+    for root in range(hvd.size()):
+        mine = entries(hvd.rank())
+        strides = [tensor.stride() for tensor in mine]
+        hvd.broadcast_parameters(mine, root_rank=root)
+        assert same(mine, entries(root))
+        assert [tensor.stride() for tensor in mine] == strides
+
+
+@everywhere
+def test_large_tensors_may_be_overwritten_before_backward() -> None:
+    weight = torch.full((300_000,), 2.0 + hvd.rank(), requires_grad=True)
+    loss = (weight * weight).sum()
+    hvd.broadcast_parameters({"weight": weight}, root_rank=0)
+    loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full_like(weight, 4.0))
+
+
+@everywhere
 def test_tied_weights_stay_tied() -> None:
     encoder, decoder = nn.Linear(2, 2), nn.Linear(2, 2)
     decoder.weight = encoder.weight

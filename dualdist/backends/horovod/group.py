@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ __all__ = ("HorovodGroup", "wrapped")
 
 _SLEEP_SECONDS = (0.00005, 0.001)
 """The first and the longest pause between two polls of an operation. Horovod's own cycle is 1 ms."""
+_BROADCAST_NAMES = 8
+"""Horovod allows one operation of a name at a time. As many broadcasts can be in progress."""
 
 
 @contextlib.contextmanager
@@ -65,6 +68,7 @@ class HorovodGroup(Group):
         super().__init__(ranks, rank)
         self._set = process_set
         self._prefix = prefix
+        self._broadcasts = itertools.cycle(range(_BROADCAST_NAMES))
         self.timeout = timeout
 
     def wire_device(self, device: torch.device) -> torch.device:
@@ -79,7 +83,7 @@ class HorovodGroup(Group):
             return self._started(hvd.allreduce_async_(tensor, name=name, op=op, process_set=self._set))
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
-        name = f"{self._prefix}.broadcast"
+        name = f"{self._prefix}.broadcast.{next(self._broadcasts)}"
         with wrapped():
             return self._started(
                 hvd.broadcast_async_(tensor, self.ranks[root], name=name, process_set=self._set)
