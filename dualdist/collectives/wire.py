@@ -83,7 +83,8 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     start = 0
     for tensor in tensors:
         target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        part = flat[start : start + target.numel()].view(target.shape)
+        part = flat if len(tensors) == 1 else flat[start : start + target.numel()]
+        part = part if target.dim() == 1 else part.view(target.shape)
         target.copy_(part != 0 if target.dtype is torch.bool else part)
         start += target.numel()
 
