@@ -86,6 +86,7 @@ class Channel:
         self._worker: threading.Thread | None = None
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
+        self._watch = watch
         self._guard = Guard(watch, connections, lambda: [request.call for request in list(self._pending)])
         self._gradients_name, ahead_name = f"{name}, gradients", f"{name}, ahead"
         self.ahead = Ahead(ahead_name, self.run, self._guard, make_ahead)
@@ -140,6 +141,14 @@ class Channel:
         Raises StallError and HorovodInternalError as `run` does.
         """
         return self._guard.run(self._gradients_name, call, step)
+
+    def report_failure(self, step: str, text: str) -> None:
+        """Let `failure(step)` return `text` on the other members, which may be waiting. Takes a few seconds at most."""
+        self._watch.report_failure(self._gradients_name, step, text)
+
+    def failure(self, step: str) -> str | None:
+        """Return what another member has reported about `step` of the exchange over `gradients`. Local."""
+        return self._watch.failure(self._gradients_name, step)
 
     def fail(self, kind: Kind, error: Exception) -> None:
         """Report to the other members that this rank could not make its call. Does not wait for them."""

@@ -78,6 +78,8 @@ class StallWatch:
         """Channels on which another rank gave up its call while this rank waited for another one."""
         self._notices: dict[str, str] = {}
         """Channel -> what another rank found when it gave up its call."""
+        self._failures: dict[tuple[str, str], str] = {}
+        """(channel, step) -> what another rank has reported with `report_failure`."""
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
         self._stopping = threading.Event()
         self._server = StatusServer(address, self._answer) if size > 1 else None
@@ -132,12 +134,21 @@ class StallWatch:
         notice = ["notice", channel, str(survey), survey.missing]
         for rank in survey.ranks(WAITING, LEFT, ABSENT, BEHIND):
             if rank != self._rank:
-                with contextlib.suppress(OSError):
-                    ask(self._contacts[rank], notice, _FAILED_SECONDS)
+                self._try_to_ask(rank, notice)
 
     def notice(self, channel: str) -> str | None:
         """Return what another rank found when it gave up its call on `channel`; None if no rank did."""
         return self._notices.get(channel)
+
+    def report_failure(self, channel: str, step: str, text: str) -> None:
+        """Let `failure(channel, step)` return `text` on the other members of `channel`. Waits a few seconds at most."""
+        others = [rank for rank in self._members[channel] if rank != self._rank]
+        with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-report") as pool:
+            pool.map(lambda rank: self._try_to_ask(rank, ["failure", channel, step, text]), others)
+
+    def failure(self, channel: str, step: str) -> str | None:
+        """Return what another member of `channel` has reported about `step`; None if nothing."""
+        return self._failures.get((channel, step))
 
     def is_crossed(self, channel: str) -> bool:
         """Return whether another rank gave up its call on `channel` while this rank waited for another call there."""
@@ -177,6 +188,10 @@ class StallWatch:
             return State(LEFT, call or elsewhere)
         return State(BEHIND, call) if call else State(ABSENT, elsewhere)
 
+    def _try_to_ask(self, rank: int, question: Any) -> None:
+        with contextlib.suppress(OSError):
+            ask(self._contacts[rank], question, _FAILED_SECONDS)
+
     def _answer(self, question: Any) -> Any:
         about, channel, *rest = question
         if about == "report":
@@ -186,6 +201,9 @@ class StallWatch:
             self._notices[channel], missing = rest
             if self._rank in missing and channel in self._waiting:
                 self._crossed.add(channel)
+        elif about == "failure":
+            step, text = rest
+            self._failures[channel, step] = text
         elif about == "position":
             ((kind, name),) = rest
             return self._position(channel, (kind, name))

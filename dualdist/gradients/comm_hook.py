@@ -4,6 +4,9 @@ A hook may run several collectives for a bucket, the later ones in callbacks of 
 ranks run them in the same order, a bucket's hook is called when that of the bucket before has finished. Hooks run in a
 thread: they may wait for other ranks, but backward must not wait before the ranks have announced the reduction. A rank
 that has called `join` takes part only after that.
+
+When a hook raises, its rank reports this to the others, whose hooks may wait for it, and calls no more hooks in this
+backward.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +28,10 @@ from .grad_bucket import GradBucket
 
 __all__ = ("CommHook", "HookQueue", "HookWork", "checked_comm_hook")
 
+_LOOK_AGAIN_SECONDS = 0.1
+"""How often a rank that waits for its hook checks whether that of another rank has raised."""
+_OWN_ERROR_SECONDS = 1.0
+"""How long a rank then still waits for its own hook, which may raise too. Its own error says more."""
 _FIX = "Pass a function, or a tuple of its state and the function."
 
 
@@ -52,12 +59,25 @@ def checked_comm_hook(comm_hook: Any) -> CommHook | None:
     return CommHook(hook, state)
 
 
+class Failures(Protocol):
+    """Reports between ranks about one backward, in which some hook has raised."""
+
+    def report_failure(self, step: str, text: str) -> None:
+        """Send `text` to the other ranks, which may be waiting."""
+
+    def failure(self, step: str) -> str | None:
+        """Return what another rank has reported about `step`, None if nothing."""
+
+
 class HookWork(Work):
     """A bucket that a hook combines, or is going to combine."""
 
-    def __init__(self, hook: CommHook, bucket: GradBucket) -> None:
+    def __init__(self, hook: CommHook, bucket: GradBucket, failures: Failures, step: str) -> None:
+        """step: names the backward; equal on all ranks, and another one for each backward."""
         self._hook = hook
         self._bucket = bucket
+        self._failures = failures
+        self.step = step
         self._device = bucket.buffer().device
         self._stream = accelerator.current_stream(self._device)
         self._ended = threading.Event()
@@ -65,6 +85,26 @@ class HookWork(Work):
         self._failure: Exception | None = None
         self.error: Exception | None = None
         """What the hook has raised, unless it is a failure of the communication, which `wait` raises."""
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the hook has raised an error of any kind."""
+        return (self.error or self._failure) is not None
+
+    @property
+    def has_failed_elsewhere(self) -> bool:
+        """Whether a hook of another rank has raised in this backward."""
+        return self._failures.failure(self.step) is not None
+
+    def skip(self, raised: HookWork) -> None:
+        """End without calling the hook, with the error of the bucket before for which it has `raised`."""
+        self.error, self._failure = raised.error, raised._failure
+        self._ended.set()
+
+    def report(self) -> None:
+        """Report to the other ranks that the hook has raised here."""
+        error = self.error or self._failure
+        self._failures.report_failure(self.step, f"{type(error).__name__}: {error}")
 
     def run(self) -> None:
         """Call the hook, and wait for its result."""
@@ -96,7 +136,15 @@ class HookWork(Work):
         return value.reshape(-1)
 
     def wait(self) -> None:
-        self._ended.wait()
+        """Wait for the result. Raises HorovodInternalError when the communication or another rank's hook has failed."""
+        while not self._ended.wait(_LOOK_AGAIN_SECONDS):
+            if self.has_failed_elsewhere and not self._ended.wait(_OWN_ERROR_SECONDS):
+                break
+        found = self._failures.failure(self.step)
+        if found is not None and self._result is None and self.error is None:
+            raise HorovodInternalError(
+                f"communication hook {self._hook.name} failed on another rank: {found}"
+            )
         current = accelerator.current_stream(self._device)
         if current is not None and self._stream is not None:
             current.wait_stream(self._stream)
@@ -123,16 +171,16 @@ class HookQueue:
         self._waiting: deque[HookWork] = deque()
         self._lock = threading.Lock()
         self._is_running = False
+        self._raised: HookWork | None = None
+        """The last one whose hook has raised."""
 
-    def submit(self, hook: CommHook, bucket: GradBucket) -> HookWork:
-        """Queue `bucket`."""
-        work = HookWork(hook, bucket)
+    def submit(self, work: HookWork) -> None:
+        """Queue `work`."""
         with self._lock:
             self._waiting.append(work)
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="dualdist-comm-hook", daemon=True).start()
-        return work
 
     def _run(self) -> None:
         while True:
@@ -141,4 +189,10 @@ class HookQueue:
                     self._is_running = False
                     return
                 work = self._waiting.popleft()
+            if self._raised is not None and self._raised.step == work.step:
+                work.skip(self._raised)
+                continue
             work.run()
+            if work.has_raised:
+                self._raised = work
+                work.report()

@@ -197,7 +197,9 @@ class Reducer:
     def _start_hook(self, hook: CommHook, place: int, memory: BucketMemory) -> _Hooked:
         is_last = place == len(self._buckets) - 1
         bucket = GradBucket(place, memory.flat, self._buckets[place].slots, memory.params, is_last)
-        work = self._hooks.submit(hook, bucket)
+        step = f"{self._id}.{self._buckets_sent - place}"
+        work = HookWork(hook, bucket, channel_of(self._options.process_set), step)
+        self._hooks.submit(work)
         return _Hooked(self._recorded(work, place, memory), work)
 
     def _start_allreduce(self, group: Group, place: int, memory: BucketMemory) -> _Sent:

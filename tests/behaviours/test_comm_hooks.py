@@ -363,3 +363,42 @@ def test_the_state_of_a_hook_is_saved_with_checkpoints() -> None:
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(folder)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_hook_that_raises_on_one_rank_is_an_error_on_all_at_once() -> None:
+    waiting: list[torch.futures.Future[torch.Tensor]] = []
+    calls = 0
+
+    def hook(state: Any, bucket: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if hvd.rank() == 0:
+            raise ArithmeticError("on purpose")
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        if calls == 1:
+            waiting.append(future)
+        else:
+            future.set_result(bucket.buffer())
+        return future
+
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, second], lr=1.0), groups=[[first], [second]], comm_hook=hook
+    )
+    if hvd.rank() == 0:
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            (first.sum() + second.sum()).backward()
+        assert calls == 1  # none for the second bucket
+    else:
+        with pytest.raises(
+            hvd.HorovodInternalError, match="hook failed on another rank: ArithmeticError: on purpose"
+        ):
+            (first.sum() + second.sum()).backward()
+        for future in waiting:
+            future.set_result(torch.zeros(2))
+    del optimizer
+    hvd.shutdown()
+    hvd.init()
+    check_equal_on_all_ranks([torch.ones(1)])
