@@ -5,21 +5,30 @@ torch.accelerator describes CUDA, ROCm (which torch calls "cuda" as well), XPU a
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import Any
 
 import torch
 
 __all__ = (
     "bind",
     "count",
+    "current_device",
     "current_stream",
     "get_rng_state",
+    "has_streams",
     "is_started",
+    "keep_until_done",
     "kind",
     "manual_seed",
+    "new_stream",
+    "record_event",
     "set_rng_state",
     "synchronize",
+    "use_stream",
     "visible",
+    "wait_event",
 )
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -48,9 +57,46 @@ def bind(device: torch.device) -> None:
     torch.accelerator.set_device_index(device.index)
 
 
+def current_device() -> torch.device | None:
+    """Return the current device of this thread; None if this process has not used the accelerator."""
+    return torch.device(str(kind()), torch.accelerator.current_device_index()) if is_started() else None
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream of this thread on `device`; None for the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def has_streams(tensor: torch.Tensor) -> bool:
+    """Return whether work on `tensor` is queued on streams, so that the host runs ahead of it."""
+    return tensor.device.type != "cpu"
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream on `device`."""
+    return torch.Stream(device)
+
+
+def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
+    """Make `stream` and its device the current ones of this thread in the `with` block."""
+    return stream
+
+
+def record_event(device: torch.device) -> torch.Event:
+    """Return an event after all work on this thread's stream on `device`."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def wait_event(device: torch.device, event: torch.Event) -> None:
+    """Make this thread's stream on `device` wait for `event`. The host does not wait."""
+    torch.accelerator.current_stream(device).wait_event(event)
+
+
+def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Reuse the memory of `tensor` only after what `stream` has to do now."""
+    tensor.record_stream(stream)
 
 
 def is_started() -> bool:

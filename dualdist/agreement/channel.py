@@ -19,6 +19,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from .. import accelerator
 from ..backends.base import Group
 from ..checks import text_of
 from ..errors import CollectiveMismatchError, StallError
@@ -189,10 +192,16 @@ class Channel:
     def _start_worker(self) -> None:
         with self._starting:
             if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=f"dualdist-{self._name}", daemon=True)
+                device = accelerator.current_device()
+                self._worker = threading.Thread(
+                    target=self._work, args=(device,), name=f"dualdist-{self._name}", daemon=True
+                )
                 self._worker.start()
 
-    def _work(self) -> None:
+    def _work(self, device: torch.device | None) -> None:
+        """Run calls. device: the current one of the thread that has made the first call; a new thread has the first."""
+        if device is not None:
+            accelerator.bind(device)
         while self._wake.get():
             with self._running:
                 while self._pending:

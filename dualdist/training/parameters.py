@@ -61,7 +61,7 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
         parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),
     )
     tensors = [tensor for _, tensor in named]
-    return Plan(channel, call, lambda group, verdict: _overwrite(group, tensors, root))
+    return Plan(channel, call, lambda group, verdict: _overwrite(group, tensors, root), tensors)
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:

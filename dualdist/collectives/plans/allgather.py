@@ -41,4 +41,4 @@ def plan_allgather(
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
         return tuple(allgather_rows(group, tables, verdict.counts if len(tables) == 1 else None))
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, tensors)

@@ -44,4 +44,4 @@ def plan_allreduce(
             reduce_tensors(group, outputs, reduction)
         return outputs
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, tensors)

@@ -31,4 +31,4 @@ def plan_alltoall(
         rows, received = alltoall_rows(group, tensor, counts)
         return rows, torch.tensor(received, dtype=torch.int32)
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, [tensor])

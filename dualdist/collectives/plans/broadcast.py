@@ -41,4 +41,4 @@ def plan_broadcast(
         broadcast_into(group, output, root)
         return output
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, [tensor])

@@ -30,4 +30,4 @@ def plan_gather(
         rows, counts = alltoall_rows(group, table, splits)
         return rows, torch.tensor(counts, dtype=torch.int32)
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, [tensor])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
 
 from ...agreement.call import Call
 from ...agreement.call_kinds import Kind
@@ -14,6 +16,7 @@ from ...agreement.channel import Channel, Execute
 from ...checks import text
 from ...world.context import current
 from ...world.process_sets import reporting
+from .streams import Streamed, StreamedResult, on_streams_of_caller
 
 __all__ = ("Plan", "make_call", "planned")
 
@@ -29,6 +32,8 @@ class Plan(Generic[T]):
     channel: Channel
     call: Call
     execute: Execute[T]
+    tensors: Sequence[torch.Tensor] = ()
+    """What `execute` reads and writes."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if an asynchronous call of the same kind and name is not finished, as Horovod does."""
@@ -40,15 +45,19 @@ class Plan(Generic[T]):
 
     def run(self) -> T:
         """Agree with the other members, then run the collective. Collective over the process set."""
-        return self.channel.run(self.call, self.execute)
+        return self.channel.run(self.call, on_streams_of_caller(self.execute, self.tensors))
 
     def submit(self) -> int:
         """Queue the collective and return a handle."""
-        return current().handles.add(self.channel.submit(self.call, self.execute))
+        streamed = Streamed(self.execute, self.tensors)
+        result = self.channel.submit(self.call, streamed.execute)
+        return current().handles.add(StreamedResult(result, streamed))
 
     def then(self, change: Callable[[T], U]) -> Plan[U]:
         """Return the plan with the result `change(result of this plan)`."""
-        return Plan(self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)))
+        return Plan(
+            self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)), self.tensors
+        )
 
 
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:

@@ -36,4 +36,4 @@ def plan_reduce(
         reduce_tensors(group, [output], reduction)
         return output if group.rank == root else torch.zeros_like(output)
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, [tensor])

@@ -51,4 +51,4 @@ def plan_reducescatter(
             tensor.split(rows_per_rank(len(tensor), group.size))[group.rank].clone() for tensor in whole
         )
 
-    return Plan(channel, call, execute)
+    return Plan(channel, call, execute, tensors)

@@ -29,4 +29,4 @@ def plan_scatter(
     else:
         check_tensor(tensor)
     call = make_call(call_kinds.SCATTER, name, root_rank=root_rank, **describe_rows(tensor))
-    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, tensor, counts)[0])
+    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, tensor, counts)[0], [tensor])

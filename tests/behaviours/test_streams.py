@@ -1,0 +1,119 @@
+"""Collectives are ordered with the streams of the thread that calls them. The device is a double that records."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dualdist as hvd
+from dualdist import accelerator
+from dualdist.backends.base import Work
+from dualdist.world.context import current
+
+from ..helpers.recorded_streams import RecordedStreams, recorded_streams
+from ..helpers.world import everywhere
+
+COUNT = 5000
+"""Too many numbers to be sent with the agreement."""
+
+
+@contextlib.contextmanager
+def device() -> Iterator[RecordedStreams]:
+    """Record streams, and on which of them an allreduce starts."""
+    group = current().channels[0].group
+    allreduce = group.allreduce_
+    with recorded_streams() as streams, pytest.MonkeyPatch.context() as patch:
+
+        def recorded(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+            streams.add("reduces", streams.current_stream(tensor.device))
+            return allreduce(tensor, op, tag)
+
+        patch.setattr(group, "allreduce_", recorded)
+        yield streams
+
+
+@everywhere
+def test_an_asynchronous_call_has_its_own_stream_after_the_callers_and_before_the_next_work() -> None:
+    mine = torch.ones(COUNT)
+    with device() as streams:
+        handle = hvd.allreduce_async(mine, op=hvd.Sum)
+        total = hvd.synchronize(handle)
+    assert total[0] == hvd.size()
+    assert streams.made == [
+        ("caller", "records", 1, "caller's stream"),
+        ("worker", "waits for", 1, "own stream"),
+        ("worker", "keeps", mine.data_ptr(), "own stream"),
+        ("worker", "reduces", "own stream"),
+        ("worker", "records", 2, "own stream"),
+        ("caller", "waits for", 2, "caller's stream"),
+        ("caller", "keeps", total.data_ptr(), "caller's stream"),
+    ]
+
+
+@everywhere
+def test_a_call_from_a_side_stream_is_ordered_behind_that_stream() -> None:
+    with device() as streams:
+        with streams.use_stream("side stream"):
+            handle = hvd.allreduce_async_(torch.ones(COUNT))
+        hvd.synchronize(handle)
+    assert streams.made[0] == ("caller", "records", 1, "side stream")
+    assert streams.made[-2][2:] == (2, "caller's stream")
+
+
+@everywhere
+def test_poll_asks_the_device_and_does_not_wait() -> None:
+    with device() as streams:
+        streams.reached = False
+        handle = hvd.allreduce_async(torch.ones(COUNT))
+        hvd.barrier()  # in the same thread after the call
+        assert not hvd.poll(handle)
+        streams.reached = True
+        assert hvd.poll(handle)
+        hvd.synchronize(handle)
+
+
+@everywhere
+def test_a_synchronous_call_uses_the_callers_stream_in_either_thread() -> None:
+    with device() as streams:
+        hvd.allreduce(torch.ones(COUNT))
+        assert streams.made == [("caller", "reduces", "caller's stream")]
+        with streams.use_stream("side stream"):
+            handles = [hvd.allreduce_async(torch.ones(COUNT), name=f"{name}") for name in range(3)]
+            hvd.allreduce(torch.ones(COUNT), name="waits behind them")
+        for handle in handles:
+            hvd.synchronize(handle)
+    reductions = [stream for _, what, stream, *_ in streams.made if what == "reduces"]
+    assert sorted(reductions[1:]) == ["own stream"] * 3 + ["side stream"]
+
+
+@everywhere
+def test_a_failed_call_orders_nothing() -> None:
+    with device() as streams:
+        handle = hvd.allreduce_async(torch.ones(COUNT + hvd.rank()))
+        if hvd.size() > 1:
+            with pytest.raises(hvd.CollectiveMismatchError):
+                hvd.synchronize(handle)
+            assert [what for _, what, *_ in streams.made] == ["records"]
+        else:
+            hvd.synchronize(handle)
+
+
+@everywhere
+def test_the_worker_thread_has_the_device_of_the_thread_that_made_the_first_call() -> None:
+    channel = current().channels[0]
+    bound: list[tuple[str, torch.device]] = []
+    worker, channel._worker = channel._worker, None
+    if worker is not None:  # one that another test has started
+        channel._wake.put(False)
+        worker.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "current_device", lambda: torch.device("cuda", 3))
+        patch.setattr(
+            accelerator, "bind", lambda device: bound.append((threading.current_thread().name, device))
+        )
+        hvd.synchronize(hvd.allreduce_async(torch.ones(2)))
+    assert bound == [("dualdist-set 0", torch.device("cuda", 3))]
