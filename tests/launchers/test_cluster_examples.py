@@ -1,9 +1,11 @@
-"""The files of examples/cluster: the batch scripts run under Slurm, the manifests start what they mean to."""
+"""The files of examples/cluster: batch scripts train, under Slurm or on this host, and manifests are right."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 from ..helpers.forks import fork_variables, forked
+from ..helpers.requirements import need_modules
+from ..helpers.script_launch import finish
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import ROOT
 
@@ -41,6 +45,62 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
         assert words in metrics.read_text()
 
 
+HOST_FILES = {"pbs.sh": "PBS_NODEFILE", "lsf.sh": "LSB_DJOB_HOSTFILE"}
+
+
+@pytest.mark.parametrize("script", HOST_FILES)
+def test_a_batch_script_trains_on_the_hosts_of_the_job(script: str, tmp_path: Path) -> None:
+    hosts, metrics = tmp_path / "hosts", tmp_path / "metrics.json"
+    hosts.write_text("localhost\nlocalhost\n")
+    variables = {HOST_FILES[script]: str(hosts), "ARGUMENTS": f"--epochs 1 --metrics {metrics}"}
+    variables |= {"PYTHON": forked([sys.executable])[0], "PYTHONPATH": str(ROOT)}
+    ended = finish([str(CLUSTER / script)], variables)
+    assert ended.code == 0, ended.output
+    assert f"dualdist run: the hosts are localhost:2, from {HOST_FILES[script]}." in ended.output
+    for words in ('"launcher": "dualdist run"', '"world_size": 2'):
+        assert words in metrics.read_text()
+
+
+OPTIONS = {
+    "pbs.sh": ("#PBS ", "-N -l -j"),  # qsub(1B) of OpenPBS
+    "lsf.sh": ("#BSUB ", "-J -n -R -W -o -gpu"),  # IBM LSF, bsub
+    # flux-batch(1)
+    "flux.sh": ("#flux: ", "--job-name --nodes --nslots --cores-per-slot --gpus-per-slot --time-limit"),
+}
+"""Batch script -> what its options start with, and the options that exist, of those that take a value."""
+
+
+@pytest.mark.parametrize("script", OPTIONS)
+def test_a_batch_script_has_options_that_exist(script: str) -> None:
+    mark, known = OPTIONS[script]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for option in known.split():
+        parser.add_argument(option, required=option not in ("-gpu", "--gpus-per-slot"))
+    lines = (CLUSTER / script).read_text().splitlines()
+    given = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    parser.parse_args([word for line in given for word in shlex.split(line)])
+    # Batch systems stop reading options at the first command.
+    assert all(line.startswith("#") for line in lines[: 1 + lines.index(f"{mark}{given[-1]}")])
+
+
+def test_the_flux_script_starts_a_task_in_every_slot(tmp_path: Path) -> None:
+    flux = tmp_path / "flux"
+    flux.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    flux.chmod(0o755)
+    ended = finish([str(CLUSTER / "flux.sh"), "--epochs", "2"], {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    run, *options = ended.output.split()
+    # flux-run(1)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for option in ("--nodes", "--ntasks", "--cores-per-task"):
+        parser.add_argument(option, type=int)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    started = parser.parse_args(options)
+    text = (CLUSTER / "flux.sh").read_text()
+    assert (ended.code, run, started.program[0]) == (0, "run", "python")
+    assert f"--nodes={started.nodes}\n" in text and f"--nslots={started.ntasks}\n" in text
+    assert _is_example(started.program[1], started.program[2:])
+
+
 def test_two_hosts_sh_names_its_launchers() -> None:
     done = subprocess.run(
         [CLUSTER / "two_hosts.sh", "carrier-pigeon", "a", "b"], capture_output=True, text=True, timeout=20
@@ -67,6 +127,22 @@ def test_the_pytorchjob_starts_torchrun_in_every_replica() -> None:
         assert container["command"][0] == "torchrun"
         started = get_args_parser().parse_args([*container["command"][1:], *container["args"]])
         assert _is_example(started.training_script, started.training_script_args)
+
+
+def test_the_trainjob_starts_torchrun_in_every_pod() -> None:
+    from torch.distributed.run import get_args_parser
+
+    need_modules("kubeflow_trainer_api")
+    manifest = _manifest("trainjob.yaml")
+    job = importlib.import_module("kubeflow_trainer_api.models").TrainerV1alpha1TrainJob.from_dict(manifest)
+    # The models drop fields that they do not know.
+    assert job.to_dict() == manifest
+    assert (job.api_version, job.kind) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job.spec.runtime_ref.name == "torch-distributed"
+    trainer = job.spec.trainer
+    assert (trainer.num_nodes, trainer.num_proc_per_node, trainer.command[0]) == (2, 2, "torchrun")
+    started = get_args_parser().parse_args([*trainer.command[1:], *trainer.args])
+    assert _is_example(started.training_script, started.training_script_args)
 
 
 def test_the_mpijob_starts_a_process_in_every_slot() -> None:
