@@ -42,6 +42,9 @@ class Combiner:
     def divide_by_active(self, by_active: bool) -> None:
         """Set whether averages divide by the number of ranks that have not called `join`, not by all. Local."""
 
+    def divide_by(self, number: int | None) -> None:
+        """Set what averages divide by instead of the number of ranks; None: the number of ranks again. Local."""
+
     def disabled(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally in the `with` block. The next backward combines the accumulated gradients."""
         return contextlib.nullcontext()

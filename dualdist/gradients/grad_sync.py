@@ -137,10 +137,16 @@ class GradSync(Combiner):
         self._start_over()
         if not self._reducer.is_known:
             self._reducer.enter_world(self._params, self)
-        self._reducer.reduce(empty=True)
+        try:
+            self._reducer.reduce(empty=True)
+        finally:
+            self._start_over()
 
     def divide_by_active(self, by_active: bool) -> None:
         self._reducer.divides_by_active = by_active
+
+    def divide_by(self, number: int | None) -> None:
+        self._reducer.divisor = number
 
     def _start_over(self) -> None:
         self._fired.clear()

@@ -88,6 +88,8 @@ class Reducer:
         """Whether the gradients were reduced since the last step."""
         self.divides_by_active = False
         """Whether averages divide by the number of ranks that have not called `join`."""
+        self.divisor: int | None = None
+        """What averages divide by; None: the number of ranks."""
         self.sets_early = False
         """Whether gradients become views of a bucket when it is sent, not received. It frees backward's own tensors."""
 
@@ -377,7 +379,11 @@ class Reducer:
 
     def _correction(self, group: Group) -> float:
         """Return what an average must be multiplied by, because ranks have called `join`."""
-        if not self.divides_by_active or self._options.reduction.op != Average:
+        if self._options.reduction.op != Average:
+            return 1.0
+        if self.divisor is not None:
+            return group.size / self.divisor
+        if not self.divides_by_active:
             return 1.0
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
 

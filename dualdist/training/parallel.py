@@ -161,7 +161,7 @@ class DistributedDataParallel(JoinInterface):
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
         self._combiner = NullCombiner()
-        self._joined = None
+        self._joined = self._torch_join = None
         self._join_config = disabled_join()
         self._syncs_buffers = False
         """Whether the current forward synchronizes buffers."""
@@ -198,6 +198,11 @@ class DistributedDataParallel(JoinInterface):
         self._syncs_buffers = False
         if self._join_config.enable:
             notify_join(self)
+            if self._torch_join is not None:
+                self._torch_join.in_join()
+        elif self._torch_join is not None:  # an exception has ended the context
+            self._combiner.divide_by(None)
+            self._torch_join = None
         if self._in_backward is None:
             self._take_over_optimizers()
         if not self._combiner.enabled or not torch.is_grad_enabled():
@@ -297,7 +302,7 @@ class DistributedDataParallel(JoinInterface):
                 "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
                 "instead. Copy its `module`."
             )
-        local = ["_combiner", "_process_set", "_process_group", "_joined", "_join_config"]
+        local = ["_combiner", "_process_set", "_process_group", "_joined", "_torch_join", "_join_config"]
         local += ["_wrapped", "_parts", "_recorded", "_in_backward", "_requires_sync"]
         return {name: value for name, value in self.__dict__.items() if name not in local}
 

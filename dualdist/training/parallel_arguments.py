@@ -11,6 +11,7 @@ import torch
 from ..agreement import call_kinds
 from ..backends.torch_interface import torch_data_parallel, warns_of_broadcast_buffers
 from ..checks import flag, instance, items, number, wrong
+from ..gradients.adasum_step import are_steps_combined
 from ..gradients.grad_sync import combined_elsewhere
 from .devices import checked_device
 from .torch_sync_batch_norm import check_sync_batch_norms
@@ -53,7 +54,10 @@ def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.P
         raise RuntimeError(
             "`module` must have a parameter that requires a gradient, but has none. Use it without a wrapper."
         )
-    other = combined_elsewhere([param for _, param in named], call_kinds.DATA_PARALLEL)
+    params = [param for _, param in named]
+    other = combined_elsewhere(params, call_kinds.DATA_PARALLEL)
+    if are_steps_combined(params):
+        other = call_kinds.OPTIMIZER
     if other is not None:
         raise TypeError(
             f"`module` must not have parameters of a {other}, but does. Use either style, not both for one model."

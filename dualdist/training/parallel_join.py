@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ class JoinedTraining:
         """Start the block. throws: whether every rank raises as soon as one has no more data."""
         self._combiner = combiner
         self._throws = throws
+        self.in_join: Callable[[], None] = lambda: None
+        """Called before each forward in a Join of torch. Collective."""
         combiner.divide_by_active(divides_by_active)
 
     def before_forward(self) -> None:
@@ -48,20 +51,29 @@ class JoinedTraining:
 
         overwrite: copies parameters and buffers of a rank to all others in `process_set`. kwargs: those of Join.
         """
-        if not flag("divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)):
-            raise ValueError(
-                "`divide_by_initial_world_size` must be True in torch's Join, but is False instead. Use the method "
-                "join() of the module for that."
-            )
+        divides_by_active = not flag(
+            "divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)
+        )
+
+        def count(is_active: bool) -> None:
+            if divides_by_active:
+                self._combiner.divide_by(self._count_active(is_active, process_set))
+
+        def shadow() -> None:
+            count(False)
+            self._combiner.shadow()
 
         def end(is_last: bool) -> None:
             candidate = torch.tensor([rank() if is_last else -1])
             overwrite(int(allreduce(candidate, op=Max, name="join.last", process_set=process_set)))
+            self._combiner.divide_by(None)
 
-        return join_hook(self._combiner.shadow, end)
+        self.in_join = functools.partial(count, True)
+        return join_hook(shadow, end)
 
-    def _count_active(self, is_active: bool) -> int:
-        return int(allreduce(torch.tensor([int(is_active)]), op=Sum, name="join.active"))
+    def _count_active(self, is_active: bool, process_set: ProcessSet = global_process_set) -> int:
+        active = torch.tensor([int(is_active)])
+        return int(allreduce(active, op=Sum, name="join.active", process_set=process_set))
 
     def _throw(self) -> None:
         raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
@@ -71,6 +83,7 @@ class JoinInterface(TorchInterface):
     """The part of DistributedDataParallel for uneven inputs."""
 
     _joined: JoinedTraining | None
+    _torch_join: JoinedTraining | None
 
     @contextlib.contextmanager
     def join(
@@ -112,7 +125,8 @@ class JoinInterface(TorchInterface):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
-        return JoinedTraining(self._combiner).torch_hook(self._overwrite, self._process_set, kwargs)
+        self._torch_join = JoinedTraining(self._combiner)
+        return self._torch_join.torch_hook(self._overwrite, self._process_set, kwargs)
 
     def _overwrite(self, root_rank: int) -> None:
         """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""

@@ -37,6 +37,17 @@ def test_two_vectors_combine_by_the_formula_of_adasum(numel: int) -> None:
 
 
 @pytest.mark.ranks(2)
+@everywhere
+def test_a_model_whose_steps_are_combined_is_not_wrapped() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Adasum)
+    with pytest.raises(TypeError, match="must not have parameters of a DistributedOptimizer"):
+        hvd.DistributedDataParallel(model)
+    del optimizer
+    hvd.DistributedDataParallel(model)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @everywhere
 def test_smaller_dtypes_are_rounded_at_the_end(dtype: torch.dtype) -> None:

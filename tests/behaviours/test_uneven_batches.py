@@ -66,19 +66,23 @@ def test_every_rank_raises_when_one_runs_out_of_batches() -> None:
     assert weight.weight.item() == -3.0
 
 
+@pytest.mark.parametrize("by_all", [True, False])
 @pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
-def test_the_join_context_of_torch_takes_a_wrapper_and_an_optimizer_with_shared_state() -> None:
+def test_the_join_context_of_torch_takes_a_wrapper_and_an_optimizer_with_shared_state(by_all: bool) -> None:
     from torch.distributed.algorithms.join import Join
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     weight = zero_weight()
     wrapped: Any = hvd.DistributedDataParallel(weight)
     optimizer: Any = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=1.0)
-    with Join([wrapped, optimizer]):
+    with Join([wrapped, optimizer], divide_by_initial_world_size=by_all):
         for _ in range(1 + hvd.rank()):
             optimizer.zero_grad()
             wrapped(torch.ones(1, 1)).sum().backward()
             optimizer.step()
-    expected = -sum(hvd.size() - step for step in range(hvd.size())) / hvd.size()
-    assert weight.weight.item() == pytest.approx(expected)
+    average_over_all = -sum(hvd.size() - step for step in range(hvd.size())) / hvd.size()
+    assert weight.weight.item() == pytest.approx(average_over_all if by_all else -hvd.size())
+    wrapped.zero_grad()
+    wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
+    assert weight.weight.grad.item() == (hvd.size() + 1) / 2
