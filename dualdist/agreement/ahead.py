@@ -108,9 +108,13 @@ class Ahead:
     def forget(self) -> None:
         """Start over after members have made different calls: those that only some have made would never end. Local."""
         self._order.forget()
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        self.abort()
+        self._group = None
+
+    def abort(self) -> None:
+        """End the collectives in progress without the other members. Local."""
+        if self._group is not None:
+            self._group.abort()
 
     def close(self) -> None:
         """Release the group. Local."""

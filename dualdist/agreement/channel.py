@@ -90,7 +90,8 @@ class Channel:
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         self._watch = watch
-        self._guard = Guard(watch, connections, lambda: [request.call for request in list(self._pending)])
+        pending = lambda: [request.call for request in list(self._pending)]  # noqa: E731
+        self._guard = Guard(watch, connections, pending, self._abort)
         self._gradients_name, ahead_name = f"{name}, gradients", f"{name}, ahead"
         self.ahead = Ahead(ahead_name, self.run, self._guard, make_ahead)
         for watched in (name, self._gradients_name, ahead_name):
@@ -168,8 +169,12 @@ class Channel:
         if self._worker is not None:
             self._wake.put(False)
             self._worker.join(_LAST_CALLS_SECONDS)
-        for held in (self.group, self.gradients, self.ahead, self._connections, self._news):
+        for held in (self._connections, self._news, self.group, self.gradients, self.ahead):
             held.close()
+
+    def _abort(self) -> None:
+        for group in (self.group, self.gradients, self.ahead):
+            group.abort()
 
     def abandon(self) -> None:
         """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""

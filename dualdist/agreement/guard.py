@@ -19,8 +19,14 @@ class Guard:
     """Guards the steps of one channel. Members must run the same steps under the same name."""
 
     def __init__(
-        self, watch: StallWatch, connections: Connections, pending: Callable[[], Iterable[Call]]
+        self,
+        watch: StallWatch,
+        connections: Connections,
+        pending: Callable[[], Iterable[Call]],
+        abort: Callable[[], None],
     ) -> None:
+        """abort: ends the collectives in progress after a failure, once the other members can notice it."""
+        self._abort = abort
         self._watch = watch
         self._connections = connections
         self._pending = pending
@@ -48,6 +54,7 @@ class Guard:
             self._broken = f"{call} at {call.where} was interrupted: {error!r}."
             self._watch.interrupt(name, repr(error))
             self._connections.close()
+            self._abort()
             raise
         finally:
             self._watch.end(name)
@@ -62,6 +69,7 @@ class Guard:
             self._watch.give_notice(name, survey)
             found = str(survey)
         self._connections.close()  # so that no member waits for this rank
+        self._abort()
         found = found or self._watch.notice(name)
         if found is not None:
             stalled = f"{call} at {call.where} stalled; {found}"

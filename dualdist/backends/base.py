@@ -119,9 +119,8 @@ class Group(ABC):
     def close(self) -> None:  # noqa: B027 - most groups hold no resources
         """Release the resources of the group. Local."""
 
-    def abort(self) -> None:
-        """End the collectives in progress without the other members, and release the resources. Local."""
-        self.close()
+    def abort(self) -> None:  # noqa: B027 - most transports notice a failure of a member themselves
+        """End the collectives in progress after a failure, without the other members. No others follow. Local."""
 
 
 class Backend(ABC):

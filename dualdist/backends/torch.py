@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import accelerator
-from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError, StallError
+from ..errors import BackendUnavailableError, ConfigurationError
 from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
-from ..types import Launch, Max, Min, Product, Settings, Sum
-from .base import Backend, Group, Work
+from ..types import Launch, Settings
+from .base import Backend, Group
 from .shared_memory import HostGroup, share_host
 from .start_step import start_step
 from .store import SharedStore, open_store, share_store
@@ -35,112 +34,19 @@ from .torch_devices import (
     carried_types,
     config_of,
     device_transport,
+    error_handling,
+    transport_timeout,
 )
+from .torch_group import TorchGroup, abort_process_group, set_timeout, wrapped
 from .transport_choice import Offer, agreed_transport
 from .transports import TRANSPORTS
 
 __all__ = ("TorchBackend",)
 
-_OPS = {
-    Sum: dist.ReduceOp.SUM,
-    Min: dist.ReduceOp.MIN,
-    Max: dist.ReduceOp.MAX,
-    Product: dist.ReduceOp.PRODUCT,
-}
 _members_groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made among the members alone, for each tuple of ranks."""
 _FIRST_MEMBERS_GROUP = 1_000_000
 """Above the numbers of all groups that all ranks make together."""
-
-
-@contextlib.contextmanager
-def _wrapped() -> Iterator[None]:
-    """Convert c10d's exceptions into those of this package."""
-    try:
-        yield
-    except HorovodInternalError:
-        raise
-    except RuntimeError as error:
-        text = str(error)
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            raise StallError(f"A collective did not finish in time: {text}") from error
-        raise HorovodInternalError(text) from error
-
-
-class _TorchWork(Work):
-    def __init__(self, work: dist.Work, device: torch.device) -> None:
-        self._work = work
-        self._device = device
-
-    def wait(self) -> None:
-        with _wrapped():
-            self._work.wait()
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def wait_for(self, seconds: float) -> None:
-        if self._device.type == "cpu":  # NCCL would abort the collective
-            limit = timedelta(seconds=max(seconds, 0.001))  # for gloo, 0 means no limit
-            with contextlib.suppress(RuntimeError):  # late or failed: `wait` raises it
-                self._work.wait(limit)
-
-
-class _TorchGroup(Group):
-    # Gloo, NCCL and the MPI group of this package reduce these (c10d's GENERATE_ALL_TYPES in ProcessGroupGloo.cpp and
-    # ncclDataType in NCCLUtils.cpp). None of them reduces int16.
-    reduce_dtypes = frozenset(
-        {
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.uint8,
-            torch.int8,
-            torch.int32,
-            torch.int64,
-        }
-    )
-
-    def __init__(self, ranks: Sequence[int], rank: int, process_group: Any, carried: frozenset[str]) -> None:
-        super().__init__(ranks, rank)
-        self._pg = process_group
-        self._carried = carried
-
-    def wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type in self._carried else torch.device("cpu")
-
-    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        with _wrapped():
-            return _TorchWork(self._pg.allreduce([tensor], options), tensor.device)
-
-    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        with _wrapped():
-            return _TorchWork(self._pg.broadcast([tensor], options), tensor.device)
-
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        with _wrapped():
-            return _TorchWork(self._pg._allgather_base(output, tensor), tensor.device)
-
-    def alltoall(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Work:
-        with _wrapped():
-            work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
-        return _TorchWork(work, tensor.device)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        if self._pg is not None:
-            _set_timeout(timeout, self._pg)
-
-    def close(self) -> None:
-        if self._pg is not None and dist.is_initialized():
-            dist.destroy_process_group(self._pg)
-        self._pg = None
 
 
 def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
@@ -160,12 +66,6 @@ def _start_timeout(transport: str, settings: Settings) -> timedelta:
     """
     is_mpi = transport == "mpi"
     return timedelta(seconds=settings.stall_timeout_seconds if is_mpi else settings.start_timeout_seconds)
-
-
-def _set_timeout(timeout: timedelta, process_group: Any) -> None:
-    # Older releases of torch have only the private function, newer ones warn of it.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timeout, process_group)
 
 
 def _text_of(config: Mapping[str, str]) -> str:
@@ -209,8 +109,8 @@ class TorchBackend(Backend):
         self._settings = settings
         self._timeout = _start_timeout(transport, settings)
         self._adopted = adopted
-        self._groups: list[_TorchGroup] = []
-        self._members_groups: list[_TorchGroup] = []
+        self._groups: list[TorchGroup] = []
+        self._members_groups: list[TorchGroup] = []
         self._host_groups: list[HostGroup] = []
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
@@ -237,15 +137,16 @@ class TorchBackend(Backend):
         offers = [Offer.from_text(text) for text in shared.messages]
         chosen = agreed_transport(offers, launch.rank)
         device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
-        with contextlib.ExitStack() as undo, _wrapped():
-            undo.enter_context(temporary_environment(_interfaces(shared.addresses.own, env)))
+        with contextlib.ExitStack() as undo, wrapped():
+            variables = _interfaces(shared.addresses.own, env) | error_handling(device, env)
+            undo.enter_context(temporary_environment(variables))
             with start_step(shared.store, "process group", launch.rank, launch.size):
                 dist.init_process_group(
                     _text_of(config),
                     store=shared.store,
                     rank=launch.rank,
                     world_size=launch.size,
-                    timeout=_start_timeout(chosen, settings),
+                    timeout=transport_timeout(_start_timeout(chosen, settings), device),
                     device_id=device,
                 )
             started = cls(chosen, config, device, shared, settings, adopted=False)
@@ -302,22 +203,22 @@ class TorchBackend(Backend):
             torch_world.group_count = before
         return self._on_host(self._members_groups[-1])
 
-    def _new_group(self, ranks: Sequence[int], among_members: bool = False) -> _TorchGroup:
-        with _wrapped():
+    def _new_group(self, ranks: Sequence[int], among_members: bool = False) -> TorchGroup:
+        with wrapped():
             process_group = dist.new_group(
                 list(ranks),
                 backend=_text_of(self._config),
-                timeout=self._timeout,
+                timeout=transport_timeout(self._timeout, self.device),
                 use_local_synchronization=among_members,
             )
         own = process_group if self.rank in ranks else None
-        return _TorchGroup(ranks, self.rank, own, carried_types(self._config))
+        return TorchGroup(ranks, self.rank, own, carried_types(self._config), self.device)
 
-    def _on_host(self, group: _TorchGroup) -> Group:
+    def _on_host(self, group: TorchGroup) -> Group:
         """Return `group`, or a group that does the same in shared memory. Collective over the members."""
         if not self._settings.shared_memory:
             return group
-        with _wrapped():
+        with wrapped():
             host_group = share_host(group, self._timeout.total_seconds())
         if host_group is None:
             return group
@@ -331,9 +232,9 @@ class TorchBackend(Backend):
         self._timeout = timeout
         self._store.set_timeout(timeout)
         if not self._adopted:
-            _set_timeout(timeout, None)
+            set_timeout(transport_timeout(timeout, self.device), None)
         for group in self._groups:
-            group.set_timeout(timeout)
+            group.set_timeout(transport_timeout(timeout, self.device))
         for host_group in self._host_groups:
             host_group.set_timeout(timeout.total_seconds())
 
@@ -345,7 +246,8 @@ class TorchBackend(Backend):
             if not dist.is_initialized():
                 return
             if not self._adopted:
-                dist.destroy_process_group()
+                is_aborted = any(group.is_aborted for group in [*self._groups, *self._members_groups])
+                (abort_process_group if is_aborted else dist.destroy_process_group)()
                 return
             for group in [*self._groups, *self._members_groups]:
                 group.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,35 @@ __all__ = (
     "carried_types",
     "config_of",
     "device_transport",
+    "error_handling",
+    "transport_timeout",
 )
 
 _CPU = "gloo"
 """What carries tensors on the CPU beside a transport for accelerators."""
 _NAMES = {"mpi4py": "mpi"}
 """torch's name for a backend -> the name of the transport, where they differ."""
+
+_MARGIN = timedelta(seconds=30)
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def transport_timeout(timeout: timedelta, device: torch.device | None) -> timedelta:
+    """Return the timeout of the process groups, if dualdist reports a stall after `timeout`.
+
+    NCCL's watchdog ends the process at its timeout (ProcessGroupNCCL.cpp, `SkipCleanUp`), and its time begins earlier.
+    The margin lets the ranks report the stall before. device: to which the transport is bound.
+    """
+    return timeout if device is None else timeout + _MARGIN
+
+
+def error_handling(device: torch.device | None, env: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables with which NCCL's watchdog aborts its communicators without ending the process.
+
+    2 is `CleanUpOnly` in ProcessGroupNCCL.hpp. The calls of this package then raise, and elastic training can continue
+    in the process. A variable that the user has set stays.
+    """
+    return {} if device is None or _ERROR_HANDLING in env else {_ERROR_HANDLING: "2"}
 
 
 def device_transport() -> str | None:

@@ -27,9 +27,11 @@ def join(device: int = -1) -> int:
     call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
     HorovodInternalError on those ranks. Collective over the world.
 
-    device: the GPU for the zeros in Horovod; it has no effect here: the current GPU is used.
+    device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce tensors
+    on GPUs.
     """
-    integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
+    number = integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
+    current().join_device_index = None if number < 0 else number
     return channel_of(global_process_set).join()
 
 
@@ -57,9 +59,18 @@ def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
 def _contribute_neutral(group: Group, call: Call) -> None:
     """Take part in the reduction `call` with values that do not change its result."""
     arguments, op = dict(call.arguments), Reduction.of(call).op
-    device = torch.device("cpu" if arguments["device"] == "cpu" else "cuda")
+    device = _device_of(arguments["device"])
     tensors = []
     for shape, name in zip(arguments["shapes"], arguments["dtypes"], strict=True):
         dtype = getattr(torch, name)
         tensors.append(torch.full(shape, neutral(dtype, op), dtype=dtype, device=device))
     reduce_tensors(group, tensors, Reduction(op))
+
+
+def _device_of(kind: str) -> torch.device:
+    """Return the device of this rank that is of `kind`, such as "cuda"."""
+    context = current()
+    if kind == "cpu":
+        return torch.device(kind)
+    index = context.device.index if context.join_device_index is None else context.join_device_index
+    return torch.device(kind) if index is None else torch.device(kind, index)

@@ -75,6 +75,8 @@ class Context:
         """The GradSync objects (gradients/) of each process set, by its ID. Their order is the same on all members."""
         self.device = torch.device("cpu")
         """The accelerator of this process, chosen when the ranks have met; the CPU if it sees none."""
+        self.join_device_index: int | None = None
+        """The number of the device that the user has passed to `join`."""
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0

@@ -65,6 +65,9 @@ class HostGroup(Group):
         """Set how long a collective waits for another member. Local."""
         self._works.timeout = seconds
 
+    def abort(self) -> None:
+        self._inner.abort()
+
     def close(self) -> None:
         self._works.close()
         self._inner.close()

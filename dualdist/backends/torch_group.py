@@ -1,0 +1,141 @@
+"""Process groups of torch.distributed, and what each does when the other ranks fail."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import HorovodInternalError, StallError
+from ..types import Max, Min, Product, Sum
+from .base import Group, Work
+
+__all__ = ("TorchGroup", "abort_process_group", "set_timeout", "wrapped")
+
+_OPS = {
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+abort_process_group = dist.distributed_c10d._abort_process_group
+
+
+@contextlib.contextmanager
+def wrapped() -> Iterator[None]:
+    """Convert c10d's exceptions into those of this package."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise StallError(f"A collective did not finish in time: {text}") from error
+        raise HorovodInternalError(text) from error
+
+
+class _TorchWork(Work):
+    def __init__(self, work: dist.Work, device: torch.device) -> None:
+        self._work = work
+        self._device = device
+
+    def wait(self) -> None:
+        with wrapped():
+            self._work.wait()
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait_for(self, seconds: float) -> None:
+        if self._device.type == "cpu":  # NCCL would abort the collective
+            limit = timedelta(seconds=max(seconds, 0.001))  # for gloo, 0 means no limit
+            with contextlib.suppress(RuntimeError):  # late or failed: `wait` raises it
+                self._work.wait(limit)
+
+
+class TorchGroup(Group):
+    # Gloo, NCCL and the MPI group of this package reduce these (c10d's GENERATE_ALL_TYPES in ProcessGroupGloo.cpp and
+    # ncclDataType in NCCLUtils.cpp). None of them reduces int16.
+    reduce_dtypes = frozenset(
+        {
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.uint8,
+            torch.int8,
+            torch.int32,
+            torch.int64,
+        }
+    )
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        process_group: Any,
+        carried: frozenset[str],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(ranks, rank)
+        self._pg = process_group
+        self._carried = carried
+        self._device = device
+        """The device to which the transport is bound."""
+        self.is_aborted = False
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        return device if device.type in self._carried else torch.device("cpu")
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        with wrapped():
+            return _TorchWork(self._pg.allreduce([tensor], options), tensor.device)
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        with wrapped():
+            return _TorchWork(self._pg.broadcast([tensor], options), tensor.device)
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
+        with wrapped():
+            return _TorchWork(self._pg._allgather_base(output, tensor), tensor.device)
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Work:
+        with wrapped():
+            work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
+        return _TorchWork(work, tensor.device)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        if self._pg is not None:
+            set_timeout(timeout, self._pg)
+
+    def abort(self) -> None:
+        """End the kernels of NCCL, which otherwise wait for a dead peer until the timeout."""
+        if self._pg is not None and self._device is not None and not self.is_aborted:
+            self.is_aborted = True
+            with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
+                self._pg._get_backend(self._device).abort()
+
+    def close(self) -> None:
+        if self._pg is not None and dist.is_initialized():
+            # Destroying a group waits for its collectives.
+            end = abort_process_group if self.is_aborted else dist.destroy_process_group
+            end(self._pg)
+        self._pg = None
+
+
+def set_timeout(timeout: timedelta, process_group: Any) -> None:
+    """Set the timeout of later collectives. None: of the default group."""
+    # Older releases of torch have only the private function, newer ones warn of it.
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    setter(timeout, process_group)

@@ -1,0 +1,98 @@
+"""Failures while collectives run on a device: they are aborted, after the other ranks can notice the failure.
+
+Doubles that record stand in the place of process groups and connections.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.guard import Guard
+from dualdist.backends import torch_group
+from dualdist.backends.torch_devices import error_handling, transport_timeout
+from dualdist.backends.torch_group import TorchGroup
+from dualdist.collectives.join import _device_of
+from dualdist.errors import HorovodInternalError, StallError
+
+CUDA = torch.device("cuda", 1)
+CALL = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
+MINUTE = timedelta(seconds=60)
+
+
+def guard(events: list[str]) -> Guard:
+    watch, connections = mock.Mock(), mock.Mock()
+    watch.is_crossed.return_value = False
+    watch.survey.return_value = mock.Mock(missing=[], __str__=lambda _: "missing ranks: [1].")
+    watch.notice.return_value = None
+    connections.close.side_effect = lambda: events.append("connections closed")
+    return Guard(watch, connections, list, lambda: events.append("groups aborted"))
+
+
+@pytest.mark.parametrize(
+    "error", [HorovodInternalError("a rank has left"), StallError("late"), KeyboardInterrupt()]
+)
+def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseException) -> None:
+    events: list[str] = []
+    guarded = guard(events)
+    with pytest.raises(type(error)):
+        guarded.run("set 0", CALL, mock.Mock(side_effect=error))
+    assert events == ["connections closed", "groups aborted"]
+    with pytest.raises(HorovodInternalError, match=r"cannot run: .*shutdown\(\) and init\(\)"):
+        guarded.run("set 0", CALL, mock.Mock())
+
+
+def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once() -> None:
+    process_group: Any = mock.Mock()
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
+    group.abort()
+    group.abort()
+    assert process_group.mock_calls == [mock.call._get_backend(CUDA), mock.call._get_backend().abort()]
+
+
+def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:
+    process_group: Any = mock.Mock()
+    TorchGroup([0, 1], 0, process_group, frozenset({"cpu"}), None).abort()
+    assert process_group.mock_calls == []
+
+
+def test_an_aborted_group_is_not_destroyed_which_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: ended.append(group))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    process_group: Any = mock.Mock()
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group.abort()
+    group.close()
+    assert ended == [process_group]
+
+
+def test_a_stall_is_reported_before_the_watchdog_of_nccl_acts() -> None:
+    assert transport_timeout(MINUTE, CUDA) >= MINUTE + timedelta(seconds=10)
+    assert transport_timeout(MINUTE, None) == MINUTE
+
+
+def test_the_watchdog_of_nccl_does_not_end_the_process_unless_the_user_says_so() -> None:
+    assert error_handling(CUDA, {}) == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    assert error_handling(CUDA, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}) == {}
+    assert error_handling(None, {}) == {}
+
+
+@pytest.mark.parametrize(("passed", "expected"), [(None, 1), (0, 0), (3, 3)])
+def test_a_joined_rank_contributes_from_its_own_device(
+    passed: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules[_device_of.__module__],
+        "current",
+        lambda: mock.Mock(device=CUDA, join_device_index=passed),
+    )
+    assert _device_of("cuda") == torch.device("cuda", expected)
+    assert _device_of("cpu") == torch.device("cpu")
