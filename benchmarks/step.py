@@ -2,6 +2,7 @@
 
     horovodrun --gloo -np 2 python benchmarks/step.py
     horovodrun --gloo -np 2 python benchmarks/step.py --backend horovod
+    horovodrun --gloo -np 2 python benchmarks/step.py --hook allreduce    # DDP and dualdist with this hook
 
 Times are medians over the steps of rank 0. A ratio is the median over the rounds, so a few slow seconds of the machine
 have little effect. Each round has its own random order, because a step is slower after some contestants than after
@@ -22,6 +23,7 @@ import horovod.torch as horovod
 import torch
 from latency import start_gloo
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import dualdist as hvd
 
@@ -51,10 +53,20 @@ MODELS = {"small CNN": (cnn, 10, 3), "MLP of 200 MB": (mlp, 2, 2), "240 small te
 """name -> (function that makes it, steps per turn, models per contestant)"""
 
 
+HOOKS: dict[str, Any] = {
+    "none": None,
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what one training step costs.")
     parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each (%(default)s)")
+    parser.add_argument(
+        "--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)"
+    )
     settings = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init(backend=settings.backend)
@@ -67,25 +79,32 @@ def main() -> None:
     for name, (make, turn, copies) in MODELS.items():
         torch.manual_seed(0)
         steps: list[tuple[str, Step]] = []
-        for style, wrap in copies * list(styles(gloo).items()):
+        for style, wrap in copies * list(styles(gloo, HOOKS[settings.hook]).items()):
             model, batch = make()
             steps.append((style, step_of(*wrap(model), batch)))
         compare(name, steps, settings.rounds, turn)
     hvd.shutdown()
 
 
-def styles(gloo: Any) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]:
-    """Return contestant -> function that wraps a model and creates its optimizer."""
+def styles(gloo: Any, hook: Any) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]:
+    """Return contestant -> function that wraps a model and creates its optimizer.
+
+    hook: a communication hook for all but Horovod, which has none.
+    """
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         wrapped = nn.parallel.DistributedDataParallel(model, process_group=gloo, gradient_as_bucket_view=True)
+        if hook is not None:
+            wrapped.register_comm_hook(gloo, hook)
         return wrapped, sgd(wrapped)
 
     def ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         wrapped = hvd.DistributedDataParallel(model)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
         return wrapped, sgd(wrapped)
 
     return {
@@ -96,7 +115,7 @@ def styles(gloo: Any) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.
         ),
         "optimizer": lambda model: (
             model,
-            hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters()),
+            hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), comm_hook=hook),
         ),
         "module": ours,
     }

@@ -143,7 +143,10 @@ class DistributedDataParallel(JoinInterface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.require_forward_param_sync = True
+        self.bucket_bytes_cap_default = bucket_cap_mb is None
         self.bucket_bytes_cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in caps]
         self._process_group = process_group
@@ -187,9 +190,10 @@ class DistributedDataParallel(JoinInterface):
         if self.device_ids is not None:
             inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         self._prepare()
+        if self._buffer_hook is None:  # nothing must follow here: torch.compile would compile it apart
+            return self.module(*inputs, **kwargs)
         outputs = self.module(*inputs, **kwargs)
-        if self._buffer_hook is not None:
-            self._sync_buffers(after_forward=True)
+        self._sync_buffers(after_forward=True)
         return outputs
 
     @not_compiled

@@ -62,6 +62,51 @@ class TorchInterface(torch.nn.Module):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    use_side_stream_for_tensor_copies = False
+    """Inputs are moved on the current stream."""
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are synchronized, by their names in the module."""
+        return self._named_buffers()
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are synchronized."""
+        return list(self._named_buffers().values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether forwards in training mode synchronize buffers. Local."""
+        return self.forward_sync_buffers and bool(self._named_buffers())
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """False: gradients are complete when backward returns. Raises RuntimeError when it is set to True."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """False: there is nothing to finalize."""
+        return False
+
+    def finalize_backward(self) -> None:
+        """Raise RuntimeError: gradients are complete when backward returns."""
+        raise RuntimeError(
+            "`require_manual_backward_finalization` must be False, since gradients are complete when backward returns. "
+            "Leave it and finalize_backward() out."
+        )
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted as in torch, without effect: no times are logged. hvd.start_timeline() records them."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Accepted as in torch, without effect: gradients are complete when backward returns."""
+
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: torch.nn.Module, params_and_buffers_to_ignore: Sequence[str]

@@ -54,6 +54,19 @@ def test_a_wrapper_has_the_attributes_of_that_of_torch() -> None:
     assert facts["total_parameter_size_bytes"] == 4 and facts["dtypes"] == "float32"
 
 
+@pytest.mark.world_kinds("torch-gloo")
+@everywhere
+def test_public_names_of_torchs_class_exist() -> None:
+    own = torch.nn.parallel.DistributedDataParallel(linear())
+    wrapped: Any = hvd.DistributedDataParallel(linear())
+    public = {name for name in dir(own) if not name.startswith("_")}
+    assert public - set(dir(wrapped)) <= {"scatter", "gather", "to_kwargs", "logger"}
+    with pytest.raises(RuntimeError, match="gradients are complete when backward returns"):
+        wrapped.require_manual_backward_finalization = True
+    assert not wrapped.require_manual_backward_finalization
+    assert not wrapped.will_sync_module_buffers() and wrapped.modules_buffers == []
+
+
 @everywhere
 def test_the_other_wrapper_of_torch_is_refused() -> None:
     wrapped: Any = hvd.DistributedDataParallel(linear())
