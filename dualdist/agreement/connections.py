@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import HorovodInternalError, StallError
@@ -48,6 +48,7 @@ class Connections:
         address: str,
         timeout: float,
         connect_timeout: float | None = None,
+        check_start: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect to the peers. Collective over `ranks`; a rank that is not a member gets no connections.
 
@@ -58,6 +59,7 @@ class Connections:
             address: the IPv4 address at which the other members reach this process.
             timeout: seconds to wait for the other members in each exchange.
             connect_timeout: seconds to wait for their connections; None: the same.
+            check_start: raises HorovodInternalError if a rank of the world has ended during its start.
 
         Raises:
             HorovodInternalError: a peer cannot be reached.
@@ -70,7 +72,7 @@ class Connections:
         self._peers: dict[int, _Peer] = {}
         if self.rank >= 0 and self.size > 1:
             limit = timeout if connect_timeout is None else connect_timeout
-            meeting = Meeting(store, f"connections/{name}", self.ranks, self.rank, limit)
+            meeting = Meeting(store, f"connections/{name}", self.ranks, self.rank, limit, check_start)
             self._connect(meeting, address)
 
     def allgather_messages(self, message: bytes) -> list[bytes]:

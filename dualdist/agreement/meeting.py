@@ -5,26 +5,40 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import HorovodInternalError
 
 __all__ = ("Meeting",)
 
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = (0.005, 0.2)
+"""The first and the longest pause between two questions. Thousands of members may ask one store."""
 
 
 class Meeting:
     """The keys of one process set in c10d's Store. When one member fails, all raise its error."""
 
-    def __init__(self, store: Any, key: str, ranks: Sequence[int], place: int, timeout: float) -> None:
-        """ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls."""
+    def __init__(
+        self,
+        store: Any,
+        key: str,
+        ranks: Sequence[int],
+        place: int,
+        timeout: float,
+        check_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make a meeting.
+
+        ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls.
+        check_start: raises HorovodInternalError if a rank of the world has ended during its start.
+        """
         self._store = store
         self._key = key
         self._ranks = ranks
         self._place = place
         self._timeout = timeout
+        self._check_start = check_start
         self._deadline = time.monotonic() + timeout
 
     def publish(self, host: str, port: int, token: bytes) -> None:
@@ -33,18 +47,21 @@ class Meeting:
 
     def wait_for(self, places: Iterable[int]) -> dict[int, tuple[str, int, bytes]]:
         """Return what the members at `places` have published. Waits for them. Raises HorovodInternalError."""
-        missing = set(places)
+        missing = sorted(places)
+        keys = [f"{self._key}/{place}" for place in missing]
+        pause, longest = _POLL_SECONDS
+        # Not Store.wait: after a timeout, TCPStore prints warnings.
+        while not self._store.check(keys):
+            self.check(
+                place for place, key in zip(missing, keys, strict=True) if not self._store.check([key])
+            )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         found = {}
-        while True:
-            for place in sorted(missing):
-                if self._store.check([f"{self._key}/{place}"]):
-                    host, port, token = json.loads(self._store.get(f"{self._key}/{place}"))
-                    found[place] = (host, port, bytes.fromhex(token))
-            missing -= found.keys()
-            if not missing:
-                return found
-            self.check(missing)
-            time.sleep(_POLL_SECONDS)
+        for place, key in zip(missing, keys, strict=True):
+            host, port, token = json.loads(self._store.get(key))
+            found[place] = (host, port, bytes.fromhex(token))
+        return found
 
     def left(self) -> float:
         """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
@@ -57,6 +74,7 @@ class Meeting:
         """
         if self._store.check([f"{self._key}/failure"]):
             raise HorovodInternalError(self._store.get(f"{self._key}/failure").decode())
+        self._check_start()
         if time.monotonic() > self._deadline:
             raise self.failure(missing, f"nothing arrived for {self._timeout:g} s")
 

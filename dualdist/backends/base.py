@@ -169,6 +169,9 @@ class Backend(ABC):
     def shutdown(self) -> None:
         """Leave the world. An adopted backend keeps running. Never raises for a broken world."""
 
+    def check_start(self) -> None:  # noqa: B027 - most launchers end the other ranks themselves
+        """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local."""
+
     def finish_start(self) -> None:  # noqa: B027 - most backends do nothing then
         """From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`. Local.
 

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..errors import HorovodInternalError
+from .start_watch import StartWatch
 
 __all__ = ("start_step",)
+
+T = TypeVar("T")
 
 _SETTLE_SECONDS = 3.0
 """How long ranks that fail wait for each other. Ranks that began together time out together."""
 _POLL_SECONDS = 0.01
 
 
-@contextlib.contextmanager
-def start_step(store: dist.Store, name: str, rank: int, size: int) -> Iterator[None]:
-    """Run a step in which torch connects all ranks. Its error names the ranks that did not arrive or have ended.
+def start_step(
+    step: Callable[[], T], store: dist.Store, name: str, rank: int, size: int, watch: StartWatch | None = None
+) -> T:
+    """Return `step()`, in which torch connects all ranks. Its error names the ranks that did not arrive or have ended.
 
-    Collective. name: a new name for each step. Raises HorovodInternalError.
+    Collective. name: a new name for each step. watch: while the world starts. Raises HorovodInternalError.
     """
     store.set(f"{name}/begun/{rank}", "")
     try:
-        yield
+        result = step() if watch is None else watch.run(step)
     except RuntimeError as error:
+        if watch is not None and watch.lost is not None:  # the error names it
+            raise
         text = str(error).splitlines()[0]
         reason = _reason(store, name, rank, size, "time" in text.lower())
         raise HorovodInternalError(
             f"Rank {rank} could not connect to the other ranks: {reason}. Look at their output ({text})."
         ) from error
     store.set(f"{name}/ended/{rank}", "")
+    return result
 
 
 def _reason(store: dist.Store, name: str, rank: int, size: int, is_timeout: bool) -> str:

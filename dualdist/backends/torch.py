@@ -8,6 +8,7 @@ they call different collectives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from ..types import Launch, Settings
 from .base import Backend, Group
 from .shared_memory import HostGroup, share_host
 from .start_step import start_step
+from .start_watch import StartWatch
 from .store import SharedStore, open_store, share_store
 from .temporary_environment import temporary_environment
 from .torch_build import built_into_torch
@@ -112,6 +114,8 @@ class TorchBackend(Backend):
         self._groups: list[TorchGroup] = []
         self._members_groups: list[TorchGroup] = []
         self._host_groups: list[HostGroup] = []
+        self._start_watch: StartWatch | None = None
+        """Until `finish_start`."""
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
 
@@ -140,16 +144,24 @@ class TorchBackend(Backend):
         with contextlib.ExitStack() as undo, wrapped():
             variables = _interfaces(shared.addresses.own, env) | error_handling(device, env)
             undo.enter_context(temporary_environment(variables))
-            with start_step(shared.store, "process group", launch.rank, launch.size):
-                dist.init_process_group(
-                    _text_of(config),
-                    store=shared.store,
-                    rank=launch.rank,
-                    world_size=launch.size,
-                    timeout=transport_timeout(_start_timeout(chosen, settings), device),
-                    device_id=device,
-                )
+            watch = None
+            if device is None:  # a GPU is current in one thread only, and `watch` connects in another
+                seconds = settings.start_timeout_seconds
+                watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, seconds)
+                undo.callback(watch.close, started=False)
+            connect = functools.partial(
+                dist.init_process_group,
+                _text_of(config),
+                # Not the same object: while a thread waits in a store, others cannot use it.
+                store=shared.store.clone(),
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=transport_timeout(_start_timeout(chosen, settings), device),
+                device_id=device,
+            )
+            start_step(connect, shared.store, "process group", launch.rank, launch.size, watch)
             started = cls(chosen, config, device, shared, settings, adopted=False)
+            started._start_watch = watch
             started._on_shutdown.push(undo.pop_all())
         return started
 
@@ -186,10 +198,12 @@ class TorchBackend(Backend):
             )
 
     def new_group(self, ranks: Sequence[int]) -> Group:
-        step = f"group {len(self._groups)}"
-        with start_step(self._store, step, self.rank, self.size):
+        def connect() -> Group:
             self._groups.append(self._new_group(ranks))
             return self._on_host(self._groups[-1])
+
+        name = f"group {len(self._groups)}"
+        return start_step(connect, self._store, name, self.rank, self.size, self._start_watch)
 
     def new_members_group(self, ranks: Sequence[int]) -> Group:
         # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
@@ -225,13 +239,21 @@ class TorchBackend(Backend):
         self._host_groups.append(host_group)
         return host_group
 
+    def check_start(self) -> None:
+        if self._start_watch is not None:
+            self._start_watch.check()
+
     def finish_start(self) -> None:
+        if self._start_watch is not None:
+            self._start_watch.close(started=True)
+            self._start_watch = None
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
         if timeout == self._timeout:
             return
         self._timeout = timeout
         self._store.set_timeout(timeout)
         if not self._adopted:
+            dist.distributed_c10d._get_default_store().set_timeout(timeout)
             set_timeout(transport_timeout(timeout, self.device), None)
         for group in self._groups:
             group.set_timeout(transport_timeout(timeout, self.device))

@@ -30,10 +30,11 @@ from ..backends import Backend, check_transport, choose
 from ..backends.base import Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, topology
+from ..process_exit import skip_destructors_at_exit
 from ..rendezvous import mpi
 from ..types import Launch, Settings, World
 from .cpu_threads import warn_of_too_many_threads
-from .forks import never_delete, skip_destructors_at_exit
+from .forks import never_delete
 from .presence import Presence
 from .settings import read_settings
 
@@ -118,6 +119,7 @@ class Context:
             self.settings.stall_timeout_seconds,
             # All ranks have just made the groups.
             self.settings.start_timeout_seconds,
+            backend.check_start,
         )
         make_ahead = functools.partial(backend.new_members_group, ranks) if backend.runs_ahead else None
         self.channels[set_id] = Channel(

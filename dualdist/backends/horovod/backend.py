@@ -22,11 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import BackendUnavailableError
+from ...errors import BackendUnavailableError, HorovodInternalError
 from ...launch.copies import names_of_copies
+from ...process_exit import skip_destructors_at_exit
 from ...rendezvous import LOOPBACK, find_addresses
 from ...types import Launch, Settings
 from ..base import Backend, Group
+from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
 from .group import HorovodGroup, wrapped
@@ -127,11 +129,24 @@ class HorovodBackend(Backend):
             elif _has_launchers_server(env):
                 cls._launchers_server_used = True
             with temporary_environment(variables), wrapped():
-                hvd.init()
+                cls._connect(None if rendezvous is None else rendezvous.watch)
             cls._group_numbers = itertools.count()
             started = cls(launch, settings, env, rendezvous, adopted=False)
             undo.pop_all()
         return started
+
+    @classmethod
+    def _connect(cls, watch: StartWatch | None) -> None:
+        """Connect to the other ranks. If one of them ends, Horovod itself waits for it, also when the process exits."""
+        if watch is None:
+            hvd.init()
+            return
+        try:
+            watch.run(hvd.init)
+        except HorovodInternalError:
+            atexit.unregister(hvd.mpi_ops._basics.shutdown)
+            skip_destructors_at_exit()
+            raise
 
     @classmethod
     def _needs_rendezvous(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
@@ -208,7 +223,13 @@ class HorovodBackend(Backend):
         self._groups.append(group)
         return group
 
+    def check_start(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.watch.check()
+
     def finish_start(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.watch.close(started=True)
         self._timeout = self._stall_timeout
         for group in self._groups:
             group.timeout = self._timeout

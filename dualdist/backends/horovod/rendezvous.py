@@ -14,6 +14,7 @@ from ...launch import Place, nodes, topology
 from ...rendezvous import check_interfaces, interface_of, own_node
 from ...rendezvous.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
+from ..start_watch import StartWatch
 from ..store import SharedStore, open_store
 from ..store_gather import store_gather
 
@@ -26,11 +27,13 @@ class GlooRendezvous:
 
     shared: SharedStore
     variables: Mapping[str, str]
+    watch: StartWatch
     server: HttpStore | None = None
     """On rank 0."""
 
     def close(self) -> None:
-        """Stop the server. Local."""
+        """Stop the watch and the server. Local."""
+        self.watch.close(started=False)
         if self.server is not None:
             self.server.close()
 
@@ -53,6 +56,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
     server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None
     port = gather(str(server.port if server else None))[0]
     own = worlds[launch.rank]
+    watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, timeout)
     variables = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -68,7 +72,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         "HOROVOD_CROSS_RANK": str(own.cross_rank),
         "HOROVOD_CROSS_SIZE": str(own.cross_size),
     }
-    return GlooRendezvous(shared, variables, server)
+    return GlooRendezvous(shared, variables, watch, server)
 
 
 def _gloo_timeout(settings: Settings) -> str:

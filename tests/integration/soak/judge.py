@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import signal
 
-from .faults import DIRECT, ENDINGS, INIT, SHUTDOWN, START, Fault
+from .faults import DEATHS, DIRECT, ENDINGS, INIT, SHUTDOWN, START, Fault
 from .world import Outcome
 
 __all__ = ("allowed_seconds", "faults_of", "names")
 
-SOON, LATE = 15.0, 35.0
+SOON, LATE = 6.0, 35.0
 """Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
 HOROVODS = ("gloo::IoException", "HTTP request failed")
 OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections": 60.0, "fork": 30.0}
@@ -23,9 +23,9 @@ OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections
 
 def allowed_seconds(fault: Fault) -> float:
     """Return how long the ranks may take to report after the fault."""
-    if fault.kind == "SIGSTOP" or fault.place == START:
+    if fault.kind == "SIGSTOP" or fault.place in (START, INIT):
         return LATE
-    return SOON if fault.kind in ENDINGS else OWN.get(fault.kind, 30.0)
+    return 15.0 if fault.kind in ENDINGS else OWN.get(fault.kind, 30.0)
 
 
 def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
@@ -35,7 +35,11 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
         wrong.append(f"no end: {fault.size - len(outcome.reports)} ranks have not reported in time")
     is_horovods = fault.world.startswith("horovod") and any(text in outcome.output for text in HOROVODS)
     kinds = {kind for kind, _, _ in outcome.others.values()}
-    for kind, text, _ in outcome.others.values():
+    for kind, text, when in outcome.others.values():
+        # A rank is known to the others when it has arrived.
+        is_known = fault.kind in DEATHS and "did not arrive" not in text and not is_horovods
+        if is_known and outcome.struck and when > outcome.struck + SOON and fault.place != START:
+            wrong.append(f"noticed after {when - outcome.struck:.0f} s: {text}")
         if kind == "other":
             wrong.append(f"not an error of the package: {text}")
         if kind == "ended" and fault.world in DIRECT and fault.kind != "all killed" and not is_horovods:

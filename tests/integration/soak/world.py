@@ -20,7 +20,7 @@ from typing import Any
 from ...helpers.forks import fork_variables, forked
 from ...helpers.process_watch import Watched
 from ...helpers.world import ROOT, WORLD_KINDS
-from .faults import DIRECT, START, Fault
+from .faults import DIRECT, INIT, START, Fault
 from .hostile import Attack
 
 __all__ = ("Outcome", "run_world")
@@ -100,7 +100,7 @@ def run_world(fault: Fault, folder: Path, seconds: float) -> Outcome:
 def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     """Return the command and the environment of each process to start."""
     worker = [sys.executable, "-m", "tests.integration.soak.rank"]
-    is_stop, is_start = fault.kind == "SIGSTOP", fault.place == START
+    is_stop, is_start = fault.kind == "SIGSTOP", fault.place in (START, INIT)
     environment = {
         **{
             name: value
@@ -113,7 +113,6 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
         "TMPDIR": str(folder / "t"),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "DUALDIST_STALL_TIMEOUT_SECONDS": "8" if is_stop else "60",
-        # Whoever dies after it has connected must be noticed sooner.
         "DUALDIST_START_TIMEOUT_SECONDS": "8" if is_stop or is_start else "60",
         "FAULT": fault.to_json(),
         "REPORTS": str(folder / "reports"),
