@@ -23,7 +23,7 @@ OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections
 
 def allowed_seconds(fault: Fault) -> float:
     """Return how long the ranks may take to report after the fault."""
-    if fault.kind == "SIGSTOP" or fault.place in (START, INIT):
+    if fault.kind == "SIGSTOP" or fault.place in (START, INIT) or fault.world.startswith("horovod"):
         return LATE
     return 15.0 if fault.kind in ENDINGS else OWN.get(fault.kind, 30.0)
 
@@ -38,7 +38,7 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
     for kind, text, when in outcome.others.values():
         # A rank is known to the others when it has arrived.
         is_known = fault.kind in DEATHS and "did not arrive" not in text and not is_horovods
-        if is_known and outcome.struck and when > outcome.struck + SOON and fault.place != START:
+        if is_known and outcome.struck and when > outcome.struck + SOON and fault.place == INIT:
             wrong.append(f"noticed after {when - outcome.struck:.0f} s: {text}")
         if kind == "other":
             wrong.append(f"not an error of the package: {text}")

@@ -100,6 +100,8 @@ def run_world(fault: Fault, folder: Path, seconds: float) -> Outcome:
 def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     """Return the command and the environment of each process to start."""
     worker = [sys.executable, "-m", "tests.integration.soak.rank"]
+    # Horovod's operations do not notice that another rank has given up, as long as its process lives.
+    stalls = "12" if fault.world.startswith("horovod") else "60"
     is_stop, is_start = fault.kind == "SIGSTOP", fault.place in (START, INIT)
     environment = {
         **{
@@ -112,7 +114,7 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(folder / "t"),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
-        "DUALDIST_STALL_TIMEOUT_SECONDS": "8" if is_stop else "60",
+        "DUALDIST_STALL_TIMEOUT_SECONDS": "8" if is_stop else stalls,
         "DUALDIST_START_TIMEOUT_SECONDS": "8" if is_stop or is_start else "60",
         "FAULT": fault.to_json(),
         "REPORTS": str(folder / "reports"),
