@@ -18,7 +18,7 @@ IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
 GROUPS = {
     "launchers/test_matrix.py": "Slurm",
     "launchers/test_cluster_examples.py": "Slurm",
-    "launchers/test_doctor_slurm.py": "Slurm",
+    "launchers/test_slurm_steps.py": "Slurm",
     "launchers/test_start_with.py": "Slurm",
 }
 """Files whose tests share what is slow to start. All other tests form groups by world, else by file."""

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 __all__ = ("LAUNCHER_VARIABLES", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
@@ -28,16 +29,32 @@ def library() -> Any | None:
     already = sys.modules.get("mpi4py.MPI")
     import mpi4py
 
+    initialize = mpi4py.rc.initialize
     if already is None:
         mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = initialize and not _open_mpi_would_abort(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         # The MPI library is absent, or not the one for which mpi4py was built.
         return None
+    finally:
+        mpi4py.rc.initialize = initialize
+    if already is None and initialize and not MPI.Is_initialized():
+        if MPI.get_vendor()[0] == "Open MPI":
+            return None
+        MPI.Init_thread(MPI.THREAD_MULTIPLE if mpi4py.rc.threads else MPI.THREAD_SINGLE)
     if already is None and MPI.Is_initialized():
         _finalize_unless_failed(MPI)
     return MPI
+
+
+def _open_mpi_would_abort(env: Mapping[str, str]) -> bool:
+    """Return whether Open MPI would abort the process when it starts: in a step of Slurm without PMIx.
+
+    Debian's Open MPI knows neither PMI-1 nor PMI-2, and starts no single process there. MPICH knows them.
+    """
+    return "SLURM_STEP_ID" in env and "PMIX_RANK" not in env and "OMPI_COMM_WORLD_RANK" not in env
 
 
 _failures: list[object] = []

@@ -13,7 +13,7 @@ import torch
 import dualdist as hvd
 
 
-def join(backend: str, transport: str) -> str:
+def join(backend: str, transport: str | None = None) -> str:
     """Join the world, sum powers of ten, leave it, and return the numbers of this process and the sum."""
     hvd.init(backend=backend, transport=transport)
     total = int(hvd.allreduce(torch.full((300_000,), 10.0 ** hvd.rank()), op=hvd.Sum)[-1])

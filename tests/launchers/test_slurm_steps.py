@@ -1,0 +1,49 @@
+"""Steps of Slurm with each kind of PMI: `dualdist doctor --world`, and joining. Both nodes are this host."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ..helpers.forks import MPI_FOLDER
+from ..helpers.requirements import need
+from ..helpers.script_launch import finish
+from ..helpers.slurm_cluster import Slurm
+
+STEP = ("srun", "-N", "2", "-n", "3")
+DOCTOR = (sys.executable, "-m", "tests.helpers.faulty_doctor")
+
+
+def test_without_pmix_the_default_transport_is_gloo(slurm: Slurm) -> None:
+    program = (sys.executable, "-m", "tests.helpers.backends_in_turn", "torch")
+    ended = slurm.finish(*STEP, "--mpi=pmi2", *program)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("torch+gloo: ") == ended.output.count("sum 111") == 3
+
+
+def test_mpich_starts_by_pmi2(slurm: Slurm) -> None:
+    libraries = MPI_FOLDER / "mpich" / "lib"
+    need(libraries.exists(), "needs the wheel mpich")
+    program = (sys.executable, "-m", "tests.helpers.backends_in_turn", "torch+mpi")
+    # A fork would have the libraries of the process from which it was forked.
+    ended = finish(
+        [*STEP, "--mpi=pmi2", *program], {**slurm.environment, "LD_LIBRARY_PATH": str(libraries)}, forks=False
+    )
+    assert ended.code == 0, ended.output
+    assert ended.output.count("torch+mpi: ") == ended.output.count("sum 111") == 3
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
+def test_the_processes_of_a_step_meet(slurm: Slurm, mpi: str) -> None:
+    ended = slurm.finish(*STEP, f"--mpi={mpi}", *DOCTOR, "{}")
+    assert ended.code == 0, ended.output
+    assert ended.output.count("World of 3 processes on 1 host, started by srun; backend: torch\n") == 1
+    assert ended.output.count("This allocation can train.\n") == 1
+
+
+def test_a_task_that_never_arrives_is_named(slurm: Slurm) -> None:
+    timeout = {"DUALDIST_START_TIMEOUT_SECONDS": "3"}
+    ended = slurm.finish(*STEP, "--kill-on-bad-exit=1", *DOCTOR, '{"absent": 2}', environment=timeout)
+    assert ended.code != 0
+    assert ended.output.count("WRONG: Rank 0 waited 3 s for rank 2, which did not arrive.") == 1
