@@ -8,7 +8,8 @@ runs these with any Python that has torch and pytest; they need no Horovod, no M
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -120,3 +121,82 @@ def test_reductions_start_while_backward_still_runs(one: World) -> None:
     ((reductions, layers),) = one.run(launches, "cuda:0")
     assert len(layers) == LAYERS and len(reductions) >= LAYERS
     assert reductions[0] < layers[-1]
+
+
+def waits(device: str, style: str) -> int:
+    """Return how often the host waits for the device in a regular step with SyncBatchNorm."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), hvd.SyncBatchNorm(8), nn.Linear(8, 2)).to(device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if style == "module":
+        model = hvd.DistributedDataParallel(model)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    inputs = torch.randn(16, 8, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("style", ["module", "optimizer"])
+def test_a_regular_step_makes_no_host_device_synchronization(
+    one: World, style: str, record_property: Callable[[str, object], None]
+) -> None:
+    (count,) = one.run(waits, "cuda:0", style)
+    record_property("figure", f"{count} waits")
+    assert count == 0
+
+
+def normalized(device: str, dtype: torch.dtype, is_channels_last: bool) -> list[torch.Tensor]:
+    """Return output and gradients of SyncBatchNorm, on the host."""
+    generator = torch.Generator().manual_seed(0)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    whole = torch.randn(8, 4, 5, 3, generator=generator) * 3 + 2
+    inputs = whole.to(device, dtype).contiguous(memory_format=layout).requires_grad_()
+    layer = hvd.SyncBatchNorm(4).to(device)
+    output = layer(inputs)
+    assert output.dtype == dtype and output.is_contiguous(memory_format=layout)
+    (output * torch.linspace(-1, 2, whole.numel()).view_as(whole).to(device, dtype)).sum().backward()
+    grads = [inputs.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
+    return [tensor.detach().float().cpu() for tensor in [output, *grads] if tensor is not None]
+
+
+@pytest.mark.parametrize("is_channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fused_batch_norm_gives_the_numbers_of_the_cpu(
+    one: World, dtype: torch.dtype, is_channels_last: bool
+) -> None:
+    (fused,) = one.run(normalized, "cuda:0", dtype, is_channels_last)
+    (portable,) = one.run(normalized, "cpu", dtype, is_channels_last)
+    bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    for own, reference in zip(fused, portable, strict=True):
+        torch.testing.assert_close(own, reference, rtol=bound, atol=bound)
+
+
+def reduced_from_a_side_stream(device: str) -> float:
+    """Return the largest error of asynchronous allreduces whose input a busy side stream writes."""
+    side, worst = torch.cuda.Stream(device), 0.0
+    for number in range(20):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            inputs = torch.full((1 << 20,), float(number), device=device)
+            handle = hvd.allreduce_async(inputs, op=hvd.Sum)
+            del inputs
+            total = hvd.synchronize(handle)
+            worst = max(worst, float((total - number * hvd.size()).abs().max()))
+    return worst
+
+
+def test_asynchronous_calls_are_ordered_behind_the_stream_of_the_caller(one: World) -> None:
+    assert one.run(reduced_from_a_side_stream, "cuda:0") == [0.0]
