@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -213,3 +215,21 @@ def test_profiles_name_the_collectives() -> None:
     for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
         assert f"mpi:{name}" in events
     assert events["mpi:all_reduce"].input_shapes == [[4]]
+
+
+@everywhere
+def test_a_checkpoint_is_saved_in_the_background() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    try:
+        future: Any = dcp.async_save({"own": own()}, checkpoint_id=folder[0])
+        dist.all_reduce(own())  # while it is being saved
+        future.result()
+        loaded = {"own": torch.zeros(4)}
+        dcp.load(loaded, checkpoint_id=folder[0])
+        assert loaded["own"].tolist() == [1.0] * 4  # rank 0 saves what all ranks have under this name
+        dist.barrier()
+    finally:
+        shutil.rmtree(folder[0], ignore_errors=True)

@@ -21,4 +21,7 @@ from .startup import NAME, create, register_rendezvous, require, start
 __all__ = ("NAME", "require", "start")
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+# torch 2.15 attaches its flight recorder to groups with devices, which ends the process if the group is in Python.
+_not_recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+_not_recorded.add(NAME)
 register_rendezvous()

@@ -77,6 +77,11 @@ class MpiProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices for objects and barriers. torch.distributed.checkpoint.async_save needs the CPU among them."""
+        return [torch.device("cpu")]
+
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
