@@ -11,8 +11,9 @@ import copy
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from .. import checks
+from .. import accelerator, checks
 from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
@@ -63,6 +64,18 @@ class StateHandler:
         self.save()
 
 
+def _host_copy(state: Any) -> Any:
+    """Return a deep copy of `state` whose tensors are in host memory."""
+    # deepcopy takes what it finds under the ID of an object in its memo.
+    on_devices = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
+    memo = {
+        key: leaf.detach().to("cpu", copy=True)
+        for key, leaf in on_devices.items()
+        if accelerator.has_streams(leaf)
+    }
+    return copy.deepcopy(state, memo)
+
+
 class _StateDictHandler(StateHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -75,7 +88,7 @@ class _StateDictHandler(StateHandler):
         raise checks.wrong("value", "an object with state_dict and load_state_dict", value, error=TypeError)
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self.value.state_dict())
+        self._saved = _host_copy(self.value.state_dict())
 
     def restore(self) -> None:
         self.value.load_state_dict(copy.deepcopy(self._saved))
