@@ -3,11 +3,13 @@
     horovodrun --gloo -np 2 python benchmarks/step.py
     horovodrun --gloo -np 2 python benchmarks/step.py --backend horovod
     horovodrun --gloo -np 2 python benchmarks/step.py --hook allreduce    # DDP and dualdist with this hook
+    mpirun -np 2 python benchmarks/step.py --transport mpi
 
 Times are medians over the steps of rank 0. A ratio is the median over the rounds, so a few slow seconds of the machine
-have little effect. Each round has its own random order, because a step is slower after some contestants than after
-others. Each contestant has several models, because the steps of equal models in one process differ by up to 20 %,
-depending on where their memory is. Needs real Horovod.
+have little effect. CPU time (user and system, all threads of rank 0) depends less on what else the machine does. Each
+round has its own random order, because a step is slower after some contestants than after others. Each contestant has
+several models, because the steps of equal models in one process differ by up to 20 %, depending on where their memory
+is. Needs real Horovod.
 """
 
 from __future__ import annotations
@@ -63,13 +65,14 @@ HOOKS: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what one training step costs.")
     parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
+    parser.add_argument("--transport", help="such as gloo or mpi")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each (%(default)s)")
     parser.add_argument(
         "--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)"
     )
     settings = parser.parse_args()
     torch.set_num_threads(1)
-    hvd.init(backend=settings.backend)
+    hvd.init(backend=settings.backend, transport=settings.transport)
     horovod.init()
     gloo = start_gloo()
     if hvd.rank() == 0:
@@ -133,27 +136,32 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
 def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) -> None:
     """Print the median step of each contestant, and the ratios of ours to the others'."""
     ms: dict[str, list[float]] = {style: [] for style, _ in steps}  # the median of each round
+    cpu_ms: dict[str, list[float]] = {style: [] for style in ms}
     order, shuffler = list(steps), random.Random(0)  # the same on all ranks
     for number in range(rounds + 1):
         shuffler.shuffle(order)
         taken: dict[str, list[float]] = {style: [] for style in ms}
+        busy: dict[str, list[float]] = {style: [] for style in ms}
         for style, step in order:
             hvd.barrier()
+            cpu_began = time.process_time()
             for _ in range(turn):
                 began = time.perf_counter()
                 step()
                 taken[style].append(1e3 * (time.perf_counter() - began))
+            busy[style].append(1e3 * (time.process_time() - cpu_began) / turn)
         if number > 0:  # the first round is the warm-up
-            for style, times in taken.items():
-                ms[style].append(statistics.median(times))
+            for style in ms:
+                ms[style].append(statistics.median(taken[style]))
+                cpu_ms[style].append(statistics.median(busy[style]))
     if hvd.rank() != 0:
         return
-    print(
-        f"{name}: " + ", ".join(f"{style} {statistics.median(medians):.2f}" for style, medians in ms.items())
-    )
-    for style in ("optimizer", "module"):
-        ratios = [f"{ratio(ms[style], ms[peer]):.2f} x {peer}" for peer in ("DDP", "Horovod")]
-        print(f"    dualdist's {style} style: {', '.join(ratios)}")
+    for kind, times in (("", ms), (", CPU time", cpu_ms)):
+        medians = (f"{style} {statistics.median(values):.2f}" for style, values in times.items())
+        print(f"{name}{kind}: {', '.join(medians)}")
+        for style in ("optimizer", "module"):
+            ratios = [f"{ratio(times[style], times[peer]):.2f} x {peer}" for peer in ("DDP", "Horovod")]
+            print(f"    dualdist's {style} style: {', '.join(ratios)}")
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
