@@ -75,6 +75,12 @@ def names(text: str, fault: Fault) -> bool:
         )
     if missing is None:
         return fault.rank == 0 and "rank 0" in text
-    ranks = [int(number) for number in missing[1].replace(" ", "").split(",") if number]
+    gone = re.findall(r"^  ranks? ([\d, ]+): (?:process ended|no answer|interrupted)", text, re.MULTILINE)
     alone = fault.stays and fault.place not in (START, INIT, SHUTDOWN)
-    return ranks == [fault.rank] if alone else fault.rank in ranks
+    if alone and gone and {rank for row in gone for rank in _numbers(row)} != {fault.rank}:
+        return False
+    return fault.rank in _numbers(missing[1])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.replace(" ", "").split(",") if number]

@@ -30,6 +30,8 @@ RUN_SECONDS = 60.0
 """For a run without a fault, on a busy machine."""
 END_SECONDS = 40.0
 """For all processes to end after their last report: torchrun gives processes 30 s to end."""
+MARKED_SECONDS = 3.0
+"""For helper processes, such as Python's resource tracker, to end after the launcher."""
 KILLED_AFTER = 1.5
 """Seconds after the start at which all ranks are killed at the latest."""
 
@@ -239,7 +241,7 @@ def _end(outcome: Outcome, processes: list[subprocess.Popen[bytes]], pids: set[i
             process.kill()
             process.wait()
     outcome.left += [f"rank in process {pid}" for pid in Watched(pids).left(3.0)]
-    outcome.left += _kill_marked(mark)
+    outcome.left += _kill_marked(mark, MARKED_SECONDS)
 
 
 def _kill_all(processes: list[subprocess.Popen[bytes]], pids: set[int], mark: str) -> None:
@@ -261,11 +263,10 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _kill_marked(mark: str) -> list[str]:
-    """Kill the processes of this run that have not ended, and return how they were started."""
-    commands = []
+def _kill_marked(mark: str, seconds: float) -> list[str]:
+    """Kill the processes of this run that do not end within `seconds`, and return how they were started."""
+    commands = {}
     for pid in _marked(mark):
         with contextlib.suppress(OSError):
-            commands.append(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[-80:]!r}")
-            os.kill(pid, signal.SIGKILL)
-    return commands
+            commands[pid] = f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[-80:]!r}"
+    return [commands[pid] for pid in Watched(commands).left(seconds)]
