@@ -108,6 +108,9 @@ def test_calls_that_communicate_raise_in_a_forked_process_and_the_ranks_continue
         assert {name: text for name, text in errors.items() if not text.startswith(start)} == {}
         assert all("dualdist.spawn" in text and "DataLoader" in text for text in errors.values())
         assert list(tmp_path.iterdir()) == []
+    made["synchronize"]()
+    if hvd.size() > 1:
+        made["remove_process_set"]()
     check_next_calls_work()
 
 
