@@ -11,6 +11,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.world import everywhere
 
 VALUES = ([3, 1, 2], [1, 2, 2], [2, 3, 5])
@@ -46,11 +47,6 @@ def combined(op: int) -> list[float]:
 
 def mean() -> list[float]:
     return [total / hvd.size() for total in combined(hvd.Sum)]
-
-
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        pass
 
 
 @pytest.mark.parametrize("repeat", [SMALL, LARGE])
@@ -240,7 +236,7 @@ def test_async_calls_return_before_the_other_ranks_come(tmp_path: Path, repeat: 
         assert not any(hvd.poll(handle) for handle in handles)
         (tmp_path / "rank 0 has called").touch()
     else:
-        wait_for(tmp_path / "rank 0 has called")
+        wait_for([tmp_path / "rank 0 has called"])
         handles = [hvd.allreduce_async(mine(repeat=repeat), op=op) for op in COMBINE]
     for op, handle in reversed(list(zip(COMBINE, handles, strict=True))):
         assert hvd.synchronize(handle).tolist() == combined(op) * repeat
@@ -273,7 +269,7 @@ def test_a_name_in_use_is_a_value_error_and_the_first_call_stays_valid(tmp_path:
             hvd.allreduce_async(mine(), name="gradient", op=hvd.Sum)
         (tmp_path / "rank 0 has called").touch()
     else:
-        wait_for(tmp_path / "rank 0 has called")
+        wait_for([tmp_path / "rank 0 has called"])
         handle = hvd.allreduce_async(mine(), name="gradient", op=hvd.Sum)
     assert hvd.synchronize(handle).tolist() == combined(hvd.Sum)
     assert hvd.allreduce(mine(), name="gradient", op=hvd.Sum).tolist() == combined(hvd.Sum)

@@ -12,6 +12,7 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
 
@@ -30,11 +31,6 @@ def is_last() -> bool:
 
 def ranks_sum(factor: float = 1.0) -> float:
     return factor * sum(range(1, hvd.size() + 1))
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        pass
 
 
 @pytest.mark.parametrize("numel", [1, 5000])
@@ -153,7 +149,7 @@ def test_ranks_wait_for_one_that_still_computes(tmp_path: Path) -> None:
     marker = tmp_path / "go"
     if is_last():
         other = hvd.allreduce_async(torch.ones(1), name="other", op=hvd.Sum)
-        wait_for(marker)
+        wait_for([marker])
         assert hvd.allreduce(torch.ones(1), name="mine", op=hvd.Sum).item() == hvd.size()
     else:
         mine = hvd.allreduce_async(torch.ones(1), name="mine", op=hvd.Sum)
@@ -188,7 +184,7 @@ def test_a_thread_may_make_the_call_that_the_others_wait_for(tmp_path: Path) -> 
     marker, sums = tmp_path / "go", []
 
     def reduce() -> None:
-        wait_for(marker)
+        wait_for([marker])
         sums.append(hvd.allreduce(torch.ones(1), name="of a thread", op=hvd.Sum).item())
 
     if is_last():

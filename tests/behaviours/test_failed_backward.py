@@ -12,6 +12,7 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.reference_training import (
     assert_same_weights,
     batches,
@@ -86,8 +87,3 @@ def test_a_backward_after_a_rank_has_left_names_it(tmp_path: Path) -> None:
                 pass
         wait_for(ended)
     check_next_calls_work()
-
-
-def wait_for(files: list[Path]) -> None:
-    while not all(file.exists() for file in files):
-        pass

@@ -13,6 +13,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
@@ -51,11 +52,6 @@ def interrupted(function: str, action: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, former)
 
 
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        pass
-
-
 def calls(folder: Path) -> dict[str, Callable[[], object]]:
     return {
         "allreduce": lambda: hvd.allreduce(torch.ones(2)),
@@ -91,7 +87,7 @@ def test_a_handler_that_interrupts_a_collective_gets_an_error_at_once(waiting: s
 
     with interrupted("in_turn", handle) if hvd.rank() == 0 else contextlib.nullcontext():
         if is_last():
-            wait_for(marker)
+            wait_for([marker])
         if waiting == "allreduce":
             assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
         elif waiting == "barrier":
@@ -118,7 +114,7 @@ def test_a_handler_that_interrupts_the_collective_of_another_set_gets_an_error(t
 
     with interrupted("in_turn", handle) if hvd.rank() == 0 else contextlib.nullcontext():
         if is_last():
-            wait_for(marker)
+            wait_for([marker])
         hvd.barrier()
     assert len(errors) == (hvd.rank() == 0)
     hvd.remove_process_set(pair)
@@ -139,7 +135,7 @@ def test_a_handler_may_call_a_collective_while_its_thread_synchronizes(tmp_path:
             first = hvd.synchronize(handle_of_first)
     else:
         if is_last():
-            wait_for(marker)
+            wait_for([marker])
         first = hvd.allreduce(torch.ones(3), op=hvd.Sum)
         sums.append(hvd.allreduce(torch.full((5000,), 2.0), op=hvd.Sum))
     assert first.tolist() == [hvd.size()] * 3
@@ -181,7 +177,7 @@ def test_the_other_ranks_name_the_one_whose_handler_raises(tmp_path: Path) -> No
         names[0].touch()
     else:
         if is_last():
-            wait_for(names[0])
+            wait_for([names[0]])
         with contextlib.suppress(hvd.HorovodInternalError):
             hvd.barrier()  # rank 0 has sent some or all of its messages
         for _ in range(2):
@@ -189,7 +185,7 @@ def test_the_other_ranks_name_the_one_whose_handler_raises(tmp_path: Path) -> No
                 hvd.barrier()
         names[hvd.rank()].touch()
     for name in names:
-        wait_for(name)
+        wait_for([name])
     with outside_world():
         pass
     check_next_calls_work()

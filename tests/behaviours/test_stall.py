@@ -14,6 +14,7 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.world import WORLDS, World, started
 
 CASES = [name for name in WORLDS if name.endswith("-3")]
@@ -118,8 +119,7 @@ def wait_for_another_name(file: Path) -> str:
         file.touch()
         error = str(caught.value)
     handle = hvd.allreduce_async(torch.ones(1), name="theirs", process_set=pair) if is_last() else None
-    while not file.exists():
-        pass
+    wait_for([file])
     if handle is not None:
         with pytest.raises(hvd.HorovodInternalError):
             hvd.synchronize(handle)

@@ -1,0 +1,15 @@
+"""Files by which the processes of a test signal each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ("wait_for",)
+
+
+def wait_for(files: Iterable[Path]) -> None:
+    """Wait until all `files` exist. The test's timeout ends it."""
+    wanted = list(files)
+    while not all(file.exists() for file in wanted):
+        pass
