@@ -69,18 +69,23 @@ SECONDS, MANY_SECONDS = 10, 100
 @pytest.mark.parametrize(
     ("backend", "method", "moment", "error"),
     [
-        ("torch", "tcp", "before", "ConfigurationError: Rank 0 waited 10 s for rank 1, which did not arrive"),
+        (
+            "torch",
+            "tcp",
+            "before",
+            "ConfigurationError: Rank [02] waited 10 s for rank 1, which did not arrive",
+        ),
         (
             "torch",
             "file",
             "before",
-            "ConfigurationError: Rank 0 waited 10 s for rank 1, which did not arrive",
+            "ConfigurationError: Rank [02] waited 10 s for rank 1, which did not arrive",
         ),
         (
             "horovod",
             "tcp",
             "while all arrive",
-            "ConfigurationError: Rank 0 waited 10 s for rank 1, which did",
+            "ConfigurationError: Rank [02] waited 10 s for rank 1, which did",
         ),
         (
             "torch",
