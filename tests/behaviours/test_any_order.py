@@ -308,7 +308,7 @@ def test_idle_threads_do_not_hide_that_nobody_can_continue() -> None:
 @everywhere
 def test_when_a_thread_ends_without_the_missing_call_every_rank_raises(tmp_path: Path) -> None:
     marker = tmp_path / "go"
-    thread = threading.Thread(target=wait_for, args=(marker,))
+    thread = threading.Thread(target=wait_for, args=([marker],))
     thread.start()
     handle = hvd.allreduce_async(torch.ones(1), name=str(hvd.rank()))
     timer = threading.Timer(0.1, marker.touch)
