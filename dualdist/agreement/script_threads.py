@@ -77,9 +77,9 @@ def is_blocked(pending: Collection[object]) -> bool:
 def _no_garbage_collection() -> Iterator[None]:
     """Collect no garbage in the block.
 
-    `f_back` creates a frame. Until Python 3.12 that can begin a collection, in which another thread can run and leave
-    the frame that is being created: a segmentation fault, which sys._current_frames avoids in the same way
-    (github.com/python/cpython/issues/106883).
+    `f_back` creates a frame. Until Python 3.12 that can begin a collection, in which other threads run and may leave
+    the frame that is being created. One segmentation fault in the walk was seen; this is a possible cause, not proven.
+    sys._current_frames collects nothing either (github.com/python/cpython/issues/106883, a deadlock).
     """
     with _one_at_a_time:
         collects = gc.isenabled()
