@@ -289,9 +289,8 @@ class Reducer:
         try:
             wrong = announce(self._options.process_set, call, self._contributions, self._kinds)
         except CollectiveMismatchError:
-            self._receive(
-                call, keep=False, settled=False
-            )  # the others also wait for the data before they raise
+            # The others also wait for the data before they raise.
+            self._receive(call, keep=False, settled=False)
             raise
         changes = self._changes
         self._receive(call, keep=not wrong, settled=not wrong)
