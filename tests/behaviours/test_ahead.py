@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.agreement.connections import Connections
 from dualdist.backends.base import Group, Work
 from dualdist.collectives import rows
 from dualdist.world.context import current
 
+from ..helpers.exchanges import exchanges
 from ..helpers.world import everywhere
 
 
@@ -80,21 +80,6 @@ def devices() -> Iterator[list[Device]]:
         yield made
         patch.undo()
         ahead.forget()
-
-
-@contextlib.contextmanager
-def exchanges() -> Iterator[list[int]]:
-    """Yield the lengths of the messages that this rank sends for agreements in the `with` block."""
-    made: list[int] = []
-    exchange = Connections.allgather_messages
-
-    def counted(self: Connections, message: bytes) -> list[bytes]:
-        made.append(len(message))
-        return exchange(self, message)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connections, "allgather_messages", counted)
-        yield made
 
 
 class Network(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.agreement.connections import Connections
 from dualdist.world.context import current
 
+from ..helpers.exchanges import exchanges
 from ..helpers.world import everywhere
 
 ROWS = (3, 0, 2)
@@ -310,15 +310,8 @@ def test_training_gives_the_same_weights_as_one_process_with_the_whole_batch() -
 
 @everywhere
 def test_a_layer_makes_one_exchange_in_forward_and_one_in_backward() -> None:
-    layer, group, made = hvd.SyncBatchNorm(512), current().channels[0].group, []
-    exchange = Connections.allgather_messages
-
-    def counted(self: Connections, message: bytes) -> list[bytes]:
-        made.append(len(message))
-        return exchange(self, message)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connections, "allgather_messages", counted)
+    layer, group = hvd.SyncBatchNorm(512), current().channels[0].group
+    with exchanges() as made, pytest.MonkeyPatch.context() as patch:
         for name in ("allgather", "allgatherv", "allgather_bytes", "allreduce_"):
             patch.setattr(group, name, None)
         output = layer(torch.randn(2, 512, requires_grad=True))

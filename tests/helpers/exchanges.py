@@ -1,0 +1,27 @@
+"""Recording what a rank sends for agreements."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from dualdist.agreement.connections import Connections
+
+__all__ = ("exchanges",)
+
+
+@contextlib.contextmanager
+def exchanges() -> Iterator[list[int]]:
+    """Yield the lengths of the messages that this rank sends for agreements in the `with` block."""
+    made: list[int] = []
+    exchange = Connections.allgather_messages
+
+    def counted(self: Connections, message: bytes) -> list[bytes]:
+        made.append(len(message))
+        return exchange(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "allgather_messages", counted)
+        yield made
