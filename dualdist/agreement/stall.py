@@ -79,7 +79,7 @@ class StallWatch:
         self._notices: dict[str, str] = {}
         """Channel -> what another rank found when it gave up its call."""
         self._failures: dict[tuple[str, str], str] = {}
-        """(channel, step) -> what another rank has reported with `report_failure`."""
+        """(channel, step) -> what another rank was the first to report with `report_failure`."""
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
         self._stopping = threading.Event()
         self._server = StatusServer(address, self._answer) if size > 1 else None
@@ -147,7 +147,7 @@ class StallWatch:
             pool.map(lambda rank: self._try_to_ask(rank, ["failure", channel, step, text]), others)
 
     def failure(self, channel: str, step: str) -> str | None:
-        """Return what another member of `channel` has reported about `step`; None if nothing."""
+        """Return what another member of `channel` was the first to report about `step`; None if nothing."""
         return self._failures.get((channel, step))
 
     def is_crossed(self, channel: str) -> bool:
@@ -203,7 +203,7 @@ class StallWatch:
                 self._crossed.add(channel)
         elif about == "failure":
             step, text = rest
-            self._failures[channel, step] = text
+            self._failures.setdefault((channel, step), text)  # a later one may be a consequence
         elif about == "position":
             ((kind, name),) = rest
             return self._position(channel, (kind, name))

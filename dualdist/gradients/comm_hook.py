@@ -5,8 +5,8 @@ ranks run them in the same order, a bucket's hook is called when that of the buc
 thread: they may wait for other ranks, but backward must not wait before the ranks have announced the reduction. A rank
 that has called `join` takes part only after that.
 
-When a hook raises, its rank reports this to the others, whose hooks may wait for it, and calls no more hooks in this
-backward.
+When a hook raises, its rank reports this to the others, whose hooks may wait for it. No rank that knows of it calls
+another hook in this backward.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ class HookWork(Work):
         """Whether a hook of another rank has raised in this backward."""
         return self._failures.failure(self.step) is not None
 
-    def skip(self, raised: HookWork) -> None:
-        """End without calling the hook, with the error of the bucket before for which it has `raised`."""
-        self.error, self._failure = raised.error, raised._failure
+    def skip(self, raised: HookWork | None = None) -> None:
+        """End without calling the hook, with the error of the bucket before for which it has `raised` here, if any."""
+        if raised is not None:
+            self.error, self._failure = raised.error, raised._failure
         self._ended.set()
 
     def report(self) -> None:
@@ -191,8 +192,10 @@ class HookQueue:
                 work = self._waiting.popleft()
             if self._raised is not None and self._raised.step == work.step:
                 work.skip(self._raised)
-                continue
-            work.run()
-            if work.has_raised:
-                self._raised = work
-                work.report()
+            elif work.has_failed_elsewhere:
+                work.skip()
+            else:
+                work.run()
+                if work.has_raised:
+                    self._raised = work
+                    work.report()

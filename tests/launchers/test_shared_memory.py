@@ -53,7 +53,7 @@ def test_a_killed_rank_is_an_error_of_the_others_and_leaves_no_memory(tmp_path: 
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "dualdist" in name}
 
 
-@pytest.mark.parametrize(("switch", "name"), [("0", "_TorchGroup"), ("1", "HostGroup")])
+@pytest.mark.parametrize(("switch", "name"), [("0", "TorchGroup"), ("1", "HostGroup")])
 def test_a_variable_switches_shared_memory_off(switch: str, name: str, tmp_path: Path) -> None:
     ended = launch("torchrun", script(tmp_path, TYPES), environment={"DUALDIST_SHARED_MEMORY": switch})
     assert ended.code == 0, ended.output
