@@ -22,6 +22,7 @@ from ..errors import BackendUnavailableError, ConfigurationError
 from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
 from ..types import Launch, Settings
 from .base import Backend, Group
+from .direct_group import DirectGroup, can_connect
 from .shared_memory import HostGroup, share_host
 from .start_step import start_step
 from .start_watch import StartWatch
@@ -113,6 +114,7 @@ class TorchBackend(Backend):
         self._adopted = adopted
         self._groups: list[TorchGroup] = []
         self._members_groups: list[TorchGroup] = []
+        self._direct_groups: list[DirectGroup] = []
         self._host_groups: list[HostGroup] = []
         self._start_watch: StartWatch | None = None
         """Until `finish_start`."""
@@ -229,15 +231,23 @@ class TorchBackend(Backend):
         return TorchGroup(ranks, self.rank, own, carried_types(self._config), self.device)
 
     def _on_host(self, group: TorchGroup) -> Group:
-        """Return `group`, or a group that does the same in shared memory. Collective over the members."""
+        """Return `group`, or one that does the same in shared memory within each host. Collective over the members."""
         if not self._settings.shared_memory:
             return group
         with wrapped():
-            host_group = share_host(group, self._timeout.total_seconds())
+            host_group = share_host(
+                group, self._timeout.total_seconds(), self._connect if can_connect(self._config) else None
+            )
         if host_group is None:
             return group
         self._host_groups.append(host_group)
         return host_group
+
+    def _connect(self, name: str, ranks: Sequence[int]) -> Group:
+        """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
+        kind, store = self._config["cpu"], self._store.clone()
+        self._direct_groups.append(DirectGroup(kind, store, name, ranks, self.rank, self._timeout))
+        return self._direct_groups[-1]
 
     def check_start(self) -> None:
         if self._start_watch is not None:
@@ -257,6 +267,8 @@ class TorchBackend(Backend):
             set_timeout(transport_timeout(timeout, self.device), None)
         for group in self._groups:
             group.set_timeout(transport_timeout(timeout, self.device))
+        for direct_group in self._direct_groups:
+            direct_group.set_timeout(timeout)
         for host_group in self._host_groups:
             host_group.set_timeout(timeout.total_seconds())
 

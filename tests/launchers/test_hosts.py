@@ -16,7 +16,7 @@ from ..helpers.task_worker import Task
 pytestmark = pytest.mark.timeout(300)  # the launches run one after the other
 
 HOSTS = "alpha:2,beta:1"
-_OPEN_MPI = {
+OPEN_MPI = {
     "OMPI_MCA_btl": "tcp,self",
     "OMPI_MCA_btl_tcp_if_include": "net0",
     "OMPI_MCA_oob_tcp_if_include": "net0",
@@ -116,7 +116,7 @@ def launches(request: pytest.FixtureRequest, network: Network) -> Iterator[Launc
             start = Start(
                 tuple(host.command(*command) for host, command in zip(hosts, commands, strict=True)),
                 3,
-                _OPEN_MPI,
+                OPEN_MPI,
             )
             future = pool.submit(run_tasks, start, [TASKS[launcher][name] for name in names], network)
             launches.update({(launcher, name): (future, place) for place, name in enumerate(names)})

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .startup import NAME, create, register_rendezvous, require, start
 
-__all__ = ("NAME", "require", "start")
+__all__ = ("NAME", "create", "require", "start")
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 # torch 2.15 attaches its flight recorder to groups with devices, which ends the process if the group is in Python.

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ...rendezvous import own_node
 from ..base import Group, Work
-from .memory import Memory, make_memory
+from .hierarchy import Hierarchy, Layout
+from .memory import Memory, box_bytes, make_memory
 from .mesh import ADDRESS_BYTES, Mesh
 from .rounds import Rounds
 from .works import Works
 
-__all__ = ("HostGroup", "share_host")
+__all__ = ("HierarchicalGroup", "HostGroup", "share_host")
 
 logger = logging.getLogger("dualdist")
 
 _NO_ADDRESS = bytes(ADDRESS_BYTES)
 _CONNECT_SECONDS = 30.0
+_TOKEN_BYTES = 8
 _SMALL_BYTES = 1 << 20
 """Up to this size, of the tensors of all members together, one round is faster than two."""
 
@@ -77,45 +81,101 @@ class HostGroup(Group):
         self._works.abandon()
 
 
-def share_host(inner: Group, timeout: float) -> HostGroup | None:
-    """Return a group that uses shared memory, or None if not all members of `inner` are on this host. Collective.
+class HierarchicalGroup(HostGroup):
+    """Reduces tensors on the CPU in shared memory within each host, and over the network between hosts.
 
-    timeout: seconds until a collective fails.
+    With 2 hosts of 2 ranks, that was faster than the wrapped group at every size from 4 KB to 32 MB.
+    """
+
+    def __init__(
+        self, inner: Group, memory: Memory, hierarchy: Hierarchy, works: Works, network: Group | None
+    ) -> None:
+        super().__init__(inner, memory, hierarchy, works)
+        self._network = network
+
+    def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        if tensor.device.type != "cpu":
+            return self._inner.allreduce_(tensor, op, tag)
+        return self._works.add(self._rounds.allreduce(tensor.data, op))
+
+    def close(self) -> None:
+        super().close()
+        if self._network is not None:
+            self._network.close()
+
+
+def share_host(
+    inner: Group, timeout: float, connect: Callable[[str, Sequence[int]], Group] | None = None
+) -> HostGroup | None:
+    """Return a group that uses shared memory, or None if no host has several members of `inner`. Collective.
+
+    timeout: seconds until a collective fails. connect(name, ranks): returns a group over `ranks`, collective over these
+    alone. Without it, None is also returned if the members are on several hosts.
     """
     if inner.rank < 0 or inner.size < 2:
         return None
+    token = secrets.token_bytes(_TOKEN_BYTES)
     node = hashlib.sha256(own_node().encode()).digest()
-    if any(other != node for other in inner.allgather_bytes(node)):
+    answers = inner.allgather_bytes(token + node)
+    hosts = _by_node([answer[_TOKEN_BYTES:] for answer in answers])
+    own = next(places for places in hosts if inner.rank in places)
+    if len(hosts) == inner.size or (len(hosts) > 1 and connect is None):
         return None
-    problem: OSError | None = None
-    try:
-        mesh = Mesh(inner.ranks, inner.rank, min(timeout, _CONNECT_SECONDS))
-    except OSError as error:
-        mesh, problem = None, error
-    addresses = inner.allgather_bytes(mesh.address if mesh is not None else _NO_ADDRESS)
-    memory = None
-    if mesh is not None and _NO_ADDRESS not in addresses:
+    found = _share_memory(inner, own, timeout)
+    if found is None:
+        return None
+    mesh, memory = found
+    works = Works(mesh, "dualdist-shared-memory", timeout)
+    place, size = own.index(inner.rank), len(own)
+    if len(hosts) == 1 or connect is None:
+        return HostGroup(inner, memory, Rounds(mesh, memory, place, size), works)
+    layout = Layout.of(hosts, box_bytes(max(map(len, hosts))))
+    network = None
+    if place < layout.num_slices:
+        owners = sorted(inner.ranks[places[place]] for places in hosts)
+        network = connect(f"slice {place} of {answers[0][:_TOKEN_BYTES].hex()}", owners)
+    hierarchy = Hierarchy(mesh, memory, place, size, layout, network)
+    return HierarchicalGroup(inner, memory, hierarchy, works, network)
+
+
+def _by_node(nodes: Sequence[bytes]) -> list[list[int]]:
+    """Return the members of each host, as places in the group."""
+    hosts: dict[bytes, list[int]] = {}
+    for place, node in enumerate(nodes):
+        hosts.setdefault(node, []).append(place)
+    return list(hosts.values())
+
+
+def _share_memory(inner: Group, own: Sequence[int], timeout: float) -> tuple[Mesh, Memory] | None:
+    """Connect the members `own` of this host, and map their memory. Collective over `inner`.
+
+    Returns None on all members if that fails on any of them.
+    """
+    mesh = memory = descriptor = problem = None
+    address, place = _NO_ADDRESS, own.index(inner.rank)
+    with contextlib.ExitStack() as stack:
         try:
-            memory = _share_memory(mesh, addresses, inner)
+            mesh = Mesh([inner.ranks[member] for member in own], place, min(timeout, _CONNECT_SECONDS))
+            if place == 0:
+                descriptor = make_memory(len(own))
+                stack.callback(os.close, descriptor)
+            address = mesh.address
         except OSError as error:
             problem = error
+        addresses = inner.allgather_bytes(address)
+        if mesh is not None and _NO_ADDRESS not in addresses:
+            try:
+                received = mesh.connect([addresses[member] for member in own], descriptor)
+                if descriptor is None:
+                    stack.callback(os.close, received)
+                memory = Memory(received, place, len(own))
+            except OSError as error:
+                problem = error
     have_failed = b"\0" in inner.allgather_bytes(bytes([memory is not None]))
     if mesh is not None and memory is not None and not have_failed:
-        rounds = Rounds(mesh, memory, inner.rank, inner.size)
-        return HostGroup(inner, memory, rounds, Works(mesh, "dualdist-shared-memory", timeout))
+        return mesh, memory
     if mesh is not None:
         mesh.close()
     if problem is not None:
         logger.warning("Ranks of one host use the network, because they cannot share memory: %s.", problem)
     return None
-
-
-def _share_memory(mesh: Mesh, addresses: list[bytes], inner: Group) -> Memory:
-    """Connect the members and return the memory that they share. Raises OSError."""
-    descriptor = make_memory(inner.size) if inner.rank == 0 else None
-    try:
-        descriptor = mesh.connect(addresses, descriptor)
-        return Memory(descriptor, inner.rank, inner.size)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)

@@ -17,14 +17,15 @@ from collections import deque
 
 import torch
 
-__all__ = ("Memory", "make_memory")
+__all__ = ("Memory", "box_bytes", "make_memory")
 
 PAGE_BYTES = 4096
 _BOX_BYTES, _MOST_BYTES = 8 << 20, 16 << 20
 """Larger boxes do not fit the cache of a core. All boxes of a set together take at most `_MOST_BYTES`."""
 
 
-def _box_bytes(size: int) -> int:
+def box_bytes(size: int) -> int:
+    """Return the length of a box of `size` members."""
     return max(PAGE_BYTES, min(_BOX_BYTES, _MOST_BYTES // size) // PAGE_BYTES * PAGE_BYTES)
 
 
@@ -37,7 +38,7 @@ def make_memory(size: int) -> int:
     """Return the descriptor of new memory for `size` members. Raises OSError when the system has none to give."""
     descriptor = os.memfd_create("dualdist", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, PAGE_BYTES + size * (2 * _box_bytes(size) + _arena_bytes(size)))
+        os.ftruncate(descriptor, PAGE_BYTES + size * (2 * box_bytes(size) + _arena_bytes(size)))
     except OSError:
         os.close(descriptor)
         raise
@@ -52,7 +53,7 @@ class Memory:
         self._map = mmap.mmap(descriptor, 0)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._place, self._arena_bytes = place, _arena_bytes(size)
-        self.box_bytes = _box_bytes(size)
+        self.box_bytes = box_bytes(size)
         boxes_end = PAGE_BYTES + 2 * size * self.box_bytes
         self.boxes = self._bytes[PAGE_BYTES:boxes_end].view(2, size, self.box_bytes)
         """Which set, which member, which byte."""

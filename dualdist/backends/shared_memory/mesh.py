@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -36,6 +37,7 @@ class Mesh:
         size = len(ranks)
         self._steps = [1 << bit for bit in range((size - 1).bit_length())]
         self._peers: dict[int, socket.socket] = {}
+        self._is_closed = False
         self.address = secrets.token_bytes(ADDRESS_BYTES)
         """Where this member listens: a random name in Linux's abstract namespace, which leaves no file."""
         self._server = socket.socket(socket.AF_UNIX)
@@ -126,11 +128,23 @@ class Mesh:
             raise self._left(place) from error
         raise self._left(place)
 
+    def check(self) -> None:
+        """Raise HorovodInternalError if a member has left, or if this one has closed its connections. Local."""
+        poll = select.poll()
+        places = {peer.fileno(): place for place, peer in self._peers.items()}
+        for descriptor in places:
+            poll.register(descriptor, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(0):
+            raise self._left(places[descriptor])
+        if self._is_closed:
+            raise HorovodInternalError("the connections to the other ranks of this host are closed")
+
     def _left(self, place: int) -> HorovodInternalError:
         return HorovodInternalError(f"rank {self._ranks[place]} has left")
 
     def close(self) -> None:
         """Close the connections. The other members notice it. Local."""
+        self._is_closed = True
         self._server.close()
         for peer in self._peers.values():
             # shutdown() wakes the threads that wait for the peer, also those of forked processes.

@@ -16,16 +16,17 @@ from socket import socket
 import torch
 
 from ...types import Max, Min, Product, Sum
+from ..base import Work
 from .memory import Memory
 from .mesh import Mesh
 
-__all__ = ("Rounds", "Steps")
+__all__ = ("OPS", "Rounds", "Steps", "combine_into")
 
-Steps = Iterator[socket]
-"""A collective in progress. It yields the socket for whose data it waits."""
+Steps = Iterator[socket | Work]
+"""A collective in progress. It yields what it waits for: the data of a socket, or a collective over the network."""
 
 Combine = Callable[..., torch.Tensor]
-_OPS: dict[int, Combine] = {
+OPS: dict[int, Combine] = {
     Sum: torch.add,
     Min: torch.minimum,
     Max: torch.maximum,
@@ -56,10 +57,10 @@ class Rounds:
         """Reduce `tensor` (1-D) in place, in the order of the places, so that all members have the same bits."""
         found = yield from self._find_tensors(tensor)
         if found:
-            yield from self._allreduce_in_arenas(found, _OPS[op])
+            yield from self._allreduce_in_arenas(found, OPS[op])
             return
         for part in tensor.split(self._memory.box_bytes // tensor.element_size()):
-            yield from self._allreduce_in_boxes(part, _OPS[op])
+            yield from self._allreduce_in_boxes(part, OPS[op])
 
     def allreduce_small(self, tensor: torch.Tensor, op: int) -> Steps:
         """Do the same in one round. `tensor` must fit a box.
@@ -69,9 +70,9 @@ class Rounds:
         boxes = self._of(tensor)
         boxes[self._place].copy_(tensor)
         yield from self._meet()
-        _combine(_OPS[op], boxes, tensor)
+        combine_into(tensor, boxes, OPS[op])
 
-    def _find_tensors(self, tensor: torch.Tensor) -> Generator[socket, None, list[torch.Tensor]]:
+    def _find_tensors(self, tensor: torch.Tensor) -> Generator[socket | Work, None, list[torch.Tensor]]:
         """Return the tensors of all members, or none if one is not in its member's arena."""
         first = self._turn * self._size
         self._memory.announced[first + self._place] = self._memory.place_of(tensor)
@@ -85,7 +86,7 @@ class Rounds:
         """Reduce where the tensors are: each member writes its share, and then copies those of the others."""
         own, shares = tensors[self._place], self._shares(len(tensors[0]))
         share = shares[self._place]
-        _combine(combine, [tensor[share] for tensor in tensors], own[share])
+        combine_into(own[share], [tensor[share] for tensor in tensors], combine)
         yield from self._meet()
         for place, share in self._others(shares):
             own[share].copy_(tensors[place][share])
@@ -100,7 +101,7 @@ class Rounds:
         yield from self._meet()
         rows = [box[shares[self._place]] for box in boxes]
         rows[self._place] = own
-        _combine(combine, rows, own)
+        combine_into(own, rows, combine)
         results = self._of(part)
         results[self._place][shares[self._place]].copy_(own)
         yield from self._meet()
@@ -116,8 +117,12 @@ class Rounds:
         return [slice(*pair) for pair in pairwise(bounds)]
 
 
-def _combine(combine: Combine, tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+def combine_into(into: torch.Tensor, tensors: Sequence[torch.Tensor], combine: Combine) -> None:
     """Write the reduction of `tensors`, in their order, to `into`, which may be one of them."""
+    if len(tensors) == 1:
+        if tensors[0].data_ptr() != into.data_ptr():
+            into.copy_(tensors[0])
+        return
     if len(tensors) == 2:
         combine(*tensors, out=into)
         return

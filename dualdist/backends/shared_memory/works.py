@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections import deque
+from socket import socket
 
 import torch
 
@@ -21,6 +22,8 @@ from .rounds import Steps
 __all__ = ("Works",)
 
 _LAST_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+"""How often a member that waits for other hosts checks whether the members of its own host are still there."""
 _LONGEST_POLL = 2**31 - 1
 """The longest timeout of poll(2): milliseconds in a C int."""
 
@@ -124,11 +127,8 @@ class Works:
             # A tensor made in inference mode can only be written in that mode.
             with torch.inference_mode():
                 for awaited in work.steps:
-                    poll = select.poll()
-                    poll.register(awaited, select.POLLIN)
                     limit = work.deadline if until is None else min(until, work.deadline)
-                    left = 1e3 * max(0.0, limit - time.monotonic())
-                    if poll.poll(min(_LONGEST_POLL, left)):
+                    if self._has_arrived(awaited, limit):
                         continue
                     if time.monotonic() < work.deadline:
                         return False
@@ -148,6 +148,21 @@ class Works:
             return True
         work.end()
         self._queue.popleft()
+        return True
+
+    def _has_arrived(self, awaited: socket | Work, until: float) -> bool:
+        """Wait until `until` for the data of a socket, or for a collective. Return whether it is there."""
+        if not isinstance(awaited, Work):
+            poll = select.poll()
+            poll.register(awaited, select.POLLIN)
+            left = 1e3 * max(0.0, until - time.monotonic())
+            return bool(poll.poll(min(_LONGEST_POLL, left)))
+        while not awaited.done():
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            awaited.wait_for(min(left, _LOOK_SECONDS))
+            self._mesh.check()
         return True
 
     def _fail(self, problem: HorovodInternalError) -> None:

@@ -1,0 +1,146 @@
+"""Shared memory of ranks on two hosts: values, the groups that are chosen, and what happens when a rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..helpers.forks import forked
+from ..helpers.namespace_hosts import Network
+from ..helpers.requirements import need_modules
+from ..helpers.script_launch import SECONDS, finish
+from .test_hosts import OPEN_MPI
+
+VALUES = """\
+import sys, torch, dualdist as hvd
+from dualdist.world.process_sets import channel_of
+
+hvd.init(backend="torch", transport=sys.argv[1])
+rank, size = hvd.rank(), hvd.size()
+whole, of_one_host, across = hvd.global_process_set, hvd.add_process_set([0, 1]), hvd.add_process_set([0, size - 1])
+for members, name in ((whole, "HierarchicalGroup"), (of_one_host, "HostGroup"), (across, "TorchGroup")):
+    if rank in members.ranks:
+        assert type(channel_of(members).group).__name__ == name
+        total = hvd.allreduce(torch.full((300_001,), rank + 1.0), op=hvd.Sum, process_set=members)
+        assert torch.equal(total, torch.full((300_001,), sum(members.ranks) + members.size() + 0.0))
+
+for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8):
+    for length in (1, 80_001):
+        rows = torch.stack([((torch.arange(length) + 3 * other) % 3 + 1).to(dtype) for other in range(size)])
+        own = rows[rank].clone()
+        assert torch.equal(hvd.allreduce(own, op=hvd.Sum), rows.sum(0, dtype=dtype))
+        assert torch.equal(hvd.allreduce(own, op=hvd.Max), rows.amax(0))
+        assert torch.equal(hvd.allreduce(own, op=hvd.Min), rows.amin(0))
+        assert torch.equal(hvd.allreduce(own, op=hvd.Product), rows.prod(0, dtype=dtype))
+
+rounded = hvd.allreduce(torch.randn(5_000_003, generator=torch.Generator().manual_seed(rank)), op=hvd.Sum)
+assert all(torch.equal(row, rounded) for row in hvd.allgather(rounded.view(1, -1)))
+
+model = torch.nn.Linear(3000, 1500, bias=False)
+wrapped = hvd.DistributedDataParallel(model)
+for step in range(2):
+    model.zero_grad()
+    wrapped(torch.full((1, 3000), (rank + 1.0) * size)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((1500, 3000), size * (size + 1) / 2))
+
+if rank == 0:
+    large = torch.full((3_000_001,), 2.0)
+    assert torch.equal(hvd.allreduce(large, op=hvd.Sum), large)  # the others have joined
+hvd.join()
+print("all right")
+"""
+
+WITHOUT_MEMORY = """\
+import sys, torch, dualdist as hvd
+from dualdist.backends.shared_memory import group
+from dualdist.rendezvous import own_node
+from dualdist.world.process_sets import channel_of
+
+def make_memory(size):
+    raise OSError("no memory")
+
+if own_node().startswith("beta"):
+    group.make_memory = make_memory
+hvd.init(backend="torch", transport=sys.argv[1])
+assert type(channel_of(hvd.global_process_set).group).__name__ == "TorchGroup"
+assert torch.equal(hvd.allreduce(torch.ones(300_001), op=hvd.Sum), torch.full((300_001,), hvd.size() + 0.0))
+print("all right")
+"""
+
+KILLED = """\
+import os, signal, sys, torch, dualdist as hvd
+hvd.init(init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=4)
+large = torch.ones(5_000_003)
+hvd.allreduce(large)
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    hvd.allreduce(large)
+except hvd.HorovodInternalError as error:
+    sys.exit(f"raised {error}")
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def run(network: Network, hosts: str, program: str, transport: str) -> None:
+    """Run a program on both hosts. It must succeed on every rank."""
+    mpi = transport == "mpi"
+    size = sum(int(host.partition(":")[2]) for host in hosts.split(","))
+    if mpi:
+        need_modules("mpi4py")
+        passed = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
+        launcher = [
+            "mpirun",
+            "--allow-run-as-root",
+            "--oversubscribe",
+            *passed,
+            "-H",
+            hosts,
+            "-np",
+            str(size),
+        ]
+    else:
+        launcher = [sys.executable, "-m", "dualdist", "run", "-H", hosts, "-np", str(size)]
+    command = network.hosts[0].command(*launcher, sys.executable, program, transport)
+    ended = finish(command, OPEN_MPI if mpi else {})
+    assert ended.code == 0, ended.output
+    assert ended.output.count("all right") == size, ended.output
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+@pytest.mark.parametrize("hosts", ["alpha:2,beta:2", "alpha:2,beta:1"])
+def test_ranks_of_two_hosts_share_memory_within_each(
+    hosts: str, transport: str, network: Network, tmp_path: Path
+) -> None:
+    run(network, hosts, script(tmp_path, VALUES), transport)
+
+
+def test_all_ranks_use_the_network_if_one_host_has_no_memory(network: Network, tmp_path: Path) -> None:
+    run(network, "alpha:2,beta:2", script(tmp_path, WITHOUT_MEMORY), "gloo")
+
+
+def test_a_killed_rank_is_an_error_of_all_others_on_both_hosts(network: Network, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    program = [sys.executable, script(tmp_path, KILLED), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(
+            forked(network.hosts[rank // 2].command(*program, str(rank))),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1, 1], errors
+    assert all("raised" in errors[rank] for rank in (0, 2, 3)), errors
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "dualdist" in name}
