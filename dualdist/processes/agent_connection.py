@@ -44,9 +44,10 @@ AGENT_COMMAND = (
     "-s",
     "-S",
     "-c",
-    "import sys;i=sys.stdin.buffer;exec(i.read(int(i.readline())))",
+    "import sys;del sys.path[0];i=sys.stdin.buffer;exec(i.read(int(i.readline())))",
 )
-"""Starts an agent, which reads its own source from its standard input."""
+"""Starts an agent, which reads its own source from its standard input. It imports nothing from the current folder, where
+a file may be called json.py."""
 
 _BEAT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
 """How often an agent on another host gets a sign of life, and after how long without one it ends its processes."""

@@ -31,14 +31,14 @@ VARIABLE, FILE = "env", "file"
 """How the agent learns where to connect."""
 _NAME = "DUALDIST_AGENT"
 _AGENT = (
-    "import os,re,socket,sys;"
+    "import sys;del sys.path[0];import os,re,socket;"
     "e=os.environ;w=e.get('DUALDIST_AGENT') or open(sys.argv[2]).read();h,p,t=w.split();"
     "[e.pop(n) for n in list(e) if not re.fullmatch(sys.argv[1],n)];"
     "s=socket.create_connection((h,int(p)),30);s.settimeout(None);s.sendall(t.encode());"
     "os.dup2(s.fileno(),0);os.dup2(s.fileno(),1);s.close();"
     "i=sys.stdin.buffer;exec(i.read(int(i.readline())))"
 )
-"""Connects to the relay and runs the agent that it receives. It keeps only the variables of the host (sys.argv[1]): the
+"""Connects to the relay and runs the agent that it receives. It imports nothing from the current folder. It keeps only the variables of the host (sys.argv[1]): the
 launcher sends the others, and those of srun and mpirun describe a world of one process."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """As with ssh, a host that does not answer for half a minute is lost (seconds, seconds, number)."""

@@ -272,3 +272,20 @@ def test_several_hosts_join_one_world_on_every_backend(
     total = sum(range(1, len(six) + 1))
     for rank, numbers in enumerate(six):
         assert ended.written(rank).decode() == f"{numbers} {backend} dualdist run {total:.1f}\n"
+
+
+def test_modules_in_the_current_folder_do_not_replace_those_of_python(tmp_path: Path) -> None:
+    for name in ("enum", "json", "socket", "selectors"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')\n")
+    launch = tmp_path / "bin" / "launch.py"
+    launch.parent.mkdir()
+    launch.write_text("import sys\nfrom dualdist.cli import main\nsys.exit(main())\n")
+    ended = subprocess.run(
+        [sys.executable, launch, "run", "-np", "2", "echo", "started"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout.count("started")) == (0, 2), ended.stderr
