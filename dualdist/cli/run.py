@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         metavar="HOST:SLOTS,...",
         help="the hosts, which are filled in this order; by default those of the job (Slurm, PBS, LSF, Grid Engine, "
-        "Cobalt), else this host",
+        "Cobalt, Flux), else this host",
     )
     where.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="a file with one `host slots=N` per line"

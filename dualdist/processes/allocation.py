@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,12 @@ class Allocation:
     """The hosts of a job."""
 
     variable: str
-    """The variable of the environment that names them."""
+    """The variable of the environment that names them, or the job."""
     hosts: list[Host]
     """Each host once, with the number of processes for which it was allocated."""
 
 
+_FLUX_SECONDS = 30.0
 _SLURM_COUNTS = ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
 """Slurm's variables with a number for each node: of tasks, else of CPUs."""
 
@@ -36,7 +39,7 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
                 hosts = merged(read(text, env))
                 if not hosts:
                     raise ValueError("it names none")
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
                 raise ConfigurationError(
                     f"`{variable}` must name the hosts of this job, but is {text!r} instead: {error}. "
                     "Give the hosts with -H or --hostfile."
@@ -75,6 +78,30 @@ def _grid_engine(file: str, _: Mapping[str, str]) -> list[Host]:
     return [Host(row[0], int(row[1])) for row in rows]
 
 
+def _flux(_: str, env: Mapping[str, str]) -> list[Host]:
+    """Return the hosts of the Flux instance of `env` with their numbers of cores (flux-resource(1), Flux RFC 20)."""
+    command = ["flux", "resource", "R"]
+    ended = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FLUX_SECONDS
+    )
+    if ended.returncode:
+        raise ValueError(f"`{' '.join(command)}` failed: {ended.stderr.strip()}")
+    execution = json.loads(ended.stdout)["execution"]
+    cores = {
+        rank: len(_numbers(row["children"]["core"]))
+        for row in execution["R_lite"]
+        for rank in _numbers(row["rank"])
+    }
+    names = [name for entry in execution["nodelist"] for name in host_names(entry)]
+    # The nodes are in the order of their brokers' ranks (flux/resource/Rv1Set.py of flux-core 0.88).
+    return [Host(name, cores[rank]) for name, rank in zip(names, sorted(cores), strict=True)]
+
+
+def _numbers(idset: str) -> list[int]:
+    """Read 0-2,5 (Flux RFC 22)."""
+    return [int(number) for number in host_names(f"[{idset.strip('[]')}]")]
+
+
 _READERS: Mapping[str, Callable[[str, Mapping[str, str]], Iterable[Host]]] = {
     "SLURM_JOB_NODELIST": _slurm,
     "PBS_NODEFILE": _host_per_slot,
@@ -82,5 +109,6 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, str]], Iterable[Host]]] = {
     "LSB_MCPU_HOSTS": _pairs,
     "PE_HOSTFILE": _grid_engine,
     "COBALT_NODEFILE": _host_per_slot,
+    "FLUX_URI": _flux,
 }
 """The variable that names the hosts -> what reads it."""

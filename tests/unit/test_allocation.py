@@ -48,6 +48,36 @@ def test_grid_engine_lines_of_host_and_slots(tmp_path: Path) -> None:
     assert hosts({"PE_HOSTFILE": str(file)}) == {"n1.site": 4, "n2.site": 2}
 
 
+def flux_command(folder: Path, script: str) -> dict[str, str]:
+    """Return the environment of a Flux instance. In place of Flux's command, which has no package here, a script."""
+    file = folder / "flux"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return {"FLUX_URI": "local:///run/flux/local", "PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_flux_gives_the_cores_of_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three nodes in the form that flux/resource/Rv1Set.py (flux-python 0.88) writes.
+    resources = (
+        '{"version": 1, "execution": {"R_lite": [{"rank": "0-1", "children": {"core": "0-7", "gpu": "0"}}, '
+        '{"rank": "3", "children": {"core": "0-1,4"}}], "starttime": 0.0, "expiration": 0.0, '
+        '"nodelist": ["tux[07-08],gpu1"]}}'
+    )
+    env = flux_command(tmp_path, f"test \"$*\" = 'resource R' && echo '{resources}'")
+    monkeypatch.setenv("PATH", env["PATH"])
+    assert hosts(env) == {"tux07": 8, "tux08": 8, "gpu1": 3}
+
+
+@pytest.mark.parametrize("script", ["echo no broker >&2; exit 1", "echo '{}'", "echo nothing"])
+def test_flux_without_resources_is_an_error(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = flux_command(tmp_path, script)
+    monkeypatch.setenv("PATH", env["PATH"])
+    with pytest.raises(ConfigurationError, match="`FLUX_URI` must name the hosts of this job"):
+        find_allocation(env)
+
+
 @pytest.mark.parametrize(
     ("variable", "content"),
     [
