@@ -13,6 +13,7 @@ from .version import version
 __all__ = ("main",)
 
 _COMMANDS = {
+    "bench": "measure dualdist beside torch, Horovod and others",
     "doctor": "show what was detected, and which backends and transports can start here",
     "run": "start a command in several processes, on one or more hosts",
 }

@@ -46,8 +46,8 @@ AGENT_COMMAND = (
     "-c",
     "import sys;del sys.path[0];i=sys.stdin.buffer;exec(i.read(int(i.readline())))",
 )
-"""Starts an agent, which reads its own source from its standard input. It imports nothing from the current folder, where
-a file may be called json.py."""
+"""Starts an agent, which reads its own source from its standard input. It imports nothing from the current
+folder, where a file can have the name of a module of Python."""
 
 _BEAT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
 """How often an agent on another host gets a sign of life, and after how long without one it ends its processes."""

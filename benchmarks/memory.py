@@ -1,0 +1,25 @@
+"""Measures the greatest memory (resident set, with shared pages) of a process that trains one model.
+
+dualdist bench memory
+dualdist bench memory --model resnet18 --json memory.json
+"""
+
+from __future__ import annotations
+
+from comparison import Comparison, parser, write
+from models import MODELS
+from rounds import run_rounds
+from trainers import TRAINERS
+
+
+def main() -> None:
+    options = parser(__doc__, TRAINERS, rounds=3)
+    options.add_argument("--model", choices=MODELS, default="mlp", help="(%(default)s)")
+    args = options.parse_args()
+    chosen = {name: TRAINERS[name] for name in args.contestants}
+    rounds = run_rounds("step_worker.py", chosen, ["none", args.model], args.processes, args.rounds)
+    write(Comparison(rounds, args.baseline, ["peak MB"], args.processes), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()

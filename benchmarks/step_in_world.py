@@ -1,0 +1,180 @@
+"""Measures one training step: dualdist in both styles, DDP and Horovod, in turns in the processes of your launcher.
+
+    horovodrun --gloo -np 2 python benchmarks/step_in_world.py
+    horovodrun --gloo -np 2 python benchmarks/step_in_world.py --backend horovod
+    horovodrun --gloo -np 2 python benchmarks/step_in_world.py --hook allreduce    # DDP and dualdist with this hook
+    mpirun -np 2 python benchmarks/step_in_world.py --transport mpi
+    dualdist run -H host1:2,host2:2 python benchmarks/step_in_world.py --without-horovod --models mlp
+
+Times are medians over the steps of rank 0. A ratio is the median over the rounds, so a few slow seconds of the machine
+have little effect. CPU time (user and system, all threads of rank 0) depends less on what else the machine does, and
+the bytes that rank 0's host sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each
+round has its own random order, because a step is slower after some contestants than after others. Each contestant has
+several models, because the steps of equal models in one process differ by up to 20 %, depending on where their memory
+is. Needs real Horovod, unless --without-horovod is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hooks import HOOKS
+from latency import start_gloo
+from models import MODELS
+from torch import nn
+
+import dualdist as hvd
+
+Step = Callable[[], None]
+
+
+_TURNS = {"cnn": (10, 3), "mlp": (2, 2), "small": (10, 3)}
+"""model -> steps per turn, and models per contestant"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what one training step costs.")
+    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
+    parser.add_argument("--transport", help="such as gloo or mpi")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each (%(default)s)")
+    parser.add_argument(
+        "--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)"
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=tuple(_TURNS), default=list(_TURNS), help="(all by default)"
+    )
+    parser.add_argument(
+        "--without-horovod", action="store_true", help="compare with DDP alone, on several hosts for example"
+    )
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init(backend=settings.backend, transport=settings.transport)
+    horovod = None if settings.without_horovod else importlib.import_module("horovod.torch")
+    if horovod is not None:
+        horovod.init()
+    gloo = start_gloo()
+    if hvd.rank() == 0:
+        print(
+            f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step"
+        )
+    for name in settings.models:
+        turn, copies = _TURNS[name]
+        torch.manual_seed(0)
+        steps: list[tuple[str, Step]] = []
+        for style, wrap in copies * list(styles(gloo, HOOKS[settings.hook], horovod).items()):
+            model, batch = MODELS[name].make()
+            steps.append((style, step_of(*wrap(model), batch)))
+        compare(name, steps, settings.rounds, turn)
+    hvd.shutdown()
+
+
+def styles(
+    gloo: Any, hook: Any, horovod: Any
+) -> dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]:
+    """Return contestant -> function that wraps a model and creates its optimizer.
+
+    hook: a communication hook for all but Horovod, which has none. horovod: horovod.torch; None leaves Horovod out.
+    """
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = nn.parallel.DistributedDataParallel(model, process_group=gloo, gradient_as_bucket_view=True)
+        if hook is not None:
+            wrapped.register_comm_hook(gloo, hook)
+        return wrapped, sgd(wrapped)
+
+    def ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = hvd.DistributedDataParallel(model)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        return wrapped, sgd(wrapped)
+
+    raw = {
+        "Horovod": lambda model: (
+            model,
+            horovod.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters()),
+        )
+    }
+    return {
+        "DDP": ddp,
+        **(raw if horovod is not None else {}),
+        "optimizer": lambda model: (
+            model,
+            hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), comm_hook=hook),
+        ),
+        "module": ours,
+    }
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) -> None:
+    """Print the median step of each contestant, and the ratios of ours to the others'."""
+    ms: dict[str, list[float]] = {style: [] for style, _ in steps}  # the median of each round
+    cpu_ms: dict[str, list[float]] = {style: [] for style in ms}
+    sent_mb: dict[str, list[float]] = {style: [] for style in ms}
+    order, shuffler = list(steps), random.Random(0)  # the same on all ranks
+    for number in range(rounds + 1):
+        shuffler.shuffle(order)
+        taken: dict[str, list[float]] = {style: [] for style in ms}
+        busy: dict[str, list[float]] = {style: [] for style in ms}
+        for style, step in order:
+            hvd.barrier()
+            sent_before = sent_bytes()
+            cpu_began = time.process_time()
+            for _ in range(turn):
+                began = time.perf_counter()
+                step()
+                taken[style].append(1e3 * (time.perf_counter() - began))
+            busy[style].append(1e3 * (time.process_time() - cpu_began) / turn)
+            hvd.barrier()
+            sent_mb[style].append((sent_bytes() - sent_before) / turn / 1e6)
+        if number > 0:  # the first round is the warm-up
+            for style in ms:
+                ms[style].append(statistics.median(taken[style]))
+                cpu_ms[style].append(statistics.median(busy[style]))
+    if hvd.rank() != 0:
+        return
+    for kind, times in (("", ms), (", CPU time", cpu_ms)):
+        medians = (f"{style} {statistics.median(values):.2f}" for style, values in times.items())
+        print(f"{name}{kind}: {', '.join(medians)}")
+        for style in ("optimizer", "module"):
+            peers = [peer for peer in times if peer not in ("optimizer", "module")]
+            ratios = [f"{ratio(times[style], times[peer]):.2f} x {peer}" for peer in peers]
+            print(f"    dualdist's {style} style: {', '.join(ratios)}")
+    if any(sum(values) for values in sent_mb.values()):
+        medians = (f"{style} {statistics.median(values):.1f}" for style, values in sent_mb.items())
+        print(f"{name}, MB per step to other hosts: {', '.join(medians)}")
+
+
+def sent_bytes() -> int:
+    """Return how many bytes this host has sent on all interfaces but the loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = (line.replace(":", " ").split() for line in lines)
+    return sum(int(fields[9]) for fields in counts if fields[0] != "lo")
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median over the rounds."""
+    return statistics.median(mine / yours for mine, yours in zip(ours, theirs, strict=True))
+
+
+if __name__ == "__main__":
+    main()
