@@ -25,6 +25,10 @@ class BucketMemory:
         """flat: zeros, ((bucket.length,), bucket.dtype)."""
         self.params = params
         self.flat = flat
+        self._tensors = [param.tensor for param in params]
+        self._dtypes = [param.dtype for param in params]
+        self._devices = [param.device for param in params]
+        self._is_on_cpu = all(device.type == "cpu" for device in self._devices)
         self._all_dense = bytes([DENSE]) * len(params)
         # .data gives each view a version counter of its own, which TrackedParameter.count_pass needs.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
@@ -55,14 +59,28 @@ class BucketMemory:
             )
         )
 
+    def has_unmoved_parameters(self) -> bool:
+        """Return whether all parameters have the expected dtype and device."""
+        if [tensor.dtype for tensor in self._tensors] != self._dtypes:
+            return False
+        if self._is_on_cpu:  # a list of devices would take three times as long
+            return all([tensor.is_cpu for tensor in self._tensors])
+        return [tensor.device for tensor in self._tensors] == self._devices
+
+    def current_gradients(self) -> list[torch.Tensor | None]:
+        """Return the parameters' gradients."""
+        return [tensor.grad for tensor in self._tensors]
+
     @torch.no_grad()
-    def pack(self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool], factor: float) -> bytes:
+    def pack(
+        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, factor: float
+    ) -> bytes:
         """Write what this rank sends; return the kind of contribution to each gradient, see contributions.py.
 
         Args:
             grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. If the parameter's
                 current gradient lies in the memory that they overwrite, it is copied first.
-            is_new: whether each gradient counts as a contribution.
+            is_new: whether each gradient counts as a contribution. None: all do.
         """
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)
@@ -76,8 +94,9 @@ class BucketMemory:
         elif targets:
             torch._foreach_copy_(targets, sources)
             scale_(self.flat, factor)
-        if is_whole and all(is_new):
+        if is_whole and (is_new is None or all(is_new)):
             return self._all_dense
+        is_new = [True] * len(grads) if is_new is None else is_new
         return bytes(
             NOTHING if grad is None or not new else SPARSE if grad.is_sparse else DENSE
             for new, grad in zip(is_new, grads, strict=True)
@@ -103,8 +122,7 @@ class BucketMemory:
 
     def set_gradients(self, kinds: bytes) -> None:
         """Make the views of this memory the gradients of those parameters whose kind is DENSE."""
-        for param, combined, kind in zip(self.params, self._gradients, kinds, strict=True):
-            tensor = param.tensor
+        for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
             if kind & DENSE and (grad := tensor.grad) is not combined:
                 if grad is not None and grad.is_sparse:  # sparse_as_dense
                     combined = combined.to_sparse(grad.sparse_dim())

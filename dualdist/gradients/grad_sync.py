@@ -62,13 +62,21 @@ class GradSync(Combiner):
         self._lock = threading.RLock()
         """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
         self._averages = options.reduction.op == Average
-        self.set_passes(passes)
-        self.enabled = True
         self._params: list[TrackedParameter] = []
         self._fired: set[int] = set()
         """Parameters (by index) with a gradient that the current backward has completed."""
         self._tasks: set[int] = set()
         """Autograd graph tasks that call `_end_of_backward` at their end."""
+        self._task: int | None = None
+        """The newest one of `_tasks`."""
+        self._arrived: list[int] = []
+        """Parameters (by index) whose gradients the current backward has completed, in order."""
+        self._num_handled = 0
+        """How many of `_arrived` are in `_fired`, while gradients arrive in the expected order."""
+        self._next_stop = 0
+        """After how many gradients in the expected order a bucket is complete. 0: they are handled one by one."""
+        self._enabled = True
+        self.set_passes(passes)
         self._repeats = False
         """Whether one backward may complete a gradient several times, or another GradSync combines it too."""
         weakref.finalize(owner, self.release).atexit = False
@@ -85,6 +93,7 @@ class GradSync(Combiner):
             self._reducer.enter_world(params, self)
         self._params = params  # after the comparison: if it fails, training can continue with the old ones
         self._unhooked = [index for index, param in enumerate(params) if param.hook is None]
+        self._is_on_one_device = len({param.device for param in params}) == 1
         self._find_overlaps()
         self.watch()
         self._reducer.lay_out(params)
@@ -149,34 +158,108 @@ class GradSync(Combiner):
         self._reducer.divisor = number
 
     def _start_over(self) -> None:
+        self._note_arrived()
         self._fired.clear()
         self._tasks.clear()
         self._reducer.start_over()
+        self._expect_order()
 
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
-        """Handle the gradient that backward has just completed for the parameter at `index`."""
-        with self._lock:
-            self._handle(index)
+        """Take note that backward has just completed the gradient of the parameter at `index`.
+
+        If gradients arrive in the expected order, only the last one of a bucket is handled, for all of its bucket. This
+        runs for every gradient, therefore it does as little as possible.
+        """
+        arrived = self._arrived
+        arrived.append(index)
+        if len(arrived) >= self._next_stop or _current_graph_task_id() != self._task:
+            with self._lock:
+                self._handle(index)
 
     def _handle(self, index: int) -> None:
+        if self._next_stop:
+            if self._is_expected():
+                return
+            earlier = self._arrived[self._num_handled :]
+            earlier.remove(index)
+            self._next_stop = 0
+            if _current_graph_task_id() != self._task:
+                # They belong to a backward that has failed, or to one around this one: reentrant checkpoints.
+                self._note(earlier)
+                earlier = []
+            for other in earlier:
+                self._handle_one(other)
+        self._handle_one(index)
+
+    def _is_expected(self) -> bool:
+        """Return whether gradients arrive in the expected order. If so, handle them when a bucket is complete."""
+        count, done, task = len(self._arrived), self._num_handled, _current_graph_task_id()
+        if task != self._task:
+            if count > 1:
+                return False
+            self._end_with(task)
+        if count < self._next_stop:
+            return True
+        order = self._reducer.order
+        if self._arrived[done:] != order.expected[done:count]:
+            return False
+        self._handle_arrived()
+        self._next_stop = next((stop for stop in order.stops if stop > count), 0)
+        return True
+
+    def _handle_arrived(self) -> None:
+        """Handle the gradients that have arrived since the last one that was handled."""
+        arrived = self._note_arrived()
+        if arrived:
+            self._mark_ready(arrived)
+
+    def _note_arrived(self) -> list[int]:
+        """Note the gradients that have arrived since the last one that was handled, and return them."""
+        arrived = self._arrived[self._num_handled :] if self._next_stop else []
+        self._num_handled += len(arrived)
+        self._note(arrived)
+        return arrived
+
+    def _note(self, indices: Sequence[int]) -> None:
+        """Note that backward has completed these gradients, of passes that are not counted."""
+        for index in indices:
+            self._params[index].passes = 1
+        self._fired.update(indices)
+
+    def _handle_one(self, index: int) -> None:
         param = self._params[index]
         if self._counts or not self.enabled:
             self._count(param)
             if not self.enabled:
+                self._arrived.clear()
                 return
         else:
             param.passes = 1
         if index in self._fired:
             self._restart(index)
-        task = _current_graph_task_id()
+        self._end_with(_current_graph_task_id())
+        self._fired.add(index)
+        if param.passes >= self._passes:
+            self._mark_ready([index])
+
+    def _end_with(self, task: int) -> None:
+        """Call `_end_of_backward` at the end of the current autograd graph task."""
+        self._task = task
         if task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
             self._tasks.add(task)
             _queue_callback(self._end_of_backward)
-        self._fired.add(index)
-        if param.passes >= self._passes:
-            if not self._reducer.is_known:
-                self._reducer.enter_world(self._params, self)
-            self._reducer.mark_ready(index)
+
+    def _mark_ready(self, indices: Sequence[int]) -> None:
+        if not self._reducer.is_known:
+            self._reducer.enter_world(self._params, self)
+        self._reducer.mark_ready(indices)
+
+    def _expect_order(self) -> None:
+        """Expect the gradients of the next backward in the order of the last complete one."""
+        self._arrived.clear()
+        self._num_handled, self._task = 0, None
+        stops = self._reducer.order.stops
+        self._next_stop = stops[0] if stops and self._enabled and not self._counts else 0
 
     def _count(self, param: TrackedParameter) -> None:
         """Count one more backward pass.
@@ -210,8 +293,15 @@ class GradSync(Combiner):
             )
 
     def _end_of_backward(self) -> None:
+        self._handle_arrived()
+        arrived, order = list(self._arrived), self._reducer.order
+        # On several devices there are several threads, and the order differs from backward to backward.
+        is_new = arrived != order.expected and len(self._tasks) == 1 and self._is_on_one_device
         if any(self._params[index].passes >= self._passes for index in self._fired):
             self._combine()
+            if is_new and not self._counts:
+                self._reducer.order.learn(arrived)
+                self._expect_order()
         self._fired.clear()
         self._tasks.clear()
 
@@ -224,8 +314,19 @@ class GradSync(Combiner):
         finally:
             self.enabled = before
 
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._note_arrived()
+        self._expect_order()
+
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Collective when there are any."""
+        self._note_arrived()
         unseen = any(self._params[index].tensor.grad is not None for index in self._unhooked)
         if not self._reducer.reduced or unseen or any(param.passes for param in self._params):
             self._combine()
@@ -247,6 +348,8 @@ class GradSync(Combiner):
         self._passes = passes
         # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
         self._counts = passes > 1 or not self._averages
+        self._note_arrived()
+        self._expect_order()
 
     @property
     def comm_hook(self) -> CommHook | None:  # type: ignore[override]
@@ -261,6 +364,7 @@ class GradSync(Combiner):
 
     def _combine(self) -> None:
         """Combine the gradients now. Collective. Raises as Reducer.reduce does."""
+        self._note_arrived()
         try:
             if not self._reducer.is_known:
                 self._reducer.enter_world(self._params, self)

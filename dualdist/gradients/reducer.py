@@ -13,58 +13,35 @@ GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.verdict import Verdict
-from ..backends.base import FailedWork, Group, Work
-from ..collectives.reduction import scale_
+from ..backends.base import Group, Work
 from ..collectives.sparse import sum_sparse
-from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
-from ..types import Average, Sum
+from ..types import Average
 from ..world.context import current
 from ..world.process_sets import channel_of
 from .announcement import announce, announcement, settle
+from .arrival_order import ArrivalOrder
 from .bucket_memory import BucketMemory
 from .buckets import lay_out
 from .comm_hook import CommHook, HookQueue, HookWork
 from .contributions import DENSE, SPARSE, Contributions
 from .grad_bucket import GradBucket
 from .options import SyncOptions
+from .sent_bucket import HookedBucket, SentBucket, SummedBucket
 from .tracked_parameter import TrackedParameter
 
 __all__ = ("Reducer",)
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A bucket that was sent."""
-
-    wire: torch.Tensor
-    """The data, on the wire device and in the dtype of the reduction."""
-    work: Work
-    dtype: torch.dtype
-    """Of the compressed data."""
-    context: Any
-    """What `decompress` needs."""
-
-
-@dataclass(frozen=True)
-class _Hooked:
-    """A bucket that a communication hook combines."""
-
-    work: Work
-    hook_work: HookWork
-    """The same as `work`, which also records the time."""
 
 
 class Reducer:
@@ -76,6 +53,7 @@ class Reducer:
     def __init__(self, options: SyncOptions) -> None:
         self._options = options
         self._hooks = HookQueue()
+        self.order = ArrivalOrder([])
         self._sparse: set[int] = set()
         """Parameters (by index) that had a sparse gradient on some rank."""
         self.is_known = False
@@ -141,9 +119,7 @@ class Reducer:
         self._params = params
         tensors = [param.tensor for param in params]
         self._buckets = lay_out(tensors, self._sparse, self._options.groups, self._options.bucket_cap_mb)
-        self._bucket_of = {
-            slot.param: place for place, bucket in enumerate(self._buckets) for slot in bucket.slots
-        }
+        self.order = ArrivalOrder(self._buckets)
         self._contributions = Contributions(
             [
                 bytes(SPARSE if slot.param in self._sparse else DENSE for slot in bucket.slots)
@@ -159,8 +135,8 @@ class Reducer:
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
-        self._missing = [len(bucket.slots) for bucket in self._buckets]
-        self._works: list[_Sent | _Hooked] = []
+        self.order.start_over()
+        self._works: list[SentBucket] = []
         """For each bucket that was sent, in order."""
         self._kinds: list[bytes] = []
         """For each bucket that was sent, the kinds that this rank contributes, see Contributions."""
@@ -171,52 +147,37 @@ class Reducer:
 
     # Sending
 
-    def mark_ready(self, index: int) -> None:
-        """Mark the gradient at `index` as complete; send every complete bucket whose turn it is."""
-        place = self._bucket_of[index]
-        self._missing[place] -= 1
-        if self._missing[place] == 0:
-            while len(self._works) < len(self._buckets) and self._missing[len(self._works)] == 0:
-                self._send_next()
+    def mark_ready(self, arrived: Iterable[int]) -> None:
+        """Mark the gradients that have `arrived`, by index, as complete; send complete buckets whose turn it is."""
+        self.order.mark(arrived)
+        while self.order.is_complete(len(self._works)):
+            self._send_next()
 
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self._options.process_set).gradients
         memory = self._memory_of(place)
-        grads = [None if empty else self._contribution(param) for param in memory.params]
+        grads = [None] * len(memory.params) if empty else self._all_contributions(memory)
         factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
-        is_new = [not self.reduced or param.passes > 0 for param in memory.params]
+        is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
         kinds = memory.pack(grads, is_new, factor)
         self._kinds.append(kinds)
         self._buckets_sent += 1
-        if self._options.comm_hook is not None:
-            self._works.append(self._start_hook(self._options.comm_hook, place, memory))
+        record = functools.partial(self._recorded, place, memory)
+        hook = self._options.comm_hook
+        if hook is not None:
+            is_last = place == len(self._buckets) - 1
+            grad_bucket = GradBucket(place, memory.flat, bucket.slots, memory.params, is_last)
+            step = f"{self._id}.{self._buckets_sent - place}"
+            hook_work = HookWork(hook, grad_bucket, channel_of(self._options.process_set), step)
+            self._hooks.submit(hook_work)
+            self._works.append(HookedBucket(hook_work, record))
             return
         if self.sets_early:
             memory.set_gradients(kinds)
-        self._works.append(self._start_allreduce(group, place, memory))
+        self._works.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
 
-    def _start_hook(self, hook: CommHook, place: int, memory: BucketMemory) -> _Hooked:
-        is_last = place == len(self._buckets) - 1
-        bucket = GradBucket(place, memory.flat, self._buckets[place].slots, memory.params, is_last)
-        step = f"{self._id}.{self._buckets_sent - place}"
-        work = HookWork(hook, bucket, channel_of(self._options.process_set), step)
-        self._hooks.submit(work)
-        return _Hooked(self._recorded(work, place, memory), work)
-
-    def _start_allreduce(self, group: Group, place: int, memory: BucketMemory) -> _Sent:
-        compressed, context = self._options.compression.compress(memory.flat)
-        dtype = reduction_dtype(compressed.dtype, group)
-        wire = compressed.to(group.wire_device(memory.flat.device), dtype)
-        scale_(wire, self._options.reduction.prescale_factor)
-        work: Work
-        try:
-            work = group.allreduce_(wire, Sum, tag=f"{self._id}.{place}")
-        except HorovodInternalError as error:  # the announcement fails, too, and finds the rank that has left
-            work = FailedWork(error)
-        return _Sent(wire, self._recorded(work, place, memory), compressed.dtype, context)
-
-    def _recorded(self, work: Work, place: int, memory: BucketMemory) -> Work:
+    def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
         names = (param.name for param in memory.params)
         return current().timeline.recorded(
             work, f"gradients.{self._id}.{place}", names, memory.flat.device.type
@@ -236,6 +197,13 @@ class Reducer:
     def is_reduced(self, param: TrackedParameter) -> bool:
         """Return whether the gradient of `param` was reduced, and backward has not added to it since."""
         return self.reduced and param.passes == 0
+
+    def _all_contributions(self, memory: BucketMemory) -> list[torch.Tensor | None]:
+        """Return the gradients that this rank sends in a bucket."""
+        sends_all = self._options.reduction.op == Average or not self.reduced
+        if sends_all and not self._options.sparse_as_dense and memory.has_unmoved_parameters():
+            return memory.current_gradients()
+        return [self._contribution(param) for param in memory.params]
 
     def _contribution(self, param: TrackedParameter) -> torch.Tensor | None:
         """Return the gradient that this rank sends, if any.
@@ -259,7 +227,7 @@ class Reducer:
             for sent in self._works:
                 sent.work.wait()
 
-        place = self._bucket_of[index]
+        place = self.order.bucket_of[index]
         overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
         if self._options.comm_hook is None:
             channel_of(self._options.process_set).receive(self._announcement(), wait)
@@ -353,14 +321,11 @@ class Reducer:
         for (place, bucket), sent in zip(enumerate(self._buckets), self._works, strict=True):
             sent.work.wait()
             memory = self._memory[place]
-            if isinstance(sent, _Hooked):
-                self._hook_error = self._hook_error or sent.hook_work.error
-                if keep and sent.hook_work.result is not None:
-                    memory.fill(sent.hook_work.result)
-            else:
+            if keep:
                 divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
                 factor = reduction.postscale_factor / (group.size if divides else 1)
-                self._finish_allreduce(sent, memory, factor * self._correction(group))
+                sent.finish(memory, factor * self._correction(group))
+                self._hook_error = self._hook_error or sent.error
             kinds = self._contributions.combined[place]
             if settled and max(kinds) & SPARSE:
                 sparse.update(
@@ -385,15 +350,6 @@ class Reducer:
         if not self.divides_by_active:
             return 1.0
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
-
-    def _finish_allreduce(self, sent: _Sent, memory: BucketMemory, factor: float) -> None:
-        """Scale the sum by `factor`, and write it to `memory`."""
-        scale_(sent.wire, factor)
-        if not self._options.only_casts:
-            compressed = sent.wire.to(memory.flat.device, sent.dtype)
-            memory.fill(self._options.compression.decompress(compressed, sent.context))
-        else:
-            memory.fill(sent.wire)
 
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
         contribution = self._contribution(self._params[index]) if keep else None

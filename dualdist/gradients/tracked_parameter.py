@@ -27,15 +27,15 @@ class TrackedParameter:
 
     def record_placement(self) -> None:
         """Record the current dtype and device as the expected ones."""
-        self._dtype, self._device = self.tensor.dtype, self.tensor.device
+        self.dtype, self.device = self.tensor.dtype, self.tensor.device
 
     def moved(self) -> str:
         """Return how dtype or device differ from the expected ones; '' when they do not."""
         tensor = self.tensor
-        if tensor.dtype is self._dtype and tensor.device == self._device:
+        if tensor.dtype is self.dtype and tensor.device == self.device:
             return ""
         return (
-            f"{self.name!r} changed from {self._dtype} on {self._device} to {tensor.dtype} on {tensor.device}"
+            f"{self.name!r} changed from {self.dtype} on {self.device} to {tensor.dtype} on {tensor.device}"
         )
 
     def count_pass(self) -> bool:

@@ -330,12 +330,11 @@ def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None
 
 def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
     """Return the ids of the parameters and modules in `parts`; this is cheaper than named_parameters()."""
-    return [
-        id(value)
-        for part in parts
-        for members in (part._parameters, part._modules)
-        for value in members.values()
-    ]
+    members: list[object] = []
+    for part in parts:
+        members += part._parameters.values()
+        members += part._modules.values()
+    return list(map(id, members))
 
 
 register_data_parallel(DistributedDataParallel)

@@ -1,0 +1,179 @@
+"""Gradients that arrive in the order of the last backward are handled together. Other orders give the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dualdist as hvd
+from dualdist.collectives.compression import Compressor
+
+from ..helpers.world import everywhere
+
+Parts = Sequence[torch.Tensor]
+WEIGHTS = 4
+
+
+class Wrapped:
+    """Four weights, two of them in each bucket, after three backwards in the same order."""
+
+    def __init__(self, style: str) -> None:
+        self.model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(WEIGHTS)])
+        self.weights = list(self.model)
+        self.ordered = self.weights[::-1]
+        """In this order the first bucket is complete halfway through backward."""
+        optimizer = torch.optim.SGD(self.weights, lr=1.0)
+        if style == "module":
+            self.wrapper: Any = hvd.DistributedDataParallel(self.model, bucket_cap_mb_list=[16 / 2**20])
+        else:
+            groups = [self.weights[:2], self.weights[2:]]
+            self.wrapper = hvd.DistributedOptimizer(optimizer, groups=groups)
+        for _ in range(3):
+            self.zero_grad()
+            self.check([1, 1, 1, 1], chained(self.ordered).backward)
+
+    def zero_grad(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    def check(self, expected: Sequence[int | None], run: Callable[[], None]) -> None:
+        """Expect gradients of these multiples of the mean of the ranks' factors."""
+        run()
+        mean = (hvd.size() + 1) / 2
+        found = [None if weight.grad is None else weight.grad.tolist() for weight in self.weights]
+        assert found == [None if times is None else [times * mean] * 2 for times in expected]
+
+
+def chained(weights: Parts) -> torch.Tensor:
+    """Return a loss whose gradients arrive in the order of the weights, each of them this rank's factor."""
+    total = torch.zeros(2)
+    for weight in reversed(weights):
+        total = total.clone() + weight
+    return total.sum() * (hvd.rank() + 1)
+
+
+styles = pytest.mark.parametrize("style", ["optimizer", "module"])
+
+
+@styles
+@everywhere
+def test_another_order_gives_the_same_gradients(style: str) -> None:
+    wrapped = Wrapped(style)
+    for order in ([0, 1, 2, 3], [1, 3, 0, 2], [3, 2, 1, 0], [0, 2, 1, 3], [0, 2, 1, 3], [3, 2, 0, 1]):
+        wrapped.zero_grad()
+        wrapped.check([1, 1, 1, 1], chained([wrapped.weights[index] for index in order]).backward)
+
+
+@styles
+@everywhere
+def test_a_backward_of_some_parameters_is_combined_when_it_ends(style: str) -> None:
+    wrapped = Wrapped(style)
+    for used in ([0], [3], [0, 1], [2, 3], [0, 1, 2], [1, 2, 3]):
+        wrapped.zero_grad()
+        expected = [1 if index in used else None for index in range(WEIGHTS)]
+        wrapped.check(expected, chained([wrapped.weights[index] for index in used]).backward)
+
+
+@styles
+@everywhere
+def test_gradients_that_are_kept_accumulate(style: str) -> None:
+    wrapped = Wrapped(style)
+    wrapped.check([2, 2, 2, 2], chained(wrapped.ordered).backward)
+    wrapped.check([2, 3, 2, 2], chained(wrapped.weights[1:2]).backward)
+    wrapped.check([3, 4, 3, 3], chained(wrapped.ordered).backward)
+
+
+@styles
+@pytest.mark.parametrize("after", range(1, WEIGHTS + 1))
+@everywhere
+def test_a_backward_that_failed_is_repeated(style: str, after: int) -> None:
+    wrapped = Wrapped(style)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    for _ in range(2):
+        wrapped.zero_grad()
+        first = torch.ones(2, requires_grad=True)
+        last = first.clone()
+        last.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            chained([*wrapped.ordered[:after], last]).backward()
+        wrapped.zero_grad()
+        wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
+
+
+@everywhere
+def test_a_step_after_a_backward_that_failed_combines_what_it_completed() -> None:
+    wrapped = Wrapped("optimizer")
+    wrapped.zero_grad()
+    last = torch.ones(2, requires_grad=True).clone()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    last.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        chained([*wrapped.ordered[:3], last]).backward()
+    wrapped.check([None, 1, 1, 1], wrapped.wrapper.synchronize)
+
+
+@everywhere
+def test_local_backwards_in_between_are_combined_with_the_next_one() -> None:
+    wrapped = Wrapped("module")
+    wrapped.zero_grad()
+    with wrapped.wrapper.no_sync():
+        chained(wrapped.ordered).backward()
+        chained(wrapped.weights[2:]).backward()
+    wrapped.check([2, 2, 3, 3], chained(wrapped.ordered).backward)
+
+
+@styles
+@everywhere
+def test_a_backward_inside_another_one_is_combined(style: str) -> None:
+    wrapped = Wrapped(style)
+
+    def inner(hidden: torch.Tensor) -> torch.Tensor:
+        for weight in wrapped.weights[1:3]:
+            hidden = hidden.clone() + weight
+        return hidden
+
+    def run() -> None:
+        start = torch.zeros(2, requires_grad=True)
+        hidden = start.clone() + wrapped.weights[0]
+        total = checkpoint(inner, hidden, use_reentrant=True) + wrapped.weights[3]
+        (total.sum() * (hvd.rank() + 1)).backward()
+
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped.check([1, 1, 1, 1], run)
+
+
+class Recorder(Compressor):
+    """Records when a bucket is sent."""
+
+    events: list[str]
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> Any:
+        cls.events.append("sent")
+        return tensor, None
+
+
+@everywhere
+def test_buckets_are_sent_while_backward_runs() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, second], lr=1.0), groups=[[first], [second]], compression=Recorder
+    )
+    first.register_hook(lambda _: Recorder.events.append("first"))
+    for _ in range(4):
+        Recorder.events = []
+        optimizer.zero_grad()
+        (first.tanh() * second).sum().backward()
+        assert Recorder.events == ["sent", "first", "sent"]

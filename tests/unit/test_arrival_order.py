@@ -1,0 +1,38 @@
+"""The order in which gradients arrive, and when buckets are complete."""
+
+from __future__ import annotations
+
+import torch
+
+from dualdist.gradients.arrival_order import ArrivalOrder
+from dualdist.gradients.buckets import lay_out
+
+
+def order_of(groups: list[list[int]]) -> ArrivalOrder:
+    """Return the order of four parameters; the last group is the first bucket."""
+    return ArrivalOrder(lay_out([torch.empty(1, device="meta") for _ in range(4)], set(), groups))
+
+
+def test_a_bucket_is_complete_when_all_its_gradients_have_arrived() -> None:
+    order = order_of([[0, 1], [2, 3]])
+    order.mark([3, 1])
+    assert not order.is_complete(0) and not order.is_complete(1)
+    order.mark([2])
+    assert order.is_complete(0) and not order.is_complete(1) and not order.is_complete(2)
+    order.start_over()
+    assert not order.is_complete(0)
+
+
+def test_it_stops_where_the_next_bucket_can_be_sent() -> None:
+    order = order_of([[0, 1], [2, 3]])
+    order.learn([3, 2, 1, 0])
+    assert (order.expected, order.stops) == ([3, 2, 1, 0], [2, 4])
+    order.learn([3, 1, 0, 2])  # the second bucket must wait for the first one
+    assert (order.expected, order.stops) == ([3, 1, 0, 2], [4])
+
+
+def test_only_an_order_of_all_gradients_is_learned() -> None:
+    order = order_of([[0, 1], [2, 3]])
+    for incomplete in ([3, 2, 1], [3, 2, 1, 1], [3, 2, 1, 0, 0]):
+        order.learn(incomplete)
+        assert order.expected == []
