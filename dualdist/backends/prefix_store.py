@@ -7,8 +7,10 @@ one agent only. Therefore every rank sends a random token, and rank 0 replies to
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
-from collections.abc import Callable
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from ..rendezvous import not_arrived
 from .store_gather import await_all
 
 __all__ = ("new_prefix_store",)
+
+_POLL_SECONDS = 0.02
 
 
 def new_prefix_store(
@@ -28,18 +32,24 @@ def new_prefix_store(
     Raises ConfigurationError when a process does not arrive.
     """
     token = secrets.token_hex(8)
-    if rank == 0:
-        prefix, at_poll = token, _replier(store, token, size)
-    else:
-        prefix, at_poll = _request(store, token, rank, timeout, advice), _do_nothing
+    calls = _QueuedCalls(store) if _has_queues(store) else _PolledCalls(store, size)
+    prefix = token if rank == 0 else _request(store, calls, token, rank, timeout, advice)
     part = dist.PrefixStore(f"dualdist/{prefix}", store)
-    await_all(part, rank, size, timeout.total_seconds(), advice=advice, at_poll=at_poll)
+    reply = functools.partial(calls.reply, prefix) if rank == 0 else None
+    await_all(part, rank, size, timeout.total_seconds(), advice=advice, pause=reply, after_set=calls.wake)
     return part
 
 
-def _request(store: dist.Store, token: str, rank: int, timeout: timedelta, advice: str) -> str:
+def _request(
+    store: dist.Store,
+    calls: _QueuedCalls | _PolledCalls,
+    token: str,
+    rank: int,
+    timeout: timedelta,
+    advice: str,
+) -> str:
     """Send `token`, and return the prefix that rank 0 replies."""
-    store.set(f"dualdist/call/{rank}", token)
+    calls.send(rank, token)
     try:
         store.wait([f"dualdist/answer/{token}"], timeout)
     except RuntimeError as error:
@@ -47,19 +57,56 @@ def _request(store: dist.Store, token: str, rank: int, timeout: timedelta, advic
     return store.get(f"dualdist/answer/{token}").decode()
 
 
-def _replier(store: dist.Store, prefix: str, size: int) -> Callable[[], None]:
-    """Return a function that replies to every new token, also to those of earlier processes."""
-    answered: dict[int, bytes] = {}
+def _has_queues(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.HashStore) or getattr(store, "libuvBackend", False)
 
-    def reply() -> None:
-        for rank in range(1, size):
+
+class _QueuedCalls:
+    """Tokens that rank 0 takes from a queue. It waits for the next one, without questions in between."""
+
+    _KEY, _WAKE = "dualdist/calls", b"-"
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def send(self, rank: int, token: str) -> None:
+        self._store.queue_push(self._KEY, token.encode())
+
+    def wake(self) -> None:
+        """End rank 0's wait."""
+        self._store.queue_push(self._KEY, self._WAKE)
+
+    def reply(self, prefix: str, seconds: float) -> None:
+        """Wait for calls, at most so many seconds, and reply to each, also to those of earlier processes."""
+        # The wait ends by its timeout or without a connection, which the next question reports.
+        with contextlib.suppress(RuntimeError):
+            self._store.wait([self._KEY], timedelta(seconds=seconds))
+            while True:
+                token = self._store.queue_pop(self._KEY, False)  # raises when the queue is empty
+                if token != self._WAKE:
+                    self._store.set(f"dualdist/answer/{token.decode()}", prefix)
+
+
+class _PolledCalls:
+    """Tokens under one key for each rank, for stores without queues, such as FileStore."""
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        self._store, self._size = store, size
+        self._answered: dict[int, bytes] = {}
+
+    def send(self, rank: int, token: str) -> None:
+        self._store.set(f"dualdist/call/{rank}", token)
+
+    def wake(self) -> None:
+        """Do nothing: rank 0 asks again soon."""
+
+    def reply(self, prefix: str, seconds: float) -> None:
+        """Reply to every new token, also to those of earlier processes, and pause for a moment."""
+        for rank in range(1, self._size):
             call = f"dualdist/call/{rank}"
-            if store.check([call]) and (token := store.get(call)) != answered.get(rank):
-                store.set(f"dualdist/answer/{token.decode()}", prefix)
-                answered[rank] = token
-
-    return reply
-
-
-def _do_nothing() -> None:
-    pass
+            if self._store.check([call]) and (token := self._store.get(call)) != self._answered.get(rank):
+                self._store.set(f"dualdist/answer/{token.decode()}", prefix)
+                self._answered[rank] = token
+        time.sleep(min(seconds, _POLL_SECONDS))

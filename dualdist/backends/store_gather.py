@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,11 +20,12 @@ def await_all(
     timeout: float,
     *,
     advice: str = ADVICE,
-    at_poll: Callable[[], object] = lambda: None,
+    pause: Callable[[float], object] | None = None,
+    after_set: Callable[[], object] = lambda: None,
 ) -> None:
-    """Wait until all ranks have called this with the same `store`. Collective. Arguments and errors: gather_through."""
+    """Wait until all ranks have called this with the same `store`. Collective. Arguments and errors: store_gather."""
     part = dist.PrefixStore("arrival", store)
-    store_gather(part, rank, size, timeout, advice=advice, at_poll=at_poll)("")
+    store_gather(part, rank, size, timeout, advice=advice, pause=pause, after_set=after_set)("")
 
 
 def store_gather(
@@ -34,17 +35,25 @@ def store_gather(
     timeout: float,
     *,
     advice: str = ADVICE,
-    at_poll: Callable[[], object] = lambda: None,
+    pause: Callable[[float], object] | None = None,
+    after_set: Callable[[], object] = lambda: None,
 ) -> Gather:
-    """Return a Gather that uses `store`. See `gather_through` for the other arguments and the errors."""
+    """Return a Gather that uses `store`.
 
-    def get(key: str, seconds: float) -> str | None:
+    after_set: called when this rank has set a key. See `gather_through` for the other arguments and the errors.
+    """
+
+    def set_(key: str, text: str) -> None:
+        store.set(key, text)
+        after_set()
+
+    def get(keys: Sequence[str], seconds: float) -> list[str] | None:
         try:
             if seconds > 0:
-                store.wait([key], timedelta(seconds=seconds))
-            elif not store.check([key]):
+                store.wait(list(keys), timedelta(seconds=seconds))
+            elif not store.check(list(keys)):
                 return None
-            return store.get(key).decode()
+            return [text.decode() for text in _get_all(store, list(keys))]
         except dist.DistNetworkError as error:
             raise ConfigurationError(
                 f"Rank {rank} lost the connection to the job's store, which rank 0 or the launcher serves: "
@@ -53,4 +62,10 @@ def store_gather(
         except RuntimeError:  # Store.wait's timeout. FileStore has no class of its own for it.
             return None
 
-    return gather_through(rank, size, store.set, get, timeout, advice=advice, at_poll=at_poll)
+    return gather_through(rank, size, set_, get, timeout, advice=advice, pause=pause)
+
+
+def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]

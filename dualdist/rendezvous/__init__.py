@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .addresses import Addresses, find_addresses
 from .bootstrap import share_server_address
-from .gather import ADVICE, Gather, gather_through, not_arrived
+from .gather import ADVICE, Gather, gather_through, not_arrived, reporting_errors
 from .interfaces import INTERFACE, LOOPBACK, check_interfaces, interface_of, own_node
 from .launcher_process import LauncherProcess, find_launcher_process
 
@@ -22,5 +22,6 @@ __all__ = (
     "interface_of",
     "not_arrived",
     "own_node",
+    "reporting_errors",
     "share_server_address",
 )

@@ -6,6 +6,7 @@ share a node. For MPI, see mpi.py:gather.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -14,8 +15,11 @@ import stat
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from typing import NoReturn
 
 from ..errors import ConfigurationError
 from ..types import Launch
@@ -29,6 +33,7 @@ __all__ = (
     "gather_through_http",
     "gather_through_server",
     "not_arrived",
+    "reporting_errors",
 )
 
 Gather = Callable[[str], list[str]]
@@ -44,70 +49,163 @@ ADVICE = (
     "Set DUALDIST_START_TIMEOUT_SECONDS to wait longer."
 )
 _POLL_SECONDS = 0.02
-_FAREWELL_SECONDS = 1.0
-"""How long a rank that gives up stays, so that the others can read why. Rank 0 may serve what they read."""
+_FAREWELL_SECONDS = 3.0
+"""How long the rank that reports an error waits for those that read it. It may serve what they read."""
+_TEXT, _ERROR = "+", "-"
+"""The first character of a value."""
+
+_on_error: ContextVar[Callable[[str, bool], object]] = ContextVar(
+    "on_error", default=lambda text, is_own: None
+)
+
+
+@contextlib.contextmanager
+def reporting_errors(on_error: Callable[[str, bool], object]) -> Iterator[None]:
+    """Call `on_error(text, is_own)` when ranks do not arrive, before any rank raises that error.
+
+    The rank that reports the error calls it first, with is_own=True; then the ranks that receive the error. So what the
+    first call prints is printed before the launcher sees that a process has failed, and ends the others.
+    """
+    token = _on_error.set(on_error)
+    try:
+        yield
+    finally:
+        _on_error.reset(token)
 
 
 def gather_through(
     rank: int,
     size: int,
     set_: Callable[[str, str], object],
-    get: Callable[[str, float], str | None],
+    get: Callable[[Sequence[str], float], Sequence[str] | None],
     timeout: float,
     *,
     advice: str = ADVICE,
-    at_poll: Callable[[], object] = lambda: None,
+    pause: Callable[[float], object] | None = None,
+    remove_later: Callable[[str], object] = lambda key: None,
 ) -> Gather:
     """Return a Gather that uses a key-value store.
 
     Rank 0 reads every rank's text and sets all of them under one key, or why it could not. Each other rank waits for
-    that key only. When a rank does not arrive, all that have arrived raise the same ConfigurationError.
+    that key only. When a rank does not arrive, all that have arrived raise the same ConfigurationError. A rank that
+    gives up sets the error in place of the missing texts, which ends rank 0's wait; if rank 0 is missing, in place of
+    its answer. The rank that reports the error stays until the others have read it.
 
-    get: waits for a key, for a number of seconds, and returns its text, or None. timeout: seconds from this rank's
-    call until it gives up. advice: the last sentences of the error. at_poll: called on rank 0 while it waits.
+    Args:
+        get: waits until all keys are set, for a number of seconds, and returns their texts, or None.
+        timeout: seconds from this rank's call until it gives up.
+        advice: the last sentences of the error.
+        pause: on rank 0, waits at most so many seconds for a change, in place of `get`.
+        remove_later: removes a key when this process needs the Gather no more.
     """
-    rounds = itertools.count()
+    return _Gatherer(rank, size, set_, get, timeout, advice, pause, remove_later).gather
 
-    def missing(number: int) -> list[int]:
-        return [other for other in range(size) if get(f"{number}.{other}", 0) is None]
 
-    def give_up(number: int, key: str, ranks: list[int]) -> ConfigurationError:
-        error = not_arrived(rank, ranks, timeout, advice)
-        set_(f"{number}.{key}", json.dumps(str(error)))
-        time.sleep(_FAREWELL_SECONDS)
-        return error
+class _Gatherer:
+    """See `gather_through`."""
 
-    def lead(number: int) -> None:
-        deadline = time.monotonic() + timeout
-        texts: list[str] = []
-        while len(texts) < size:
-            text = get(f"{number}.{len(texts)}", 0)
-            if text is not None:
-                texts.append(text)
-                continue
-            at_poll()
-            if time.monotonic() > deadline:
-                raise give_up(number, "all", missing(number))
-            if (failure := get(f"{number}.failure", 0)) is not None:
-                set_(f"{number}.all", failure)
-                return
-            time.sleep(_POLL_SECONDS)
-        set_(f"{number}.all", json.dumps(texts))
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        set_: Callable[[str, str], object],
+        get: Callable[[Sequence[str], float], Sequence[str] | None],
+        timeout: float,
+        advice: str,
+        pause: Callable[[float], object] | None,
+        remove_later: Callable[[str], object],
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._set, self._get, self._pause, self._remove_later = set_, get, pause, remove_later
+        self._timeout, self._advice = timeout, advice
+        self._rounds = itertools.count()
 
-    def gather(text: str) -> list[str]:
-        number = next(rounds)
-        set_(f"{number}.{rank}", text)
-        if rank == 0:
-            lead(number)
-        answer = get(f"{number}.all", timeout)
-        if answer is None:
-            raise give_up(number, "failure", missing(number) or [0])
-        found = json.loads(answer)
-        if isinstance(found, str):
-            raise ConfigurationError(found)
-        return list(found)
+    def gather(self, text: str) -> list[str]:
+        number = next(self._rounds)
+        self._put(f"{number}.{self._rank}", _TEXT + text)
+        answer = f"{number}.all"
+        if self._rank == 0:
+            self._lead(number, answer, time.monotonic() + self._timeout)
+        found = self._get([answer], self._timeout)
+        if found is None:
+            found = [self._give_up(number, answer)]
+        if found[0].startswith(_ERROR):
+            error = found[0].removeprefix(_ERROR)
+            self._set(f"{number}.read.{self._rank}", _TEXT)
+            _on_error.get()(error, False)
+            raise ConfigurationError(error)
+        return list(json.loads(zlib.decompress(base64.b64decode(found[0].removeprefix(_TEXT)))))
 
-    return gather
+    def _put(self, key: str, value: str) -> None:
+        self._remove_later(key)
+        self._set(key, value)
+
+    def _lead(self, number: int, answer: str, deadline: float) -> None:
+        """On rank 0, answer with the texts of all ranks. Raises ConfigurationError if a rank does not arrive."""
+        if self._get([answer], 0) is not None:  # another rank has waited too long for this one
+            return
+        keys = [f"{number}.{rank}" for rank in range(self._size)]
+        if self._pause is not None:
+            self._pause_until_set(keys, deadline)
+        texts = self._get(keys, max(0.0, deadline - time.monotonic()))
+        if texts is None:
+            self._report(number, answer, self._error(self._missing(number)))
+            return
+        error = next((text for text in texts if text.startswith(_ERROR)), None)
+        if error is not None:
+            self._report(number, answer, error.removeprefix(_ERROR))
+        # Ranks repeat much of each other's texts, and a KeyValueServer takes values of a limited length.
+        joined = json.dumps([text.removeprefix(_TEXT) for text in texts]).encode()
+        self._put(answer, _TEXT + base64.b64encode(zlib.compress(joined)).decode())
+
+    def _pause_until_set(self, keys: Sequence[str], deadline: float) -> None:
+        assert self._pause is not None
+        for key in keys:
+            while self._get([key], 0) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._pause(left)
+
+    def _missing(self, number: int) -> list[int]:
+        """Return the ranks without a text."""
+        found = (self._get([f"{number}.{rank}"], 0) for rank in range(self._size))
+        return [rank for rank, texts in enumerate(found) if texts is None or texts[0].startswith(_ERROR)]
+
+    def _error(self, missing: list[int]) -> str:
+        return str(not_arrived(self._rank, missing, self._timeout, self._advice))
+
+    def _give_up(self, number: int, answer: str) -> str:
+        """On a rank other than 0, report the missing ranks to rank 0, and return its answer."""
+        missing = self._missing(number) or [0]
+        error = self._error(missing)
+        if 0 in missing:
+            self._report(number, answer, error)
+        for rank in missing:
+            self._put(f"{number}.{rank}", _ERROR + error)
+        found = self._get([answer], _FAREWELL_SECONDS)
+        if found is None:  # rank 0 has ended
+            self._report(number, answer, error)
+        return found[0]
+
+    def _report(self, number: int, answer: str, error: str) -> NoReturn:
+        """Raise `error` on this rank and, through `answer`, on all that have arrived."""
+        _on_error.get()(error, True)
+        self._put(answer, _ERROR + error)
+        # Several ranks may give up at the same time. Each stays until the others have read, or report as well.
+        own = f"{number}.read.{self._rank}"
+        self._set(own, _ERROR)
+        missing = {self._rank, *self._missing(number)}
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        other_reports = False
+        for rank in set(range(self._size)) - missing:
+            read = f"{number}.read.{rank}"
+            self._remove_later(read)
+            found = self._get([read], max(0.0, deadline - time.monotonic()))
+            other_reports |= found == [_ERROR]
+        if not other_reports:  # else that rank removes the key, when it has read it
+            self._remove_later(own)
+        raise ConfigurationError(error)
 
 
 def not_arrived(rank: int, ranks: list[int], timeout: float, advice: str) -> ConfigurationError:
@@ -130,11 +228,11 @@ def gather_through_server(
 
     def set_(key: str, text: str) -> None:
         client.set(key, text.encode())
-        cleanup.callback(remove, key)
 
-    def get(key: str, seconds: float) -> str | None:
+    def get(keys: Sequence[str], seconds: float) -> list[str] | None:
+        deadline = time.monotonic() + seconds
         try:
-            return client.get(key, seconds).decode()
+            return [client.get(key, deadline - time.monotonic()).decode() for key in keys]
         except TimeoutError:
             return None
         except OSError as error:
@@ -143,7 +241,10 @@ def gather_through_server(
                 f"runs: {error}. Look at their output."
             ) from error
 
-    return gather_through(launch.rank, launch.size, set_, get, timeout)
+    def remove_later(key: str) -> None:
+        cleanup.callback(remove, key)
+
+    return gather_through(launch.rank, launch.size, set_, get, timeout, remove_later=remove_later)
 
 
 def gather_through_http(
@@ -208,14 +309,19 @@ def gather_through_files(
 def _gather_by_polling(
     launch: Launch, set_: _Set, get: _Get, timeout: float, cleanup: contextlib.ExitStack
 ) -> Gather:
-    def set_until_cleanup(key: str, text: str) -> None:
-        cleanup.callback(set_, key, None)
-        set_(key, text)
-
-    def wait_for(key: str, seconds: float) -> str | None:
+    def wait_for(keys: Sequence[str], seconds: float) -> list[str] | None:
         deadline = time.monotonic() + seconds
-        while (answer := get(key)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return answer
+        texts: list[str] = []
+        while len(texts) < len(keys):
+            if (text := get(keys[len(texts)])) is not None:
+                texts.append(text)
+            elif time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            else:
+                return None
+        return texts
 
-    return gather_through(launch.rank, launch.size, set_until_cleanup, wait_for, timeout)
+    def remove_later(key: str) -> None:
+        cleanup.callback(set_, key, None)
+
+    return gather_through(launch.rank, launch.size, set_, wait_for, timeout, remove_later=remove_later)

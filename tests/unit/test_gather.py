@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import http.server
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from dualdist.backends.store_gather import store_gather
 from dualdist.errors import ConfigurationError
-from dualdist.rendezvous import Gather
+from dualdist.rendezvous import Gather, gather, reporting_errors
 from dualdist.rendezvous.gather import gather_through_files, gather_through_http, gather_through_server
 from dualdist.rendezvous.keyvalue import KeyValueClient, KeyValueServer
 from dualdist.types import Launch
@@ -82,7 +84,9 @@ def through_store(_: Path) -> Iterator[Make]:
 
 
 @pytest.fixture(params=[through_server, through_files, through_http, through_store])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    # A wait for this time, in place of one for the others, would end the test.
+    monkeypatch.setattr(gather, "_FAREWELL_SECONDS", 100.0)
     with request.param(tmp_path) as made:
         yield made
 
@@ -120,3 +124,30 @@ def test_the_rank_that_arrived_first_ends_the_wait_of_all(make: Make) -> None:
         first, last = pool.map(partial(error_of, make), (600.0, 1.0), (0, 2))
     assert first == last
     assert "Rank 2 waited 1 s for rank 1, which did not arrive" in last
+
+
+@pytest.mark.parametrize("make", [through_store], indirect=True)  # the others remove their keys
+def test_rank_0_that_arrives_too_late_raises_the_error_of_the_rank_that_gave_up(make: Make) -> None:
+    error = error_of(make, 0.0, 1)
+    assert "Rank 1 waited 0 s for ranks 0, 2, which did not arrive" in error
+    assert error_of(make, 600.0, 0) == error
+
+
+def test_the_rank_that_reports_an_error_does_so_before_any_other_raises_it(make: Make) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def fail(rank: int, timeout: float) -> str:
+        with reporting_errors(lambda error, is_own: seen.append((rank, is_own))):
+            return error_of(make, timeout, rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(fail, (0, 2), (1.0, 600.0)))) == 1
+    assert seen == [(0, True), (2, False)]
+
+
+@pytest.mark.parametrize("make", [through_server, through_store], indirect=True)
+def test_nobody_asks_again_and_again_where_the_store_can_wait(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=time.monotonic))
+    test_all_ranks_get_all_texts(make)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
-from dualdist.backends.prefix_store import new_prefix_store
+from dualdist.backends import prefix_store
+from dualdist.backends.prefix_store import _has_queues, new_prefix_store
 from dualdist.errors import ConfigurationError
 
 SECONDS = timedelta(seconds=30)
 
 
-def meet(store: Store, size: int) -> list[str]:
+Open = Callable[[], Store]
+"""Opens the store in one process."""
+
+
+@pytest.fixture(params=["with queues", "without"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    store = HashStore()
+    return (lambda: store) if request.param == "with queues" else lambda: FileStore(str(tmp_path / "store"))
+
+
+def meet(open_store: Open, size: int) -> list[str]:
     """Let `size` processes make their part, return the keys that the last one finds there, and set a key per rank."""
     with ThreadPoolExecutor(size) as pool:
-        parts = list(pool.map(lambda rank: new_prefix_store(store, rank, size, SECONDS, ""), range(size)))
+        make = lambda rank: new_prefix_store(open_store(), rank, size, SECONDS, "")  # noqa: E731
+        parts = list(pool.map(make, range(size)))
     found = [name for name in map(str, range(9)) if parts[-1].check([name])]
     for rank, part in enumerate(parts):
         part.set(str(rank), "here")
@@ -25,17 +39,28 @@ def meet(store: Store, size: int) -> list[str]:
     return found
 
 
-def test_each_start_has_a_part_of_its_own_whatever_the_size() -> None:
-    store = HashStore()
+def test_each_start_has_a_part_of_its_own_whatever_the_size(open_store: Open) -> None:
     for size in (3, 2, 4, 1, 3):
-        assert meet(store, size) == []
+        assert meet(open_store, size) == []
 
 
-def test_processes_that_died_before_all_had_arrived_disturb_nobody() -> None:
-    store = HashStore()
-    store.set("dualdist/call/1", "from the past")
-    store.set("dualdist/call/2", "from a larger world")
-    assert meet(store, 2) == []
+def test_processes_that_died_before_all_had_arrived_disturb_nobody(open_store: Open) -> None:
+    store = open_store()
+    if _has_queues(store):
+        for token in ("from the past", "from a larger world"):
+            store.queue_push("dualdist/calls", token.encode())
+    else:
+        store.set("dualdist/call/1", "from the past")
+        store.set("dualdist/call/2", "from a larger world")
+    assert meet(open_store, 2) == []
+
+
+@pytest.mark.parametrize("open_store", ["with queues"], indirect=True)
+def test_rank_0_does_not_ask_again_and_again_while_a_rank_is_late(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_store, "time", None)
+    assert meet(open_store, 3) == []
 
 
 def test_a_missing_rank_is_named_on_every_rank() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ from ...backends.store import SharedStore, open_store
 from ...backends.store_gather import store_gather
 from ...errors import ConfigurationError
 from ...launch import detect
-from ...rendezvous import Gather, mpi
+from ...rendezvous import Gather, mpi, reporting_errors
 from ...types import Launch
 from ...world.settings import read_settings
 from .links import measure_links
@@ -26,7 +25,7 @@ from .report import as_json, as_text
 __all__ = ("check_world",)
 
 _FAREWELL_SECONDS = 5.0
-"""How long rank 0, which may serve the store, waits for the others to read the result, and they for its report."""
+"""How long rank 0, which may serve the store, waits at most for the others to read the result."""
 
 
 def check_world(
@@ -39,13 +38,19 @@ def check_world(
     """
     timeout = read_settings(env).start_timeout_seconds
     launch = detect(env, mpi.world_size)
+    printed: list[str] = []
+
+    def print_own(error: str, is_own: bool) -> None:
+        if is_own:
+            _print_failure(launch, error, is_json)
+        printed.append(error)
+
     try:
-        shared = open_store(launch, env, timeout)
+        # When a process ends, the launcher may end the one that has not printed yet.
+        with reporting_errors(print_own):
+            shared = open_store(launch, env, timeout)
     except ConfigurationError as error:
-        if launch.rank != 0 and str(error).startswith("Rank 0 "):
-            # Rank 0 prints the same error. When this process ends, the launcher may end rank 0.
-            time.sleep(_FAREWELL_SECONDS)
-        else:
+        if str(error) not in printed:
             _print_failure(launch, str(error), is_json)
         return 1
     gather = store_gather(shared.store, launch.rank, launch.size, timeout)
