@@ -90,6 +90,8 @@ class Channel:
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         self._watch = watch
+        for group in (data, gradients):
+            group.has_lost_member = connections.has_lost_peer
         pending = lambda: [request.call for request in list(self._pending)]  # noqa: E731
         self._guard = Guard(watch, connections, pending, self._abort)
         self._gradients_name, ahead_name = f"{name}, gradients", f"{name}, ahead"
@@ -169,6 +171,7 @@ class Channel:
         if self._worker is not None:
             self._wake.put(False)
             self._worker.join(_LAST_CALLS_SECONDS)
+        self._connections.say_goodbye()
         for held in (self._connections, self._news, self.group, self.gradients, self.ahead):
             held.close()
 

@@ -34,6 +34,8 @@ _LONGEST_POLL = 2**31 - 1
 _LENGTH = struct.Struct("<I")
 """The length of a message in bytes; sent before the message."""
 _READ_BYTES = 1 << 16
+_GOODBYE = b"\xff\xff\xff\xff"
+"""The last bytes of a process that leaves the world properly: the length of a message that is too long to arrive."""
 
 
 class Connections:
@@ -118,6 +120,16 @@ class Connections:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`."""
         return time.monotonic() + self._timeout
 
+    def has_lost_peer(self) -> bool:
+        """Return whether a peer has died, or has closed its connections because of a failure. Local."""
+        return any(peer.is_lost() for peer in list(self._peers.values()))
+
+    def say_goodbye(self) -> None:
+        """Let `has_lost_peer` be false on the peers when this process closes its connections. Local."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(memoryview(_GOODBYE))
+
     def close(self) -> None:
         """Close the connections. Local."""
         for peer in self._peers.values():
@@ -194,6 +206,18 @@ class _Peer:
     def has_unread(self) -> bool:
         """Whether bytes have arrived that no exchange has used."""
         return bool(self._unread)
+
+    def is_lost(self) -> bool:
+        """Return whether the peer has closed the connection without a goodbye."""
+        try:
+            poll = select.poll()
+            poll.register(self.socket, select.POLLRDHUP)
+            if not poll.poll(0):
+                return False
+            last = self.socket.recv(_READ_BYTES, socket.MSG_PEEK)
+        except (OSError, ValueError):  # ValueError: this process has closed the socket
+            return True
+        return not (bytes(self._unread[-len(_GOODBYE) :]) + last).endswith(_GOODBYE)
 
     def send(self, message: memoryview) -> int:
         """Send what can be sent of `message` without waiting; return how many bytes that was."""

@@ -11,7 +11,7 @@ contiguous tensors on `wire_device` and with a dtype of `reduce_dtypes`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,9 @@ class Group(ABC):
         self.rank = self.ranks.index(rank) if rank in self.ranks else -1
         """The index of this process in `ranks`; -1 when it is not a member."""
         self.size = len(self.ranks)
+        self.has_lost_member: Callable[[], bool] = lambda: False
+        """Whether a member has ended, or cannot make collectives any more. The owner of the group sets this function.
+        For transports that do not notice it themselves."""
 
     @abstractmethod
     def wire_device(self, device: torch.device) -> torch.device:

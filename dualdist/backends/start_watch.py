@@ -1,7 +1,8 @@
-"""Notices, while the ranks connect, that one of them has ended.
+"""Notices, while the ranks connect, that one of them has ended or is stopped.
 
 torch and Horovod connect the ranks in C++, where each waits for a dead rank until a timeout. Here each rank keeps a
-connection to rank 0 until it has started. One that closes early is a death, and rank 0 reports it to all.
+connection to rank 0 until it has started. One that closes early is a death, and rank 0 reports it to all. After a
+timeout, rank 0 asks all ranks, and one that does not answer is stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import HorovodInternalError
+from ..errors import HorovodInternalError, StallError
 
 __all__ = ("StartWatch",)
 
@@ -32,6 +33,8 @@ _SETTLE_SECONDS = 1.0
 """How long to wait for the report of a death when a step has failed, which may be its consequence."""
 _STARTED = (1 << 32) - 1
 """Sent in place of a rank: the sender has started, and may close its connection."""
+_QUESTION = _STARTED - 1
+"""Sent in place of a rank by rank 0. The receiver sends it back."""
 
 
 class StartWatch:
@@ -47,6 +50,8 @@ class StartWatch:
         self._lost: int | None = None
         self._changed = threading.Event()
         """Set when a rank has ended, or a step."""
+        self._answered: set[int] = set()
+        """On rank 0: the ranks that have answered the question."""
         self._peers: dict[int, socket.socket] = {}
         """By rank: on rank 0 the others that start, elsewhere rank 0."""
         self._wake, self._woken = socket.socketpair()
@@ -77,10 +82,13 @@ class StartWatch:
         """A rank that has ended before it has started, or whose `init` has failed; None without one."""
         return self._lost
 
-    def run(self, step: Callable[[], T]) -> T:
-        """Return `step()`, which connects this rank to the others. Raises HorovodInternalError if one has ended.
+    def run(self, step: Callable[[], T], seconds: float | None = None) -> T:
+        """Return `step()`, which connects this rank to the others.
 
-        The step runs in another thread. If a rank has ended, the thread is abandoned: it ends at its own timeout.
+        seconds: how long the step may take. None: it has a timeout itself.
+
+        Raises HorovodInternalError if a rank has ended, StallError after `seconds`. The step runs in another thread,
+        which is abandoned then: it ends at its own timeout.
         """
         outcome: list[tuple[T | None, BaseException | None]] = []
 
@@ -93,7 +101,8 @@ class StartWatch:
 
         threading.Thread(target=work, name="dualdist-connect", daemon=True).start()
         while not outcome and self._lost is None:
-            self._changed.wait()
+            if not self._changed.wait(seconds):
+                self._find_silent(seconds)
             self._changed.clear()
         cause = outcome[0][1] if outcome else None
         if isinstance(cause, RuntimeError):
@@ -108,8 +117,8 @@ class StartWatch:
         """Raise HorovodInternalError, because of `cause`, if a rank has ended."""
         if self._lost is not None:
             raise HorovodInternalError(
-                f"Rank {self._rank} could not connect to the other ranks: rank {self._lost} has ended, or its init() "
-                "has failed. Look at its output."
+                f"Rank {self._rank} could not connect to the other ranks: rank {self._lost} has ended, is stopped, or "
+                "its init() has failed. Look at its output."
             ) from cause
 
     def close(self, *, started: bool) -> None:
@@ -124,6 +133,20 @@ class StartWatch:
         if self._listener is not None:
             self._listener.close()
         self._woken.close()
+
+    def _find_silent(self, seconds: float | None) -> None:
+        """Find a rank that does not answer. Raises StallError if all answer."""
+        if self._rank == 0:
+            self._send(_QUESTION)
+            self._changed.wait(_SETTLE_SECONDS)
+            silent = set(list(self._peers)) - self._answered
+            if silent and self._lost is None:
+                self._lost = min(silent)
+                self._send(self._lost)
+        elif not self._changed.wait(3 * _SETTLE_SECONDS):
+            self._lost = 0
+        if self._lost is None and not self._changed.is_set():
+            raise StallError(f"Rank {self._rank} could not connect to the other ranks in {seconds:g} s.")
 
     def _add(self, rank: int, peer: socket.socket) -> None:
         peer.settimeout(_HELLO_SECONDS)
@@ -159,19 +182,34 @@ class StartWatch:
     def _read(self, rank: int) -> None:
         """Read what `rank` sends: which rank has ended, or that it has started. If it closes, it has ended itself."""
         data = b""
-        peer = self._peers.pop(rank)
-        self._selector.unregister(peer)
-        with peer, contextlib.suppress(OSError):
+        peer = self._peers[rank]
+        with contextlib.suppress(OSError):
             data = peer.recv(_RANK_BYTES, socket.MSG_WAITALL)
         number = int.from_bytes(data, "little") if data else rank
+        if number == _QUESTION:
+            self._answer(rank, peer)
+            return
+        del self._peers[rank]
+        self._selector.unregister(peer)
+        peer.close()
         if number != _STARTED and self._lost is None:
             self._lost = number
             self._changed.set()
             self._report()
 
+    def _answer(self, rank: int, peer: socket.socket) -> None:
+        if self._rank == 0:
+            self._answered.add(rank)
+            return
+        with contextlib.suppress(OSError):
+            peer.sendall(_QUESTION.to_bytes(_RANK_BYTES, "little"))
+
     def _report(self) -> None:
         """On rank 0, report to the others which rank has ended."""
         if self._rank == 0 and self._lost is not None:
-            for peer in self._peers.values():
-                with contextlib.suppress(OSError):
-                    peer.sendall(self._lost.to_bytes(_RANK_BYTES, "little"))
+            self._send(self._lost)
+
+    def _send(self, number: int) -> None:
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                peer.sendall(number.to_bytes(_RANK_BYTES, "little"))

@@ -18,6 +18,7 @@ import dualdist as hvd
 from dualdist.backends.base import Group, Work
 from dualdist.world.process_sets import channel_of
 
+from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
 from ..helpers.world import WORLDS, started
 from .test_mismatch import check_next_calls_work
@@ -32,32 +33,41 @@ def stop() -> None:
 
 
 class StoppingWork(Work):
-    """Sends nothing, and stops this process in the wait for the others' data, when they have `started`."""
+    """Sends nothing, and stops this process in the wait for the others' data. before: waits for these."""
 
-    def __init__(self, started: list[Path]) -> None:
-        self._started = started
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
 
     def wait(self) -> None:
-        while not all(file.exists() for file in self._started):
-            pass
+        self._before()
         stop()
 
     def done(self) -> bool:
         return False
 
 
-def stop_in(group: Group, call: Callable[[], None], folder: Path) -> None:
-    """Make `call`; rank 1 stops instead of sending data over `group`, when the others have started to send.
+def wait_until_stopped(process: int) -> None:
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        pass
 
-    Horovod's own call may block, without a deadline, when it starts after another rank has stopped.
+
+def stop_in(group: Group, call: Callable[[], None], process: int, folder: Path | None) -> None:
+    """Make `call`; rank 1 stops instead of sending data over `group`.
+
+    process: of rank 1. folder: where the others report that they have started to send; then rank 1 stops. None: they
+    start afterwards.
     """
     former = group.allreduce_
+    files = [] if folder is None else [folder / f"started {rank}" for rank in (0, 2)]
 
     def allreduce_(*args: Any, **kwargs: Any) -> Work:
         if hvd.rank() == STOPPED:
-            return StoppingWork([folder / f"started {rank}" for rank in (0, 2)])
+            return StoppingWork(lambda: wait_for(files))
+        if folder is None:
+            wait_until_stopped(process)
         work = former(*args, **kwargs)
-        (folder / f"started {hvd.rank()}").touch()
+        if folder is not None:
+            (folder / f"started {hvd.rank()}").touch()
         return work
 
     group.allreduce_ = allreduce_  # type: ignore[method-assign]
@@ -88,13 +98,14 @@ def error_while_stopped(where: str, folder: Path) -> str:
     processes = hvd.allgather_object(os.getpid())
     if where != "call":
         channel = channel_of(hvd.global_process_set)
-        group = channel.group if where == "data" else channel.gradients
-        call = functools.partial(stop_in, group, call, folder)
+        group = channel.gradients if where == "gradients" else channel.group
+        started = None if where == "data afterwards" else folder
+        call = functools.partial(stop_in, group, call, processes[STOPPED], started)
     if hvd.rank() == STOPPED:
         with contextlib.suppress(hvd.HorovodInternalError):
             stop() if where == "call" else call()
         return ""
-    with pytest.raises(hvd.HorovodInternalError) as caught:
+    with pytest.raises(hvd.StallError) as caught:
         call()
     marker = folder / "done"
     if hvd.rank() == 2:
@@ -108,7 +119,7 @@ def error_while_stopped(where: str, folder: Path) -> str:
 
 def errors_while_stopped(folder: Path) -> dict[str, str]:
     errors = {}
-    for where in ("call", "data", "gradients"):
+    for where in ("call", "data", "data afterwards", "gradients"):
         part = folder / where
         part.mkdir(exist_ok=True)
         errors[where] = error_while_stopped(where, part)

@@ -74,13 +74,18 @@ def _serve(address: str) -> _Request:
                 watched.remove(client)
         if listener in ready:
             client, _ = listener.accept()
-            request = _receive(client)
+            try:
+                request = _receive(client)
+            except (OSError, EOFError, ValueError):  # it was killed
+                client.close()
+                continue
             pid = os.fork()
             if pid == 0:
                 return request
             for file in request.files:
                 os.close(file)
-            client.sendall(pid.to_bytes(4, "big"))
+            with contextlib.suppress(OSError):  # it was killed; its socket becomes readable
+                client.sendall(pid.to_bytes(4, "big"))
             children[os.pidfd_open(pid)] = pid, client
             watched.append(client)
 
@@ -89,7 +94,10 @@ def _receive(client: socket.socket) -> _Request:
     length, files, _, _ = socket.recv_fds(client, 4, 250)
     message = b""
     while len(message) < int.from_bytes(length, "big"):
-        message += client.recv(1 << 20)
+        part = client.recv(1 << 20)
+        if not part:
+            raise EOFError("the client has ended")
+        message += part
     arguments, environment, folder, parent, numbers = marshal.loads(message)
     return _Request(arguments, environment, folder, parent, numbers, files)
 

@@ -11,7 +11,7 @@ import pytest
 from ..helpers.script_launch import finish
 
 SCRIPT = """\
-import multiprocessing, os, pathlib, sys
+import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
 from dualdist.backends import prefix_store
@@ -19,6 +19,9 @@ from dualdist.world import context
 
 def end(*arguments, **options):
     os._exit(1)
+
+def stop(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 def connect_of(rank, folder):
     connections = context.Connections
@@ -42,6 +45,9 @@ def join(rank, backend, address, moment, folder):
         elif moment == "while Horovod connects":
             import horovod.torch
             horovod.torch.init = end
+        elif moment == "stopped":
+            import horovod.torch
+            horovod.torch.init = stop
         elif moment == "while torch makes a group":
             torch.distributed.new_group = end
     if moment == "while ranks connect":
@@ -56,10 +62,12 @@ fork = multiprocessing.get_context("fork")
 processes = [fork.Process(target=join, args=(rank, *sys.argv[1:])) for rank in range(3)]
 for process in processes:
     process.start()
-for process in processes:
-    process.join()
+processes[0].join()
+processes[2].join()
+processes[1].kill()
+processes[1].join()
 """
-"""Three ranks, of which rank 1 dies at a moment."""
+"""Three ranks, of which rank 1 dies or stops at a moment."""
 
 START_TIMEOUT = "DUALDIST_START_TIMEOUT_SECONDS"
 SECONDS, MANY_SECONDS = 10, 100
@@ -106,6 +114,12 @@ SECONDS, MANY_SECONDS = 10, 100
             "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
         ),
         (
+            "horovod",
+            "tcp",
+            "stopped",
+            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 .* is stopped",
+        ),
+        (
             "torch",
             "file",
             "while ranks connect",
@@ -119,7 +133,7 @@ SECONDS, MANY_SECONDS = 10, 100
         ),
     ],
 )
-def test_a_rank_that_dies_during_the_start_is_named_by_all_others(
+def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
     backend: str, method: str, moment: str, error: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -127,7 +141,7 @@ def test_a_rank_that_dies_during_the_start_is_named_by_all_others(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{port}"
-    timeout = SECONDS if moment in ("before", "while all arrive") else MANY_SECONDS
+    timeout = SECONDS if moment in ("before", "while all arrive", "stopped") else MANY_SECONDS
     command = ["python", str(script), backend, address, moment, str(tmp_path)]
     ended = finish(command, {START_TIMEOUT: str(timeout)}, seconds=0.9 * MANY_SECONDS)
     found = dict(re.findall(r"<(\d): (.*)>", ended.output))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -101,3 +102,21 @@ def test_a_member_that_leaves_is_an_error_for_the_others() -> None:
         return "noticed"
 
     assert each_of(2, member) == ["noticed", "left"]
+
+
+def test_a_member_that_closes_without_a_goodbye_is_lost() -> None:
+    closed = threading.Barrier(3)
+
+    def member(peers: Connections) -> list[bool]:
+        found = [peers.has_lost_peer()]
+        for farewell in (True, False):
+            closed.wait()
+            if peers.rank == int(farewell):
+                if farewell:
+                    peers.say_goodbye()
+                peers.close()
+            closed.wait()
+            found.append(peers.has_lost_peer())
+        return found
+
+    assert each_of(3, member)[2] == [False, False, True]

@@ -129,20 +129,21 @@ class HorovodBackend(Backend):
             elif _has_launchers_server(env):
                 cls._launchers_server_used = True
             with temporary_environment(variables), wrapped():
-                cls._connect(None if rendezvous is None else rendezvous.watch)
+                cls._connect(None if rendezvous is None else rendezvous.watch, settings.start_timeout_seconds)
             cls._group_numbers = itertools.count()
-            started = cls(launch, settings, env, rendezvous, adopted=False)
+            with wrapped():
+                started = cls(launch, settings, env, rendezvous, adopted=False)
             undo.pop_all()
         return started
 
     @classmethod
-    def _connect(cls, watch: StartWatch | None) -> None:
+    def _connect(cls, watch: StartWatch | None, seconds: float) -> None:
         """Connect to the other ranks. If one of them ends, Horovod itself waits for it, also when the process exits."""
         if watch is None:
             hvd.init()
             return
         try:
-            watch.run(hvd.init)
+            watch.run(hvd.init, seconds)
         except HorovodInternalError:
             atexit.unregister(hvd.mpi_ops._basics.shutdown)
             skip_destructors_at_exit()

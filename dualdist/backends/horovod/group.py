@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ...errors import HorovodInternalError, StallError
+from ...errors import HorovodInternalError
 from ..base import Group, Work
+from .gate import await_gate
 from .installed import real_horovod
+from .patience import Patience
 
 with real_horovod():
     import horovod.torch as hvd
@@ -38,17 +41,16 @@ def wrapped() -> Iterator[None]:
 
 
 class _HorovodWork(Work):
-    def __init__(self, handle: int, output: torch.Tensor | None, timeout: float) -> None:
+    def __init__(self, handle: int, output: torch.Tensor | None, patience: Patience) -> None:
         self._handle = handle
         self._output = output
-        self._deadline = time.monotonic() + timeout
+        self._patience = patience
 
     def wait(self) -> None:
         pause, longest = _SLEEP_SECONDS
         with wrapped():
             while not hvd.poll(self._handle):
-                if time.monotonic() > self._deadline:
-                    raise StallError("A collective did not finish in time.")
+                self._patience.check()
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
             result = hvd.synchronize(self._handle)
@@ -74,25 +76,23 @@ class HorovodGroup(Group):
     def wire_device(self, device: torch.device) -> torch.device:
         return device if device.type == "cuda" and hvd.nccl_built() else torch.device("cpu")
 
-    def _started(self, handle: int, output: torch.Tensor | None = None) -> Work:
-        return _HorovodWork(handle, output, self.timeout)
+    def _start(self, operation: Callable[..., int], *args: Any, output: torch.Tensor | None = None) -> Work:
+        """Start one of Horovod's operations. args: all arguments but the process set."""
+        patience = Patience(self.timeout, self.has_lost_member)
+        with wrapped():
+            await_gate(patience)
+            return _HorovodWork(operation(*args, process_set=self._set), output, patience)
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         name = f"{self._prefix}.allreduce.{tag}"
-        with wrapped():
-            return self._started(hvd.allreduce_async_(tensor, name=name, op=op, process_set=self._set))
+        return self._start(functools.partial(hvd.allreduce_async_, op=op), tensor, None, name)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         name = f"{self._prefix}.broadcast.{next(self._broadcasts)}"
-        with wrapped():
-            return self._started(
-                hvd.broadcast_async_(tensor, self.ranks[root], name=name, process_set=self._set)
-            )
+        return self._start(hvd.broadcast_async_, tensor, self.ranks[root], name)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        name = f"{self._prefix}.allgather"
-        with wrapped():
-            return self._started(hvd.allgather_async(tensor, name=name, process_set=self._set), output)
+        return self._start(hvd.allgather_async, tensor, f"{self._prefix}.allgather", output=output)
 
     def allgatherv(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         output = torch.empty(sum(counts), dtype=torch.uint8, device=tensor.device)
@@ -103,5 +103,4 @@ class HorovodGroup(Group):
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         splits, name = torch.tensor(sent, dtype=torch.int32), f"{self._prefix}.alltoall"
-        with wrapped():
-            return self._started(hvd.alltoall_async(tensor, splits, name=name, process_set=self._set), output)
+        return self._start(hvd.alltoall_async, tensor, splits, name, output=output)

@@ -7,6 +7,7 @@ share, and every rank sets the variables that hvd.init() reads.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from ..store import SharedStore, open_store
 from ..store_gather import store_gather
 
 __all__ = ("GlooRendezvous", "serve_rendezvous")
+
+_ERROR_SECONDS = 10
+"""How long a rank may need to ask the others what they do, and to raise its error."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
 
 
 def _gloo_timeout(settings: Settings) -> str:
-    """Return how long Horovod's Gloo waits for an unreachable host: at most its default of 30 s."""
-    seconds = min(settings.start_timeout_seconds, settings.stall_timeout_seconds, 30)
-    return str(max(1, int(seconds)))
+    """Return how long Horovod's Gloo waits for an unreachable host: about its default of 30 s, or a bit longer than we.
+
+    Its timeout ends the process, if it happens in `hvd.init()` or while there are process sets: Horovod does not catch
+    Gloo's exception (horovod/common/operations.cc:439, 727). Our error must be raised before.
+    """
+    seconds = min(max(settings.start_timeout_seconds, settings.stall_timeout_seconds), 30)
+    return str(math.ceil(seconds + _ERROR_SECONDS))

@@ -37,14 +37,15 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
     kinds = {kind for kind, _, _ in outcome.others.values()}
     for kind, text, when in outcome.others.values():
         # A rank is known to the others when it has arrived.
-        is_known = fault.kind in DEATHS and "did not arrive" not in text and not is_horovods
+        has_arrived = "did not arrive" not in text and "could not open the store" not in text
+        is_known = fault.kind in DEATHS and has_arrived and not is_horovods
         if is_known and outcome.struck and when > outcome.struck + SOON and fault.place == INIT:
             wrong.append(f"noticed after {when - outcome.struck:.0f} s: {text}")
         if kind == "other":
             wrong.append(f"not an error of the package: {text}")
         if kind == "ended" and fault.world in DIRECT and fault.kind != "all killed" and not is_horovods:
             wrong.append("a rank ended without a report")
-        if kind == "error" and fault.kind in ENDINGS and not names(text, fault):
+        if kind == "error" and fault.kind in ENDINGS and not names(text, fault, is_horovods):
             wrong.append(f"does not name rank {fault.rank}: {text}")
     if fault.kind in ("wrong arguments", "damaged checkpoint", "hostile connections", "fork", "none"):
         kinds |= {kind for kind, _, _ in outcome.reports.values()}
@@ -63,8 +64,13 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
     return wrong
 
 
-def names(text: str, fault: Fault) -> bool:
-    """Return whether an error names the rank of the fault and, while all others live, no other."""
+def names(text: str, fault: Fault, is_horovods: bool = False) -> bool:
+    """Return whether an error names the rank of the fault and, while all others live, no other.
+
+    is_horovods: whether Horovod has ended other ranks.
+    """
+    if fault.world == "horovod-mpi" and fault.place in (START, INIT):  # no rank knows another one yet
+        return True
     if text.startswith("CheckpointError") and f"Rank {fault.rank} failed" in text:
         return True
     missing = re.search(r"missing ranks: \[([\d, ]*)\]", text)
@@ -76,7 +82,7 @@ def names(text: str, fault: Fault) -> bool:
     if missing is None:
         return fault.rank == 0 and "rank 0" in text
     gone = re.findall(r"^  ranks? ([\d, ]+): (?:process ended|no answer|interrupted)", text, re.MULTILINE)
-    alone = fault.stays and fault.place not in (START, INIT, SHUTDOWN)
+    alone = fault.stays and fault.place not in (START, INIT, SHUTDOWN) and not is_horovods
     if alone and gone and {rank for row in gone for rank in _numbers(row)} != {fault.rank}:
         return False
     return fault.rank in _numbers(missing[1])

@@ -1,0 +1,60 @@
+"""A rank that gives up a call after a failure, and lives on: the others raise soon, although Horovod still waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+from dualdist.backends.base import Group, Work
+from dualdist.world.process_sets import channel_of
+
+from ..behaviours.test_mismatch import check_next_calls_work
+from ..helpers.files import wait_for
+from ..helpers.rejoining import outside_world
+from ..helpers.world import WORLDS, started
+
+CASES = ["horovod-gloo-3", "horovod-mpi-3"]
+
+
+def fail_on_rank_0(group: Group) -> None:
+    """Let the reductions of `group` fail on rank 0 before they start."""
+
+    def allreduce_(*args: Any, **kwargs: Any) -> Work:
+        raise hvd.HorovodInternalError("the cable is cut")
+
+    if hvd.rank() == 0:
+        group.allreduce_ = allreduce_  # type: ignore[method-assign]
+
+
+def errors_where_rank_0_fails(folder: Path) -> list[str]:
+    """Rank 0 stays in the world until the others have raised: when it leaves, Horovod ends their operations."""
+    errors = []
+    for where in ("data", "gradients"):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3000))], lr=1.0))
+        channel = channel_of(hvd.global_process_set)
+        fail_on_rank_0(channel.group if where == "data" else channel.gradients)
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            if where == "data":
+                hvd.allreduce_(torch.ones(5000))
+            else:
+                optimizer.param_groups[0]["params"][0].sum().backward()
+        errors.append(str(caught.value))
+        (folder / f"{where} {hvd.rank()}").touch()
+        wait_for(folder / f"{where} {rank}" for rank in range(hvd.size()))
+        with outside_world():
+            pass
+        check_next_calls_work()
+    return errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_raise_soon_when_another_has_given_up_the_call(name: str, tmp_path: Path) -> None:
+    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "300"}) as world:
+        failed, *others = world.run(errors_where_rank_0_fails, tmp_path)
+    assert all("the cable is cut" in error for error in failed)
+    assert all("failed: " in error for errors in others for error in errors), others
