@@ -28,7 +28,7 @@ from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
 from .ahead import Ahead
 from .call import Call
-from .call_kinds import Kind
+from .call_kinds import Data, Kind, WhenJoined
 from .call_site import call_site
 from .connections import Connections
 from .guard import Guard
@@ -123,7 +123,7 @@ class Channel:
         the same thread.
         """
         try:
-            return in_turn(call, functools.partial(self._run, call, execute))
+            return in_turn(call, self._run, call, execute)
         except CollectiveMismatchError:
             self.ahead.forget()
             raise
@@ -257,9 +257,15 @@ class Channel:
             self._pending.remove(oldest)
 
     def _perform(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
-        return self._guarded(call, lambda: self._execute(call, execute, verdict))
+        kind = call.kind
+        has_data = kind.when_joined is not WhenJoined.NOTHING
+        if not has_data or (kind.data is Data.AFTER and any(verdict.payloads)):
+            return self._execute(call, execute, verdict)  # the members exchange nothing more
+        return self._guarded(call, functools.partial(self._execute, call, execute, verdict))
 
     def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+        if not self._timeline.is_open:
+            return execute(self.group, verdict)
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)
 
@@ -269,14 +275,17 @@ class Channel:
     # Agreement
 
     def _agree(self, entry: Entry) -> Verdict:
-        return self._guarded(entry.call, lambda: self._negotiate(entry))
-
-    def _negotiate(self, entry: Entry) -> Verdict:
-        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
-            verdict = agree(self._connections, entry)
-            mark_arrivals(verdict.arrivals)
+        negotiate = self._negotiate if self._timeline.is_open else agree
+        step = functools.partial(negotiate, self._connections, entry)
+        verdict = self._guard.run(self._name, entry.call, step)
         if verdict.call is not None:
             self._joined = frozenset()
+        return verdict
+
+    def _negotiate(self, connections: Connections, entry: Entry) -> Verdict:
+        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
+            verdict = agree(connections, entry)
+            mark_arrivals(verdict.arrivals)
         return verdict
 
     def _match(self, oldest: Request[Any]) -> None:

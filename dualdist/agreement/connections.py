@@ -76,6 +76,16 @@ class Connections:
             limit = timeout if connect_timeout is None else connect_timeout
             meeting = Meeting(store, f"connections/{name}", self.ranks, self.rank, limit, check_start)
             self._connect(meeting, address)
+        self._rounds = [
+            (
+                min(distance, self.size - distance),
+                self._peers[(self.rank - distance) % self.size],
+                self._peers[(self.rank + distance) % self.size],
+            )
+            for distance in _powers_of_two(self.size)
+            if self.rank >= 0
+        ]
+        """For each round of an exchange: how many messages to send, to which peer, and from which peer to receive."""
 
     def allgather_messages(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.
@@ -84,10 +94,7 @@ class Connections:
         """
         messages = [message]  # messages[j] is from the member at place rank + j, modulo size
         deadline = self.deadline()
-        for distance in _powers_of_two(self.size):
-            count = min(distance, self.size - distance)
-            target = self._peers[(self.rank - distance) % self.size]
-            source = self._peers[(self.rank + distance) % self.size]
+        for count, target, source in self._rounds:
             messages += _swap(target, messages[:count], source, deadline)
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]
 
@@ -97,11 +104,10 @@ class Connections:
         Raises as `allgather_messages` does.
         """
         deadline = self.deadline()
-        distances = _powers_of_two(self.size)
-        for distance in distances:
-            _send(self._peers[(self.rank - distance) % self.size], b"", deadline)
-        for distance in distances:
-            _receive(self._peers[(self.rank + distance) % self.size], deadline)
+        for _, target, _ in self._rounds:
+            _send(target, b"", deadline)
+        for _, _, source in self._rounds:
+            _receive(source, deadline)
 
     def wait_for_peers(self, signal: socket.socket, seconds: float) -> bool:
         """Wait until a peer has sent something, `signal` is readable, or for `seconds`. Return whether a peer has."""
@@ -134,7 +140,7 @@ class Connections:
         """Close the connections. Local."""
         for peer in self._peers.values():
             peer.close()
-        self._peers = {}
+        self._peers = {}  # the sockets of `_rounds` are closed: an exchange raises
 
     def abandon(self) -> None:
         """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""
@@ -201,6 +207,8 @@ class _Peer:
         connection.setblocking(False)
         self.socket = connection
         self._unread = bytearray()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     @property
     def has_unread(self) -> bool:
@@ -231,8 +239,8 @@ class _Peer:
 
         Raises HorovodInternalError when the peer has left.
         """
-        messages = self._parse(count)
-        if messages:  # check this before the socket: the peer may have sent them and left
+        # Check this before the socket: the peer may have sent them and left.
+        if self._unread and (messages := self._parse(count)):
             return messages
         try:
             part = self.socket.recv(_READ_BYTES)
@@ -240,8 +248,19 @@ class _Peer:
             return []
         if not part:
             raise HorovodInternalError("a rank has left")
+        if (
+            count == 1
+            and not self._unread
+            and part.startswith(_LENGTH.pack(max(0, len(part) - _LENGTH.size)))
+        ):
+            return [part[_LENGTH.size :]]  # one whole message, as most often
         self._unread += part
         return self._parse(count)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the peer has sent something or has left. Raises StallError at the deadline."""
+        if not self._poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
+            raise StallError("A rank sent nothing in time.")
 
     def _parse(self, count: int) -> list[bytes]:
         spans, end = [], 0
@@ -278,14 +297,12 @@ def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: flo
     unsent = memoryview(b"".join([_LENGTH.pack(len(message)) + message for message in messages]))
     taken: list[bytes] = []
     try:
-        while True:
-            if unsent:
-                unsent = unsent[target.send(unsent) :]
-            if not taken:
-                taken = source.take(len(messages))
-            if taken and not unsent:
-                return taken
-            _wait(target.socket if unsent else None, None if taken else source.socket, deadline)
+        while unsent := unsent[target.send(unsent) :]:
+            taken = taken or source.take(len(messages))
+            _wait(target.socket, None if taken else source.socket, deadline)
+        while not (taken := taken or source.take(len(messages))):
+            source.wait(deadline)
+        return taken
     except (OSError, ValueError) as error:  # ValueError: another thread has closed the socket
         raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
 
@@ -302,17 +319,16 @@ def _send(target: _Peer, message: bytes, deadline: float) -> None:
 def _receive(source: _Peer, deadline: float) -> bytes:
     try:
         while not (taken := source.take(1)):
-            _wait(None, source.socket, deadline)
+            source.wait(deadline)
     except (OSError, ValueError) as error:
         raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
     return taken[0]
 
 
-def _wait(writable: socket.socket | None, readable: socket.socket | None, deadline: float) -> None:
+def _wait(writable: socket.socket, readable: socket.socket | None, deadline: float) -> None:
     poll = select.poll()
     if readable is not None:
         poll.register(readable, select.POLLIN)
-    if writable is not None:
-        poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
+    poll.register(writable, select.POLLOUT | (select.POLLIN if writable is readable else 0))
     if not poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
         raise StallError("A rank sent nothing in time.")

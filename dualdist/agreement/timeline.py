@@ -63,6 +63,11 @@ class Timeline:
                 "Choose another one in HOROVOD_TIMELINE or start_timeline()."
             ) from error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a file is open."""
+        return self._file is not None
+
     def close(self) -> None:
         """Close the file, if one is open."""
         file, self._file = self._file, None

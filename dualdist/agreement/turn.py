@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from .call import Call
 
 __all__ = ("in_turn",)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class _Turn(threading.local):
@@ -25,8 +26,8 @@ _turn = _Turn()
 """The call that this thread is making."""
 
 
-def in_turn(call: Call, step: Callable[[], T]) -> T:
-    """Return `step()`, which makes `call`. Raises RuntimeError if this thread is inside another call."""
+def in_turn(call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return `step(*args, **kwargs)`, which makes `call`. Raises RuntimeError if this thread is in another call."""
     interrupted = _turn.call
     if interrupted is not None:
         raise RuntimeError(
@@ -36,6 +37,6 @@ def in_turn(call: Call, step: Callable[[], T]) -> T:
         )
     try:
         _turn.call = call  # inside `try`: a handler that raises may run before any instruction
-        return step()
+        return step(*args, **kwargs)
     finally:
         _turn.call = None

@@ -8,10 +8,11 @@ runs. Otherwise the members exchange all their pending calls; see matching.py.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from .call import Call
@@ -73,14 +74,21 @@ def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
 
 def agree(connections: Connections, entry: Entry) -> Verdict:
     """Return the verdict if the entries of all members are the same call, else one without a call. Collective."""
-    digest = hashlib.blake2b(repr(entry.call.identity).encode(), digest_size=16).digest()
-    message = _MESSAGE.pack(digest, entry.state, entry.call.flag, entry.call.count, time.time_ns())
-    messages = connections.allgather_messages(message + entry.call.payload)
+    state, call = entry.state, entry.call
+    digest = _digest(call.identity)
+    message = _MESSAGE.pack(digest, state, call.flag, call.count, time.time_ns())
+    messages = connections.allgather_messages(message + call.payload)
     digests, states, flags, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
     if set(states) == {ACTIVE} and set(digests) == {digest}:
-        payloads = tuple(other[len(message) :] for other in messages)
-        return Verdict(entry.call, counts=counts, flags=flags, payloads=payloads, arrivals=arrivals)
+        payloads = tuple([other[_MESSAGE.size :] for other in messages])
+        return Verdict(call, counts=counts, flags=flags, payloads=payloads, arrivals=arrivals)
     return Verdict(None, arrivals=arrivals)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(identity: Hashable) -> bytes:
+    """Return a digest of `Call.identity`. Unequal ones have other digests."""
+    return hashlib.blake2b(repr(identity).encode(), digest_size=16).digest()
 
 
 def shown_ranks(members: Sequence[int]) -> str:

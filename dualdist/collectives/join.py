@@ -11,8 +11,8 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..checks import integer
 from ..world.context import current
-from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
-from .plans.plan import Plan, make_call
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .plans.plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
 from .wire import neutral
 
@@ -40,9 +40,16 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Ranks that have joined count as having called it. Raises HorovodInternalError as `allreduce` does.
     """
-    with reporting(call_kinds.BARRIER, process_set):
-        channel = channel_of(process_set)
-    Plan(channel, make_call(call_kinds.BARRIER, None), lambda group, verdict: None).run()
+    _plan_barrier(process_set=process_set).run()
+
+
+@planned(call_kinds.BARRIER)
+def _plan_barrier(*, process_set: ProcessSet) -> Plan[None]:
+    return Plan(channel_of(process_set), make_call(call_kinds.BARRIER, None), _do_nothing)
+
+
+def _do_nothing(group: Group, verdict: Verdict) -> None:
+    pass
 
 
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from ..agreement.verdict import payload_capacity
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 from .adasum import adasum
-from .wire import pack, reduction_dtype, unpack
+from .wire import NUMPY_DTYPES, pack, reduction_dtype, unpack
 
 __all__ = (
     "Reduction",
@@ -29,8 +29,10 @@ __all__ = (
 )
 
 
-@dataclass(frozen=True)
-class Reduction:
+_EXTREMES = {Min: torch.amin, Max: torch.amax}
+
+
+class Reduction(NamedTuple):
     """The op and the factors of a reduction."""
 
     op: int = Average
@@ -61,12 +63,13 @@ def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Red
             continue
         flat = pack(same_kind, wire_dtype, wire_device)
         _reduce_flat(group, flat, reduction, [tensor.numel() for tensor in same_kind])
-        with torch.no_grad():
-            unpack(flat, same_kind)
+        unpack(flat, same_kind)
 
 
 def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch.dtype:
     """Return the dtype in which `group` reduces. Small integers must not wrap around before they are scaled."""
+    if dtype in NUMPY_DTYPES and dtype in group.reduce_dtypes:
+        return dtype
     if dtype.is_floating_point:
         return reduction_dtype(dtype, group, widens=reduction.op == Adasum)
     scales = reduction != Reduction(reduction.op) or reduction.op == Average
@@ -95,12 +98,21 @@ def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:
 def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> bytes:
     """Return the prescaled numbers of `tensors`, to be sent with the agreement. b"": they cannot be sent with it."""
     first = tensors[0]
-    if first.device.type != "cpu" or reduction.op == Adasum or any(t.dtype != first.dtype for t in tensors):
+    if first.device.type != "cpu" or reduction.op == Adasum:
+        return b""
+    if len(tensors) > 1 and any(tensor.dtype != first.dtype for tensor in tensors):
         return b""
     dtype = _wire_dtype(first.dtype, group, reduction)
-    numel = sum(tensor.numel() for tensor in tensors) * (2 if first.is_complex() else 1)
+    numel = sum([tensor.numel() for tensor in tensors]) * (2 if first.is_complex() else 1)
     if numel * dtype.itemsize > payload_capacity(group.size):
         return b""
+    if (
+        len(tensors) == 1
+        and dtype is first.dtype
+        and dtype in NUMPY_DTYPES
+        and reduction.prescale_factor == 1.0
+    ):
+        return first.numpy(force=True).tobytes()
     flat = pack(tensors, dtype, first.device)
     scale_(flat, reduction.prescale_factor)
     return flat.view(torch.uint8).numpy().tobytes()
@@ -111,15 +123,13 @@ def reduce_payloads(
 ) -> None:
     """Overwrite `tensors` with the reduction of all members' payloads, bitwise equal on all members."""
     dtype = _wire_dtype(tensors[0].dtype, group, reduction)
-    rows = torch.frombuffer(bytearray(b"".join(payloads)), dtype=dtype).view(len(payloads), -1)
-    combine = {Min: torch.amin, Max: torch.amax}.get(reduction.op)
-    if combine is not None:
-        flat = combine(rows, dim=0)
+    rows = torch.frombuffer(bytearray().join(payloads), dtype=dtype).view(len(payloads), -1)
+    if reduction.op in _EXTREMES:
+        flat = _EXTREMES[reduction.op](rows, dim=0)
     else:
         flat = (torch.prod if reduction.op == Product else torch.sum)(rows, dim=0, dtype=dtype)
     _finish(flat, reduction, group.size)
-    with torch.no_grad():
-        unpack(flat, tensors)
+    unpack(flat, tensors)
 
 
 def scale_(flat: torch.Tensor, factor: float) -> None:

@@ -7,6 +7,7 @@ complex numbers as pairs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -15,7 +16,16 @@ import torch
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 
-__all__ = ("as_bytes", "check_reducible", "from_bytes", "neutral", "pack", "reduction_dtype", "unpack")
+__all__ = (
+    "NUMPY_DTYPES",
+    "as_bytes",
+    "check_reducible",
+    "from_bytes",
+    "neutral",
+    "pack",
+    "reduction_dtype",
+    "unpack",
+)
 
 _WIDER = {
     torch.bool: torch.int32,
@@ -27,7 +37,8 @@ _WIDER = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float32,
 }
-_NATIVE = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+NUMPY_DTYPES = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+"""The dtypes that every backend reduces and NumPy has, too."""
 
 
 def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -44,10 +55,11 @@ def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> 
     return data.view(like.dtype).reshape(tuple(shape)).to(like.device)
 
 
+@functools.cache
 def check_reducible(dtype: torch.dtype, op: int) -> None:
     """Raise ValueError unless `op` can reduce numbers of `dtype`."""
     name, kind = REDUCE_OP_NAMES[op], str(dtype).removeprefix("torch.")
-    if dtype not in _WIDER and dtype not in _NATIVE:
+    if dtype not in _WIDER and dtype not in NUMPY_DTYPES:
         raise ValueError(
             f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first."
         )
@@ -82,7 +94,8 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write the numbers of `flat` into `tensors`, the reverse of `pack`; integers wrap around as in torch."""
     start = 0
     for tensor in tensors:
-        target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        target = tensor.detach()  # so that autograd does not record the copy
+        target = torch.view_as_real(target) if target.is_complex() else target
         part = flat if len(tensors) == 1 else flat[start : start + target.numel()]
         part = part if target.dim() == 1 else part.view(target.shape)
         target.copy_(part != 0 if target.dtype is torch.bool else part)

@@ -187,7 +187,7 @@ def current_or_inherited() -> Context:
 
     For calls that need no communication. Raises NotInitializedError before `init()` and after `shutdown()`.
     """
-    return _inherited or current()
+    return _context or _inherited or current()
 
 
 def is_initialized() -> bool:

@@ -24,6 +24,7 @@ __all__ = (
     "process_set_of_ranks",
     "register_world",
     "remove_process_set",
+    "report",
     "reporting",
 )
 
@@ -192,7 +193,8 @@ def channel_of(process_set: ProcessSet) -> Channel:
     Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
-    check_process_set(process_set, registered=True)
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        check_process_set(process_set, registered=True)
     set_id = process_set.process_set_id
     channel = None if set_id is None else context.channels.get(set_id)
     if channel is None:
@@ -221,12 +223,18 @@ class reporting:
 
     def __init__(self, kind: Kind, process_set: Any = None) -> None:
         self._kind = kind
-        self._process_set = process_set if isinstance(process_set, ProcessSet) else global_process_set
+        self._process_set = process_set
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            with contextlib.suppress(TypeError, ValueError):
-                channel_of(self._process_set).fail(self._kind, error)
+            report(self._kind, self._process_set, error)
+
+
+def report(kind: Kind, process_set: Any, error: Exception) -> None:
+    """Do what `reporting` does when its block raises `error`."""
+    shown_to = process_set if isinstance(process_set, ProcessSet) else global_process_set
+    with contextlib.suppress(TypeError, ValueError):
+        channel_of(shown_to).fail(kind, error)

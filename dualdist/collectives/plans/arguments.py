@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -135,18 +136,26 @@ class ReductionArguments(NamedTuple):
                 raise ValueError("`average` must not be given together with `op`. Use `op` alone.")
             warn_deprecated("`average` is deprecated; use `op` instead.")
             op = Average if self.average else Sum
+        prescale, postscale = self.prescale_factor, self.postscale_factor
+        if type(op) is int and type(prescale) is type(postscale) is float and prescale == postscale == 1.0:
+            return _unscaled(op)
         return Reduction(
             reduce_op(op),
-            number("prescale_factor", self.prescale_factor),
-            number("postscale_factor", self.postscale_factor),
+            number("prescale_factor", prescale),
+            number("postscale_factor", postscale),
         )
+
+
+@functools.cache
+def _unscaled(op: int) -> Reduction:
+    return Reduction(reduce_op(op))
 
 
 def check_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet) -> None:
     """Raise ValueError or NotImplementedError unless `reduction` can be applied to `tensors`, which can be sent."""
     for tensor in tensors:
         check_reducible(tensor.dtype, reduction.op)
-    if len({tensor.device for tensor in tensors}) > 1:
+    if len(tensors) > 1 and len({tensor.device for tensor in tensors}) > 1:
         raise ValueError(
             f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead. "
             "Move them to one."
@@ -157,13 +166,21 @@ def check_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction, proce
 
 def describe_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction) -> dict[str, Any]:
     """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
+    tensors_of_call = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    return _describe_reduction(tensors_of_call, tensors[0].device.type, reduction)
+
+
+@functools.lru_cache(maxsize=1024)
+def _describe_reduction(
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...], device: str, reduction: Reduction
+) -> dict[str, Any]:
     return {
-        "shapes": tuple(tuple(tensor.shape) for tensor in tensors),
-        "dtypes": tuple(dtype_name(tensor.dtype) for tensor in tensors),
+        "shapes": tuple(tuple(shape) for shape, _ in tensors),
+        "dtypes": tuple(dtype_name(dtype) for _, dtype in tensors),
         "op": REDUCE_OP_NAMES[reduction.op],
         "prescale_factor": reduction.prescale_factor,
         "postscale_factor": reduction.postscale_factor,
-        "device": tensors[0].device.type,
+        "device": device,
     }
 
 

@@ -40,7 +40,8 @@ _own = _OwnStreams()
 
 
 def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    return sorted({t.device for t in tensors if accelerator.has_streams(t)}, key=str)
+    found = [tensor.device for tensor in tensors if accelerator.has_streams(tensor)]
+    return sorted(set(found), key=str) if found else found
 
 
 def on_streams_of_caller(execute: Execute[T], tensors: Sequence[torch.Tensor]) -> Execute[T]:
@@ -48,7 +49,10 @@ def on_streams_of_caller(execute: Execute[T], tensors: Sequence[torch.Tensor]) -
 
     The caller waits, so that its streams get no other work meanwhile. tensors: what `execute` reads and writes.
     """
-    streams = [stream for device in _devices(tensors) if (stream := accelerator.current_stream(device))]
+    devices = _devices(tensors)
+    streams = (
+        [stream for device in devices if (stream := accelerator.current_stream(device))] if devices else ()
+    )
     if not streams:
         return execute
     caller = threading.get_ident()
