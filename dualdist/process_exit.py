@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ("skip_destructors_at_exit",)
+__all__ = ("never_delete", "skip_destructors_at_exit")
+
+
+def never_delete(thing: object) -> None:
+    """Keep `thing` from being deleted, also when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def skip_destructors_at_exit() -> None:

@@ -208,6 +208,15 @@ class Backend(ABC):
         Collective over the world.
         """
 
+    def abort_process_groups(self) -> None:  # noqa: B027 - one process waits for no other
+        """Let what programs have in progress in groups of torch.distributed raise, before `shutdown`. Local.
+
+        With Gloo it ends when another rank closes its connections, by `shutdown` or at its end.
+        """
+
+    def keep_process_groups(self) -> None:  # noqa: B027 - others wait for nothing when they are destroyed
+        """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local."""
+
     def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers never change the hosts
         """Call `listener.on_hosts_updated(timestamp, change)` whenever the launcher changes the hosts of the job.
 

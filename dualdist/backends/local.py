@@ -11,6 +11,7 @@ from ..errors import ConfigurationError
 from ..rendezvous import LOOPBACK
 from ..types import Launch, Settings
 from .base import Backend, Group, Work
+from .default_group import forget_default_group
 from .torch_build import built_into_torch
 
 __all__ = ("LocalBackend",)
@@ -107,6 +108,7 @@ class LocalBackend(Backend):
 
     def shutdown(self) -> None:
         if self._opened and dist.is_initialized():
+            forget_default_group()
             dist.destroy_process_group()
         self._opened = False
 

@@ -19,9 +19,11 @@ import torch.distributed as dist
 
 from .. import accelerator
 from ..errors import BackendUnavailableError, ConfigurationError
+from ..process_exit import never_delete, skip_destructors_at_exit
 from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
 from ..types import Launch, Settings
 from .base import Backend, Group
+from .default_group import forget_default_group
 from .direct_group import DirectGroup, can_connect
 from .shared_memory import HostGroup, share_host
 from .start_step import start_step
@@ -275,11 +277,22 @@ class TorchBackend(Backend):
     def open_process_group(self) -> None:
         return  # it is the world
 
+    def abort_process_groups(self) -> None:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            group.abort()
+
+    def keep_process_groups(self) -> None:
+        # Gloo's destructor waits for the collective. When it fails later, its thread must not find a process that ends.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            never_delete(group)
+        skip_destructors_at_exit()
+
     def shutdown(self) -> None:
         with self._on_shutdown:
             if not dist.is_initialized():
                 return
             if not self._adopted:
+                forget_default_group()
                 is_aborted = any(group.is_aborted for group in [*self._groups, *self._members_groups])
                 (abort_process_group if is_aborted else dist.destroy_process_group)()
                 return

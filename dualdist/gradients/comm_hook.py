@@ -5,8 +5,8 @@ ranks run them in the same order, a bucket's hook is called when that of the buc
 thread: they may wait for other ranks, but backward must not wait before the ranks have announced the reduction. A rank
 that has called `join` takes part only after that.
 
-When a hook raises, its rank reports this to the others, whose hooks may wait for it. No rank that knows of it calls
-another hook in this backward.
+When a hook raises, its rank reports this to the others, whose hooks may wait for it. No rank that knows of it calls the
+hook for a later bucket of this backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import accelerator
-from ..backends.base import Work
+from ..backends.base import Backend, Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
 from .grad_bucket import GradBucket
@@ -32,6 +32,7 @@ _LOOK_AGAIN_SECONDS = 0.1
 """How often a rank that waits for its hook checks whether that of another rank has raised."""
 _OWN_ERROR_SECONDS = 1.0
 """How long a rank then still waits for its own hook, which may raise too. Its own error says more."""
+_LAST_HOOK_SECONDS = 10.0
 _FIX = "Pass a function, or a tuple of its state and the function."
 
 
@@ -91,10 +92,19 @@ class HookWork(Work):
         """Whether the hook has raised an error of any kind."""
         return (self.error or self._failure) is not None
 
+    def _failure_elsewhere(self) -> tuple[int, str] | None:
+        """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
+        found = self._failures.failure(self.step)
+        if found is None:
+            return None
+        place, text = found.split(" ", 1)
+        return int(place), text
+
     @property
-    def has_failed_elsewhere(self) -> bool:
-        """Whether a hook of another rank has raised in this backward."""
-        return self._failures.failure(self.step) is not None
+    def follows_failure(self) -> bool:
+        """Whether a hook of another rank has raised for an earlier bucket of this backward."""
+        found = self._failure_elsewhere()
+        return found is not None and found[0] < self._bucket.index()
 
     def skip(self, raised: HookWork | None = None) -> None:
         """End without calling the hook, with the error of the bucket before for which it has `raised` here, if any."""
@@ -105,7 +115,8 @@ class HookWork(Work):
     def report(self) -> None:
         """Report to the other ranks that the hook has raised here."""
         error = self.error or self._failure
-        self._failures.report_failure(self.step, f"{type(error).__name__}: {error}")
+        text = f"{self._bucket.index()} {type(error).__name__}: {error}"
+        self._failures.report_failure(self.step, text)
 
     def run(self) -> None:
         """Call the hook, and wait for its result."""
@@ -139,12 +150,12 @@ class HookWork(Work):
     def wait(self) -> None:
         """Wait for the result. Raises HorovodInternalError when the communication or another rank's hook has failed."""
         while not self._ended.wait(_LOOK_AGAIN_SECONDS):
-            if self.has_failed_elsewhere and not self._ended.wait(_OWN_ERROR_SECONDS):
+            if self._failure_elsewhere() is not None and not self._ended.wait(_OWN_ERROR_SECONDS):
                 break
-        found = self._failures.failure(self.step)
+        found = self._failure_elsewhere()
         if found is not None and self._result is None and self.error is None:
             raise HorovodInternalError(
-                f"communication hook {self._hook.name} failed on another rank: {found}"
+                f"communication hook {self._hook.name} failed on another rank: {found[1]}"
             )
         current = accelerator.current_stream(self._device)
         if current is not None and self._stream is not None:
@@ -174,6 +185,7 @@ class HookQueue:
         self._is_running = False
         self._raised: HookWork | None = None
         """The last one whose hook has raised."""
+        self._thread: threading.Thread | None = None
 
     def submit(self, work: HookWork) -> None:
         """Queue `work`."""
@@ -181,7 +193,22 @@ class HookQueue:
             self._waiting.append(work)
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._run, name="dualdist-comm-hook", daemon=True).start()
+                self._thread = threading.Thread(target=self._run, name="dualdist-comm-hook", daemon=True)
+                self._thread.start()
+
+    def close(self, backend: Backend) -> None:
+        """Wait for a hook that still waits for other ranks, at most 10 s, before `backend` leaves the world. Local.
+
+        If its collective failed later, while the interpreter ends, C++ would abort the process.
+        """
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        self._thread.join(_LOOK_AGAIN_SECONDS)
+        if self._thread.is_alive():
+            backend.abort_process_groups()
+            self._thread.join(_LAST_HOOK_SECONDS)
+        if self._thread.is_alive():
+            backend.keep_process_groups()
 
     def _run(self) -> None:
         while True:
@@ -192,7 +219,7 @@ class HookQueue:
                 work = self._waiting.popleft()
             if self._raised is not None and self._raised.step == work.step:
                 work.skip(self._raised)
-            elif work.has_failed_elsewhere:
+            elif work.follows_failure:
                 work.skip()
             else:
                 work.run()

@@ -19,7 +19,7 @@ from torch._C import _current_graph_task_id
 
 from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
-from ..backends.base import Group
+from ..backends.base import Backend, Group
 from ..types import Average
 from ..world.context import current
 from .combiner import Combiner
@@ -126,11 +126,11 @@ class GradSync(Combiner):
             param.release()
         self._reducer.release_memory()
 
-    def forget_world(self) -> None:
+    def forget_world(self, backend: Backend) -> None:
         """Prepare for the next world, whose ranks may not know this GradSync. Called when a world is closed."""
         for param in self._params:
             param.record_placement()
-        self._reducer.forget_world()
+        self._reducer.forget_world(backend)
         self._start_over()
 
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:

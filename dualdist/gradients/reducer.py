@@ -21,7 +21,7 @@ import torch
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
 from ..agreement.verdict import Verdict
-from ..backends.base import Group, Work
+from ..backends.base import Backend, Group, Work
 from ..collectives.sparse import sum_sparse
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average
@@ -106,9 +106,10 @@ class Reducer:
             self._options = before
             raise
 
-    def forget_world(self) -> None:
+    def forget_world(self, backend: Backend) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
         self.is_known = False
+        self._hooks.close(backend)
         self._hooks = HookQueue()
         self._buckets_sent = 0
         self._sparse = set()

@@ -30,11 +30,10 @@ from ..backends import Backend, check_transport, choose
 from ..backends.base import Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, topology
-from ..process_exit import skip_destructors_at_exit
+from ..process_exit import never_delete, skip_destructors_at_exit
 from ..rendezvous import mpi
 from ..types import Launch, Settings, World
 from .cpu_threads import warn_of_too_many_threads
-from .forks import never_delete
 from .presence import Presence
 from .settings import read_settings
 
@@ -135,7 +134,7 @@ class Context:
             for channel in self.channels.values():
                 stack.callback(channel.close)
             for sync in [sync for known in self.grad_syncs.values() for sync in known]:
-                stack.callback(sync.forget_world)
+                stack.callback(sync.forget_world, self.backend)
             stack.callback(self.watch.close)
 
     def abandon(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -402,3 +403,27 @@ def test_a_hook_that_raises_on_one_rank_is_an_error_on_all_at_once() -> None:
     hvd.shutdown()
     hvd.init()
     check_equal_on_all_ranks([torch.ones(1)])
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_ranks_that_wait_for_one_whose_hook_has_raised_end_in_shutdown() -> None:
+    def hook(state: Any, bucket: Any) -> Any:
+        if hvd.rank() == 0:
+            raise ArithmeticError("on purpose")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm_hook=hook)
+    with pytest.raises((ArithmeticError, hvd.HorovodInternalError), match="on purpose"):
+        weight.sum().backward()
+    hvd.shutdown()
+    assert "dualdist-comm-hook" not in {thread.name for thread in threading.enumerate()}
+    hvd.init()
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), comm_hook=default_hooks.allreduce_hook
+    )
+    (weight.sum() * (hvd.rank() + 1)).backward()
+    optimizer.step()
+    assert weight.tolist() == [-mean()] * 2

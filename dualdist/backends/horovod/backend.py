@@ -17,7 +17,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ...process_exit import skip_destructors_at_exit
 from ...rendezvous import LOOPBACK, find_addresses
 from ...types import Launch, Settings
 from ..base import Backend, Group
+from ..default_group import forget_default_group
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
@@ -52,6 +53,9 @@ class HorovodBackend(Backend):
     _group_numbers = itertools.count()
     """A new number for each group since Horovod was started. After a stall, operations of an earlier world may still be
     pending; the number in their names keeps them apart from new ones."""
+
+    _process_group_numbers: ClassVar[dict[tuple[int, ...], Iterator[int]]] = defaultdict(itertools.count)
+    """The same for the process groups over some ranks."""
 
     _launchers_server_used = False
     """Whether a world of this process has used horovodrun's rendezvous server. It cannot serve a second one, since it
@@ -81,7 +85,6 @@ class HorovodBackend(Backend):
         self._adopted = adopted
         self._elastic = launch.elastic
         self._sets = _process_sets()
-        self._process_group_numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
         self._store: dist.Store | None = None
         self.address = LOOPBACK
         if self.size > 1:
@@ -131,6 +134,7 @@ class HorovodBackend(Backend):
             with temporary_environment(variables), wrapped():
                 cls._connect(None if rendezvous is None else rendezvous.watch, settings.start_timeout_seconds)
             cls._group_numbers = itertools.count()
+            cls._process_group_numbers = defaultdict(itertools.count)
             with wrapped():
                 started = cls(launch, settings, env, rendezvous, adopted=False)
             undo.pop_all()
@@ -246,6 +250,10 @@ class HorovodBackend(Backend):
         timeout = timedelta(seconds=self._timeout)
         dist.init_process_group(NAME, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
 
+    def abort_process_groups(self) -> None:
+        for group in list(dist.distributed_c10d._world.pg_map) if HorovodBackend._opened is self else []:
+            group.abort()
+
     def make_process_group(self, options: Any) -> HorovodProcessGroup:
         """Return a process group over some ranks. Local. options: c10d's.
 
@@ -272,6 +280,7 @@ class HorovodBackend(Backend):
         if HorovodBackend._opened is self:
             HorovodBackend._opened = None
             if dist.is_initialized():
+                forget_default_group()
                 dist.destroy_process_group()
         if self._adopted or not hvd.is_initialized():
             return

@@ -121,6 +121,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self._groups: dict[str, Group] = {}
         self._numbers: dict[str, Iterator[int]] = defaultdict(lambda: itertools.cycle(range(_NUMBERS)))
         self._lock = threading.Lock()
+        self._is_shut = False
 
     def getBackendName(self) -> str:
         return NAME
@@ -150,7 +151,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         return self
 
     def shutdown(self) -> None:
-        """Do nothing: Horovod itself runs until the world is left."""
+        """Let collectives in progress raise. Horovod itself runs until the world is left."""
+        self._is_shut = True
 
     abort = shutdown
 
@@ -159,7 +161,8 @@ class HorovodProcessGroup(dist.ProcessGroup):
         with self._lock:
             name = f"{key}.{next(self._numbers[key])}"
             if name not in self._groups:
-                self._groups[name] = self._named_group(name)
+                group = self._groups[name] = self._named_group(name)
+                group.has_lost_member = lambda: self._is_shut
             return self._groups[name]
 
     def _on_wire(self, tensor: torch.Tensor, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:

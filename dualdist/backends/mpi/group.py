@@ -100,6 +100,8 @@ class MpiProcessGroup(dist.ProcessGroup):
                 communicator.comm.Free()
 
     def abort(self) -> None:
+        """Let calls in progress raise. The communicator is freed when MPI ends. Local."""
+        self.unsettled = True
         self.shutdown()
 
     def split_group(self, *arguments: Any, **named: Any) -> NoReturn:
