@@ -1,4 +1,6 @@
-"""Measures the greatest memory (resident set, with shared pages) of a process that trains one model.
+"""Measures the greatest resident memory of a process that trains one model.
+
+Of shared memory, each process that uses it is charged an equal part (proportional set size, proc(5)).
 
 dualdist bench memory
 dualdist bench memory --model resnet18 --json memory.json
@@ -18,7 +20,7 @@ def main() -> None:
     args = options.parse_args()
     chosen = {name: TRAINERS[name] for name in args.contestants}
     rounds = run_rounds("step_worker.py", chosen, ["none", args.model], args.processes, args.rounds)
-    write(Comparison(rounds, args.baseline, ["peak MB"], args.processes), args.json, args.plot)
+    write(Comparison(rounds, args.baseline, [f"{args.model} peak MB"], args.processes), args.json, args.plot)
 
 
 if __name__ == "__main__":

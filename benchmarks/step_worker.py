@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
+import re
 import statistics
 import sys
 import time
@@ -34,13 +34,12 @@ def main() -> None:
             f"{name} {what}": value for what, value in _measured(member, MODELS[name], HOOKS[hook]).items()
         }
         gc.collect()
-    figures["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     Path(folder, f"{member.rank}.json").write_text(json.dumps(figures))
     member.leave()
 
 
 def _measured(member: Member, model: Model, hook: Any) -> dict[str, float]:
-    """Return the medians over the steps of their wall and CPU times (user and system, all threads), in ms."""
+    """Return the medians over the steps of their wall and CPU times (user and system, all threads), and the memory."""
     torch.manual_seed(0)
     network, batch = model.make()
     wrapped = member.wrap(network, hook)
@@ -53,7 +52,21 @@ def _measured(member: Member, model: Model, hook: Any) -> dict[str, float]:
         if number >= _WARM_UP_STEPS:
             wall.append(1e3 * (time.perf_counter() - wall_began))
             cpu.append(1e3 * (time.process_time() - cpu_began))
-    return {"ms": statistics.median(wall), "CPU ms": statistics.median(cpu)}
+    # While the model's shared memory is still mapped.
+    return {"ms": statistics.median(wall), "CPU ms": statistics.median(cpu), "peak MB": _peak_megabytes()}
+
+
+def _peak_megabytes() -> float:
+    """Return the greatest resident memory so far. Of shared memory with several users, each has an equal part."""
+    status, rollup = Path("/proc/self/status").read_text(), Path("/proc/self/smaps_rollup").read_text()
+    counted_whole, counted_in_parts = _kilobytes("RssShmem", status), _kilobytes("Pss_Shmem", rollup)
+    return (_kilobytes("VmHWM", status) - counted_whole + counted_in_parts) / 1024
+
+
+def _kilobytes(name: str, text: str) -> int:
+    match = re.search(rf"^{name}:\s*(\d+) kB$", text, re.MULTILINE)
+    assert match is not None, name
+    return int(match[1])
 
 
 if __name__ == "__main__":
