@@ -11,7 +11,14 @@ import torch
 from ..backends.base import Group
 from .wire import as_bytes, from_bytes
 
-__all__ = ("allgather_integers", "allgather_rows", "alltoall_rows", "broadcast_into", "rows_per_rank")
+__all__ = (
+    "allgather_integers",
+    "allgather_rows",
+    "alltoall_rows",
+    "broadcast_into",
+    "gather_rows",
+    "rows_per_rank",
+)
 
 
 def allgather_rows(
@@ -54,19 +61,47 @@ def broadcast_into(group: Group, tensor: torch.Tensor, root: int) -> None:
 
 
 def alltoall_rows(
-    group: Group, tensor: torch.Tensor, splits: Sequence[int]
+    group: Group,
+    tensor: torch.Tensor,
+    splits: Sequence[int],
+    totals: Sequence[int],
+    received: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, list[int]]:
-    """Send splits[i] rows of `tensor` ((n, ...)) to member i. Return the received rows and their number from each."""
-    all_splits = allgather_integers(group, splits)
-    received = [member[group.rank] for member in all_splits]
+    """Send splits[i] rows of `tensor` ((n, ...)) to member i. Return the received rows and their number from each.
+
+    totals: how many rows each member sends. received: how many of them arrive from each member; None: not known.
+    """
+    received = _alltoall_integers(group, splits) if received is None else list(received)
     row_bytes = _row_bytes(tensor)
     data = as_bytes(tensor, group)[: sum(splits) * row_bytes]
     output = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=data.device)
-    if any(map(any, all_splits)) and row_bytes:
+    if any(totals) and row_bytes:
         group.alltoall(
             output, data, [count * row_bytes for count in received], [count * row_bytes for count in splits]
         ).wait()
     return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), received
+
+
+def gather_rows(
+    group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the rows of all members and their number from each on the member `root`, no rows elsewhere.
+
+    rows: of each member.
+    """
+    splits, received = [0] * group.size, [0] * group.size
+    splits[root] = rows[group.rank]
+    return alltoall_rows(group, tensor, splits, rows, rows if group.rank == root else received)
+
+
+def _alltoall_integers(group: Group, numbers: Sequence[int]) -> list[int]:
+    """Send numbers[i] to member i, and return what each member sends to this one."""
+    sent = torch.tensor(numbers, dtype=torch.int64)
+    data = as_bytes(sent, group)
+    output = torch.empty_like(data)
+    each = [sent.element_size()] * group.size
+    group.alltoall(output, data, each, each).wait()
+    return list(map(int, from_bytes(output, sent.shape, sent).tolist()))
 
 
 def allgather_integers(group: Group, numbers: Sequence[int]) -> list[list[int]]:

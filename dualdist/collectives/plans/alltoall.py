@@ -25,10 +25,10 @@ def plan_alltoall(
     channel = channel_of(process_set)
     check_rows(tensor)
     counts = check_splits(tensor, splits, channel.group.size)
-    call = make_call(call_kinds.ALLTOALL, name, **describe_rows(tensor))
+    call = make_call(call_kinds.ALLTOALL, name, count=sum(counts), **describe_rows(tensor))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, received = alltoall_rows(group, tensor, counts)
+        rows, received = alltoall_rows(group, tensor, counts, verdict.counts)
         return rows, torch.tensor(received, dtype=torch.int32)
 
     return Plan(channel, call, execute, [tensor])

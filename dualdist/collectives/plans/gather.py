@@ -8,7 +8,7 @@ from ...agreement import call_kinds
 from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
-from ..movement import alltoall_rows
+from ..movement import gather_rows
 from .arguments import check_root, check_tensor, describe_rows
 from .plan import Plan, make_call, planned
 
@@ -23,11 +23,11 @@ def plan_gather(
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
-    call = make_call(call_kinds.GATHER, name, root_rank=root_rank, **describe_rows(table))
-    splits = [table.shape[0] if index == root else 0 for index in range(channel.group.size)]
+    rows_of_rank = table.shape[0]
+    call = make_call(call_kinds.GATHER, name, count=rows_of_rank, root_rank=root_rank, **describe_rows(table))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, counts = alltoall_rows(group, table, splits)
+        rows, counts = gather_rows(group, table, root, verdict.counts)
         return rows, torch.tensor(counts, dtype=torch.int32)
 
     return Plan(channel, call, execute, [tensor])

@@ -18,7 +18,7 @@ from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...checks import items
 from ...world.process_sets import ProcessSet, channel_of
-from ..movement import allgather_rows, alltoall_rows
+from ..movement import allgather_rows, alltoall_rows, gather_rows
 from .arguments import check_root
 from .plan import Plan, make_call, planned
 
@@ -82,11 +82,10 @@ def plan_gather_object(
     """Return the plan of a gather_object. Its result: the objects of all ranks on the root, None elsewhere."""
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     data = _dump(obj)
-    splits = [data.numel() if index == root else 0 for index in range(channel.group.size)]
-    call = make_call(call_kinds.GATHER_OBJECT, name, root_rank=root_rank)
+    call = make_call(call_kinds.GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> Pickles | None:
-        rows, counts = alltoall_rows(group, data, splits)
+        rows, counts = gather_rows(group, data, root, verdict.counts)
         return _split(rows, counts) if group.rank == root else None
 
     return Plan(channel, call, execute)
@@ -106,5 +105,5 @@ def plan_scatter_object(
     pickled = [_dump(obj) for obj in given]
     data = torch.cat(pickled) if pickled else torch.empty(0, dtype=torch.uint8)
     splits = [each.numel() for each in pickled] or [0] * size
-    call = make_call(call_kinds.SCATTER_OBJECT, name, root_rank=root_rank)
-    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, data, splits)[0])
+    call = make_call(call_kinds.SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
+    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, data, splits, verdict.counts)[0])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from ...agreement import call_kinds
+from ...agreement.verdict import Verdict
+from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import alltoall_rows
 from .arguments import check_root, check_rows, check_splits, check_tensor, describe_rows
@@ -28,5 +30,11 @@ def plan_scatter(
         counts = check_splits(tensor, splits, size)
     else:
         check_tensor(tensor)
-    call = make_call(call_kinds.SCATTER, name, root_rank=root_rank, **describe_rows(tensor))
-    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, tensor, counts)[0], [tensor])
+    call = make_call(
+        call_kinds.SCATTER, name, count=sum(counts), root_rank=root_rank, **describe_rows(tensor)
+    )
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        return alltoall_rows(group, tensor, counts, verdict.counts)[0]
+
+    return Plan(channel, call, execute, [tensor])
