@@ -46,7 +46,9 @@ class DirectGroup(TorchGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._pg is not None:
-            self._pg._set_default_timeout(timeout)
+            # Gloo has only the private method in older releases of torch.
+            setter = getattr(self._pg, "set_timeout", None) or self._pg._set_default_timeout
+            setter(timeout)
 
     def close(self) -> None:
         pg, self._pg = self._pg, None

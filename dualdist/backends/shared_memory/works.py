@@ -129,6 +129,7 @@ class Works:
                 for awaited in work.steps:
                     limit = work.deadline if until is None else min(until, work.deadline)
                     if self._has_arrived(awaited, limit):
+                        work.deadline = time.monotonic() + self.timeout
                         continue
                     if time.monotonic() < work.deadline:
                         return False
