@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=tuple(_TURNS), default=list(_TURNS), help="(all by default)"
     )
+    parser.add_argument("--copies", type=int, help="models of each contestant, if memory is short (2 or 3)")
     parser.add_argument(
         "--without-horovod", action="store_true", help="compare with DDP alone, on several hosts for example"
     )
@@ -69,7 +70,8 @@ def main() -> None:
         turn, copies = _TURNS[name]
         torch.manual_seed(0)
         steps: list[tuple[str, Step]] = []
-        for style, wrap in copies * list(styles(gloo, HOOKS[settings.hook], horovod).items()):
+        number: int = settings.copies or copies
+        for style, wrap in number * list(styles(gloo, HOOKS[settings.hook], horovod).items()):
             model, batch = MODELS[name].make()
             steps.append((style, step_of(*wrap(model), batch)))
         compare(name, steps, settings.rounds, turn)
