@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -23,6 +26,8 @@ from .prefix_store import new_prefix_store
 from .store_gather import store_gather
 
 __all__ = ("SharedStore", "open_store", "serve_store", "share_store")
+
+T = TypeVar("T")
 
 _stores: dict[tuple[str, int, int], SharedStore] = {}
 _generation = itertools.count()
@@ -109,12 +114,37 @@ def _with_addresses(
     return SharedStore(store, find_addresses(launch.rank, gather, env))
 
 
+def _in_time(step: Callable[[], T], timeout: timedelta) -> T:
+    """Return `step()`, which connects to a store. Raises OSError after twice the timeout.
+
+    torch's own timeout does not hold if the server accepts connections but is stopped: its second attempt waits for an
+    answer without a limit (TCPStore.cpp, recvValue).
+    """
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(step())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="dualdist-store", daemon=True).start()
+    try:
+        return outcome.result(2 * timeout.total_seconds() + 1)
+    except FutureTimeoutError:
+        if outcome.done():
+            raise
+        raise OSError("It accepts connections, but does not answer. Its process may be stopped.") from None
+
+
 def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
     method = cast(str, launch.init_method)
     # With a world size of 1, torch's TCPStore does not wait for the others: new_prefix_store does, and names them.
     size = 1 if method.startswith(("tcp://", "env://")) else launch.size
     try:
-        store, _, _ = next(iter(dist.rendezvous(method, launch.rank, size, timeout=timeout)))
+        store, _, _ = _in_time(
+            lambda: next(iter(dist.rendezvous(method, launch.rank, size, timeout=timeout))), timeout
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigurationError(
             f"Rank {launch.rank} of {launch.describe('size')} could not open the store of the job, which rank 0 or the "
