@@ -18,6 +18,14 @@ QUICK = [
 """Tests that run without --all, too."""
 
 
+QUICK_OVER_MPI = [
+    "test_DistributedDataParallelCPU",
+    "test_all_reduce_sum_async",
+    "test_barrier_full_group",
+    "test_ddp_static_graph_nested_types",
+]
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_are_as_recorded(ranks: int, request: pytest.FixtureRequest) -> None:
@@ -27,6 +35,15 @@ def test_results_are_as_recorded(ranks: int, request: pytest.FixtureRequest) -> 
     assert torch_suite.differences(ranks, results) == []
 
 
+@pytest.mark.timeout(1200)
+def test_results_over_mpi_are_as_recorded(request: pytest.FixtureRequest) -> None:
+    need_modules("expecttest", "mpi4py")
+    tests = [] if request.config.getoption("--all") else QUICK_OVER_MPI
+    results = torch_suite.run(2, tests, own=True, mpi=True)
+    assert "passed" in results.values()
+    assert torch_suite.differences(2, results, mpi=True) == []
+
+
 def test_every_test_that_does_not_pass_has_a_reason() -> None:
-    for ranks in (2, 3):
-        assert all(reason for reason in torch_suite.expected(ranks).values())
+    for listed in (torch_suite.expected(2), torch_suite.expected(3), torch_suite.expected(2, mpi=True)):
+        assert all(listed.values())

@@ -2,16 +2,19 @@
 
     python tests/integration/torch_suite.py --ranks 2 3
     python tests/integration/torch_suite.py --ranks 2 --own test_ddp_inference    # torch's own class
+    python tests/integration/torch_suite.py --ranks 2 --mpi    # torch's own class, over the MPI process group
 
 The tests are those in torch/testing/_internal/distributed/distributed_test.py of the installed torch. They run on gloo,
-on the CPU even if they are made for GPUs. tests/data/torch_suite.json names those that do not pass, and why. Exits with
-1 if a result is another one.
+on the CPU even if they are made for GPUs. With --mpi all tests run, not only those of DistributedDataParallel; see
+torch_suite_mpi.py. tests/data/torch_suite.json names those that do not pass, and why. Exits with 1 if a result is
+another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -28,9 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.helpers.cpu_in_place_of_gpu import use_cpu
+from tests.helpers.world import MPIRUN
 
 EXPECTED = Path(__file__).parents[1] / "data" / "torch_suite.json"
-"""For each number of ranks: the tests that do not pass, and what they look at. "all" holds for every number."""
+"""For each number of ranks: the tests that do not pass, and what they look at. "all" holds for each, "mpi" for the
+MPI process group."""
 
 TIMEOUT_SECONDS = 60
 """How long one test may take. torch's default is 300 s."""
@@ -43,6 +48,7 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", help="names of tests; all if none is named")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--own", action="store_true", help="run torch's own class, and compare nothing")
+    parser.add_argument("--mpi", action="store_true", help="run torch's own class over the MPI process group")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -50,24 +56,26 @@ def main() -> int:
         return 0
     wrong = False
     for size in options.ranks:
-        results = run(size, options.tests, options.own, lambda *found: print(*found, sep=": ", flush=True))
+        print_result = functools.partial(print, sep=": ", flush=True)
+        results = run(size, options.tests, options.own, options.mpi, report=print_result)
         passed = sum(result == "passed" for result in results.values())
         print(f"{size} ranks: {passed} of {len(results)} passed")
         if not options.own:
-            wrong |= bool(differences(size, results))
-            print(*differences(size, results), sep="\n")
+            found = differences(size, results, options.mpi)
+            wrong |= bool(found)
+            print(*found, sep="\n")
     return int(wrong)
 
 
-def expected(size: int) -> dict[str, str]:
+def expected(size: int, mpi: bool = False) -> dict[str, str]:
     """Return the tests that do not pass with `size` ranks, and what they look at."""
     listed = json.loads(EXPECTED.read_text())
-    return {**listed["all"], **listed.get(str(size), {})}
+    return dict(listed["mpi"]) if mpi else {**listed["all"], **listed.get(str(size), {})}
 
 
-def differences(size: int, results: dict[str, str]) -> list[str]:
+def differences(size: int, results: dict[str, str], mpi: bool = False) -> list[str]:
     """Return sentences about the results that are not as expected."""
-    listed = expected(size)
+    listed = expected(size, mpi)
     return [
         f"{name} should {'fail' if name in listed else 'pass'}, but: {result}"
         for name, result in results.items()
@@ -76,7 +84,11 @@ def differences(size: int, results: dict[str, str]) -> list[str]:
 
 
 def run(
-    size: int, tests: list[str], own: bool = False, report: Callable[[str, str], None] = lambda *_: None
+    size: int,
+    tests: list[str],
+    own: bool = False,
+    mpi: bool = False,
+    report: Callable[[str, str], None] = lambda *_: None,
 ) -> dict[str, str]:
     """Return the result of each test on `size` ranks: "passed", "skipped", or the last line of the error.
 
@@ -95,6 +107,9 @@ def run(
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TIMEOUT_SECONDS),
         }
         command = [sys.executable, __file__, "--worker", str(size), *(["--own"] if own else []), *tests]
+        if mpi:
+            start = [part.format(size=size) for part in MPIRUN]
+            command = [*start, sys.executable, str(Path(__file__).with_name("torch_suite_mpi.py")), *tests]
         output = Path(folder) / "errors.txt"
         with output.open("w") as errors:
             worker = subprocess.Popen(
@@ -117,6 +132,16 @@ def run_here(tests: list[str], own: bool) -> None:
 
     The variables are those that `run` sets.
     """
+    case = forked_case(imported_suite(), own)
+    for name in tests or names_of_tests(case, only_ddp=True):
+        result = unittest.TestResult()
+        with contextlib.redirect_stdout(io.StringIO()):
+            case(name).run(result)
+        print(f"{name}: {outcome(result)}", flush=True)
+
+
+def imported_suite() -> Any:
+    """Return the module of torch's tests, which also run without GPUs then."""
     from torch.testing._internal import common_distributed
 
     common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
@@ -124,23 +149,21 @@ def run_here(tests: list[str], own: bool) -> None:
     common_distributed.TIMEOUT_OVERRIDE.clear()
     from torch.testing._internal.distributed import distributed_test
 
-    case = forked_case(distributed_test, own)
-    names = tests or [name for name in dir(case) if is_about_ddp(name, getattr(case, name))]
-    for name in names:
-        result = unittest.TestResult()
-        with contextlib.redirect_stdout(io.StringIO()):
-            case(name).run(result)
-        print(f"{name}: {outcome(result)}", flush=True)
+    return distributed_test
+
+
+def names_of_tests(case: type[unittest.TestCase], only_ddp: bool) -> list[str]:
+    """Return the names of torch's tests in `case`: all, or those that use DistributedDataParallel."""
+    tests = {name: getattr(case, name) for name in dir(case) if name.startswith("test_")}
+    return [
+        name for name, test in tests.items() if callable(test) and (not only_ddp or is_about_ddp(name, test))
+    ]
 
 
 def is_about_ddp(name: str, test: Any) -> bool:
-    """Return whether an attribute of torch's class is a test that uses DistributedDataParallel."""
-    if not name.startswith("test_") or not callable(test):
-        return False
-    about = re.search(
-        "ddp|DistributedDataParallel", name + inspect.getsource(inspect.unwrap(test)), re.IGNORECASE
-    )
-    return about is not None
+    """Return whether a test of torch uses DistributedDataParallel."""
+    source = name + inspect.getsource(inspect.unwrap(test))
+    return re.search("ddp|DistributedDataParallel", source, re.IGNORECASE) is not None
 
 
 def forked_case(distributed_test: Any, own: bool) -> type[unittest.TestCase]:
