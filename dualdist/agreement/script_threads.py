@@ -6,30 +6,27 @@ blocked and no call is pending on all of them, no call can ever run.
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import os
-import re
+import gc
+import sys
 import sysconfig
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
 
 __all__ = ("awaited", "is_blocked", "waiting_for")
 
 _waiting: dict[int, object] = {}
 """Thread -> the request for which it waits."""
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_CALL = re.compile(r'  File "(.*)", line .* in (.*)')
-_LIBRARIES = tuple(
-    path.encode("ascii", "backslashreplace").decode()
-    for path in (
-        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")),
-        str(Path(__file__).resolve().parents[1]),
-        "<frozen ",
-    )
+_one_at_a_time = threading.RLock()
+
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")),
+    str(Path(__file__).resolve().parents[1]),
+    "<frozen ",
 )
 
 
@@ -64,49 +61,36 @@ def is_blocked(pending: Collection[object]) -> bool:
     The main thread and threads that run code of the script can make calls. Threads that run only library code, such as
     idle threads of a pool, are assumed to wait for these; a timer is not.
     """
-    stacks = _stacks()
-    if stacks is None:
-        return False
-    stuck = {thread for thread in stacks if _waiting.get(thread) in pending}
-    in_backward = any(_is_native(thread) for thread in stuck)
-    for thread in stacks.keys() - stuck:
-        if in_backward and _runs_backward(stacks[thread]):
-            continue
-        if thread == threading.main_thread().ident or _runs_script(thread, stacks[thread]):
-            return False
-    return True
+    with _no_garbage_collection():
+        frames = sys._current_frames()
+        stuck = {thread for thread in frames if _waiting.get(thread) in pending}
+        in_backward = any(_is_native(thread) for thread in stuck)
+        for thread in frames.keys() - stuck:
+            if in_backward and _runs_backward(frames[thread]):
+                continue
+            if thread == threading.main_thread().ident or _runs_script(thread, frames[thread]):
+                return False
+        return True
 
 
-class _Call(NamedTuple):
-    """A function that a thread runs."""
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in the block.
 
-    file: str
-    """Characters outside ASCII are escaped. Empty: the thread runs more functions than are listed."""
-    name: str
-
-
-def _stacks() -> dict[int, list[_Call]] | None:
-    """Return what each thread runs, the most recent call first; None if there are too many threads (100).
-
-    faulthandler reads the stacks in one step, in which no other thread of Python runs, and makes no frame objects.
-    While another thread was running, a segmentation fault was seen once in a walk along `f_back`, which does both.
+    `f_back` creates a frame. Until Python 3.12 that can begin a collection, in which other threads run and may leave
+    the frame that is being created. One segmentation fault in the walk was seen; this is a possible cause, not proven.
+    sys._current_frames collects nothing either (github.com/python/cpython/issues/106883, a deadlock). The text of
+    faulthandler is no replacement: it crashed beside Horovod, whose thread creates a thread state without the GIL when
+    it drops a tensor, and faulthandler reads the half-made state.
     """
-    with open(os.memfd_create("stacks"), "r+", encoding="ascii") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().splitlines()
-    stacks: dict[int, list[_Call]] = {}
-    stack: list[_Call] = []
-    for line in lines:
-        if found := _THREAD.match(line):
-            stack = stacks.setdefault(int(found[1], 16), [])
-        elif found := _CALL.match(line):
-            stack.append(_Call(found[1], found[2]))
-        elif line == "  ...":
-            stack.append(_Call("", ""))
-        elif line == "...":
-            return None
-    return stacks
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _is_native(thread: int) -> bool:
@@ -114,15 +98,17 @@ def _is_native(thread: int) -> bool:
     return isinstance(threading._active.get(thread), threading._DummyThread | None)  # type: ignore[attr-defined]
 
 
-def _runs_backward(stack: Sequence[_Call]) -> bool:
+def _runs_backward(frame: FrameType) -> bool:
     """Return whether the thread waits for the threads of autograd: for CUDA, hooks run in these."""
-    return bool(stack) and stack[0].name == "_engine_run_backward"
+    return frame.f_code.co_name == "_engine_run_backward"
 
 
-def _runs_script(thread: int, stack: Sequence[_Call]) -> bool:
+def _runs_script(thread: int, frame: FrameType | None) -> bool:
     if isinstance(threading._active.get(thread), threading.Timer):  # type: ignore[attr-defined]
         return True
-    return not all(_is_library(call.file) for call in stack)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
