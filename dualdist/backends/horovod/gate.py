@@ -30,7 +30,7 @@ class _Gate:
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._answered: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._number = 0
+        self._number = self._seen = 0
         self.thread = threading.Thread(target=self._serve, name="dualdist-horovod", daemon=True)
         self.thread.start()
 
@@ -42,17 +42,18 @@ class _Gate:
 
     def wait(self, patience: Patience) -> None:
         self._number += 1
-        self._asked.put(self._number)
-        answered = 0
-        while answered != self._number:  # an earlier one was given up
+        number = self._number
+        self._asked.put(number)
+        while self._seen < number:  # a signal handler may see the answer first
             with contextlib.suppress(queue.Empty):
-                answered = self._answered.get(timeout=_CHECK_SECONDS)
+                self._seen = max(self._seen, self._answered.get(timeout=_CHECK_SECONDS))
                 continue
             patience.check()
 
 
 _gate: _Gate | None = None
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
+"""Reentrant: a signal handler may make a collective while this thread waits."""
 
 
 def await_gate(patience: Patience) -> None:
