@@ -25,6 +25,7 @@ from ..types import Launch, Settings
 from .base import Backend, Group
 from .default_group import forget_default_group
 from .direct_group import DirectGroup, can_connect
+from .open_files import allow_open_files
 from .shared_memory import HostGroup, share_host
 from .start_step import start_step
 from .start_watch import StartWatch
@@ -153,6 +154,8 @@ class TorchBackend(Backend):
                 seconds = settings.start_timeout_seconds
                 watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, seconds)
                 undo.callback(watch.close, started=False)
+            if chosen == "gloo":
+                allow_open_files(launch.size)  # watched, so that its error ends the start of all ranks
             connect = functools.partial(
                 dist.init_process_group,
                 _text_of(config),

@@ -1,0 +1,55 @@
+"""The limit of open files is raised for large worlds, and left alone otherwise."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from dualdist.backends.open_files import allow_open_files
+from dualdist.errors import ConfigurationError
+
+
+class Limits:
+    """In place of the limits of this process."""
+
+    RLIMIT_NOFILE, RLIM_INFINITY = resource.RLIMIT_NOFILE, resource.RLIM_INFINITY
+
+    def __init__(self, soft: int, hard: int) -> None:
+        self.now = (soft, hard)
+
+    def getrlimit(self, _: int) -> tuple[int, int]:
+        return self.now
+
+    def setrlimit(self, _: int, limits: tuple[int, int]) -> None:
+        self.now = limits
+
+
+def limits_after(monkeypatch: pytest.MonkeyPatch, size: int, soft: int, hard: int) -> tuple[int, int]:
+    limits = Limits(soft, hard)
+    monkeypatch.setattr("dualdist.backends.open_files.resource", limits)
+    allow_open_files(size)
+    return limits.now
+
+
+def test_a_limit_that_is_high_enough_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limits in ((4096, 1 << 20), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)):
+        assert limits_after(monkeypatch, 64, *limits) == limits
+
+
+@pytest.mark.parametrize("hard", [1 << 20, resource.RLIM_INFINITY])
+def test_a_limit_that_is_too_low_is_raised_to_what_the_world_needs(
+    hard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, kept = limits_after(monkeypatch, 1000, 1024, hard)
+    assert 4 * 1000 < soft < 5 * 1000
+    assert kept == hard
+
+
+def test_it_is_never_raised_above_the_hard_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits_after(monkeypatch, 1000, 1024, 4200) == (4200, 4200)
+
+
+def test_a_hard_limit_that_is_too_low_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"for 1000 ranks, but is 2048 instead\. Raise it"):
+        limits_after(monkeypatch, 1000, 1024, 2048)
