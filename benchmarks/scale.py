@@ -1,0 +1,211 @@
+"""Counts what an agreement and the start of a world cost each rank, for worlds of 64 to 16,384 ranks. A model.
+
+    python benchmarks/scale.py
+
+It measures no time. Up to --driven ranks, the package's own code runs, one thread per rank, over a network in memory
+that counts: the agreement before each collective (dualdist/agreement) and the gathering of texts through a store at a
+start (dualdist/rendezvous/gather.py). For larger worlds the figures of the agreement are computed from the rounds of
+that code, by formulas that are checked against every world that ran. Rows marked `*` are computed. The time of an
+agreement is its rounds times the latency of a message, without the time of its bytes. Backends are not in the model:
+Gloo's own connections grow with the number of ranks; benchmarks/startup.py counts those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.connections import Connections, _Peer
+from dualdist.agreement.verdict import _MESSAGE, ACTIVE, Entry, agree
+from dualdist.rendezvous import gather_through
+
+SIZES = (64, 256, 1024, 4096, 16384)
+SECONDS = 300.0
+_LENGTH_BYTES = 4
+TEXT = "x" * 60
+"""As long as what a rank sends about its host at a start."""
+
+
+class Counts(NamedTuple):
+    """Of one rank and one agreement."""
+
+    descriptors: int
+    rounds: int
+    messages: int
+    """Sent in one piece."""
+    sent: int
+    """Bytes."""
+
+
+class Pipe:
+    """One direction of a connection in memory, in place of a socket."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.data = bytearray()
+        self.messages = self.sent = 0
+
+    def put(self, data: memoryview) -> None:
+        with self.changed:
+            self.data += data
+            self.messages += 1
+            self.sent += len(data)
+            self.changed.notify_all()
+
+    def take(self, count: int) -> bytes:
+        with self.changed:
+            if not self.data:
+                raise BlockingIOError
+            taken = bytes(self.data[:count])
+            del self.data[:count]
+            return taken
+
+
+class MemorySocket:
+    """What `_Peer` uses of a socket."""
+
+    def __init__(self, outgoing: Pipe, incoming: Pipe) -> None:
+        self.outgoing, self.incoming = outgoing, incoming
+
+    def send(self, message: memoryview) -> int:
+        self.outgoing.put(message)
+        return len(message)
+
+    def recv(self, count: int) -> bytes:
+        return self.incoming.take(count)
+
+
+class MemoryPeer(_Peer):
+    """A peer that is reached over memory."""
+
+    def __init__(self, connection: MemorySocket) -> None:
+        self.socket: Any = connection
+        self._unread = bytearray()
+
+    def wait(self, deadline: float) -> None:
+        incoming = self.socket.incoming
+        with incoming.changed:
+            assert incoming.changed.wait_for(lambda: incoming.data, SECONDS)
+
+
+class MemoryConnections(Connections):
+    """The connections of one rank, over memory. pipes: (from, to) -> Pipe, of all ranks."""
+
+    def __init__(self, pipes: dict[tuple[int, int], Pipe], rank: int, size: int) -> None:
+        self._pipes = pipes
+        super().__init__(None, "model", range(size), rank, "", SECONDS)
+
+    def _connect(self, *_: Any) -> None:
+        for peer in peers_of(self.rank, self.size):
+            ways = ((self.rank, peer), (peer, self.rank))
+            self._peers[peer] = MemoryPeer(
+                MemorySocket(*(self._pipes.setdefault(way, Pipe()) for way in ways))
+            )
+
+    def counts(self) -> Counts:
+        outgoing = [self._pipes[self.rank, peer] for peer in self._peers]
+        messages = sum(pipe.messages for pipe in outgoing)
+        return Counts(len(self._peers), len(self._rounds), messages, sum(pipe.sent for pipe in outgoing))
+
+
+def peers_of(rank: int, size: int) -> set[int]:
+    """Return the peers that Connections._connect connects to."""
+    return {(rank + sign * (1 << bit)) % size for bit in range((size - 1).bit_length()) for sign in (-1, 1)}
+
+
+def on_all_ranks(size: int, run: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def driven_agreement(size: int) -> Counts:
+    """Let `size` ranks agree on a call. Return the largest counts of a rank."""
+    pipes: dict[tuple[int, int], Pipe] = {}
+    connections = [MemoryConnections(pipes, rank, size) for rank in range(size)]
+    entry = Entry(ACTIVE, Call(call_kinds.BARRIER))
+    verdicts = on_all_ranks(size, lambda rank: agree(connections[rank], entry))
+    assert all(verdict.call is entry.call for verdict in verdicts)
+    return Counts(*map(max, zip(*(held.counts() for held in connections), strict=True)))
+
+
+def computed_agreement(size: int) -> Counts:
+    """Return the counts from the rounds of Connections.allgather_messages."""
+    distances = [1 << bit for bit in range((size - 1).bit_length())]
+    texts = sum(min(distance, size - distance) for distance in distances)
+    return Counts(
+        len(peers_of(0, size)), len(distances), len(distances), texts * (_LENGTH_BYTES + _MESSAGE.size)
+    )
+
+
+class MemoryStore:
+    """A store that counts the calls and bytes of each rank."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.values: dict[str, str] = {}
+        self.calls, self.bytes = [0] * size, [0] * size
+
+    def set(self, rank: int, key: str, text: str) -> None:
+        with self.changed:
+            self.values[key] = text
+            self.calls[rank] += 1
+            self.bytes[rank] += len(text)
+            self.changed.notify_all()
+
+    def get(self, rank: int, keys: Sequence[str], seconds: float) -> list[str] | None:
+        with self.changed:
+            self.calls[rank] += 1
+            if not self.changed.wait_for(lambda: all(key in self.values for key in keys), seconds):
+                return None
+            texts = [self.values[key] for key in keys]
+            self.bytes[rank] += sum(map(len, texts))
+            return texts
+
+
+def driven_gather(size: int) -> MemoryStore:
+    """Let `size` ranks gather their texts as at a start. Return the store."""
+    store = MemoryStore(size)
+
+    def run(rank: int) -> list[str]:
+        set_: Callable[[str, str], None] = lambda key, text: store.set(rank, key, text)  # noqa: E731
+        get: Callable[[Sequence[str], float], Any] = lambda keys, seconds: store.get(rank, keys, seconds)  # noqa: E731
+        return gather_through(rank, size, set_, get, SECONDS)(f"{TEXT}{rank}")
+
+    assert all(texts == [f"{TEXT}{rank}" for rank in range(size)] for texts in on_all_ranks(size, run))
+    return store
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count what an agreement and a start cost each rank.")
+    parser.add_argument("--driven", type=int, default=256, help="the largest world that runs (%(default)s)")
+    parser.add_argument("--latency", type=float, default=50.0, help="of a message, in us (%(default)s)")
+    settings = parser.parse_args()
+    print("An agreement, per rank")
+    print("    ranks  descriptors  rounds  messages     bytes  us of latency")
+    for size in SIZES:
+        counts = computed_agreement(size)
+        is_driven = size <= settings.driven
+        assert not is_driven or driven_agreement(size) == counts
+        print(
+            f"{size:9}{' ' if is_driven else '*'}{counts.descriptors:11}{counts.rounds:8}{counts.messages:10}"
+            f"{counts.sent:10}{counts.rounds * settings.latency:15.0f}"
+        )
+    first, last = computed_agreement(64), computed_agreement(4096)
+    ratios = (
+        f"{name} {large / small:.1f}" for name, small, large in zip(Counts._fields, first, last, strict=True)
+    )
+    print(f"4096 ranks over 64: {', '.join(ratios)}")
+    print("One gathering of texts at a start")
+    print("    ranks  calls of rank 0  of another  bytes of rank 0  of another")
+    for size in (size for size in SIZES if size <= settings.driven):
+        store = driven_gather(size)
+        print(f"{size:9}{store.calls[0]:17}{store.calls[-1]:12}{store.bytes[0]:17}{store.bytes[-1]:12}")
+
+
+if __name__ == "__main__":
+    main()
