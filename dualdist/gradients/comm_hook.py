@@ -170,11 +170,6 @@ class HookWork(Work):
     def done(self) -> bool:
         return self._ended.is_set()
 
-    def wait_for(self, seconds: float) -> None:
-        # Meanwhile the threads of the hook and of its futures get Python's global lock at once.
-        if self._stream is None:  # on a device the host waits for nothing
-            self._ended.wait(seconds)
-
     @property
     def result(self) -> torch.Tensor | None:
         """The combined gradients, (n,), after `wait`; None if the hook raised an error."""
