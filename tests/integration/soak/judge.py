@@ -69,7 +69,7 @@ def names(text: str, fault: Fault, is_horovods: bool = False) -> bool:
 
     is_horovods: whether Horovod has ended other ranks.
     """
-    if fault.world == "horovod-mpi" and fault.place in (START, INIT):  # no rank knows another one yet
+    if fault.world.startswith("horovod-") and fault.place in (START, INIT):  # no rank knows another one yet
         return True
     if text.startswith("CheckpointError") and f"Rank {fault.rank} failed" in text:
         return True
