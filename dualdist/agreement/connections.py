@@ -151,13 +151,23 @@ class Connections:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}
         token = secrets.token_bytes(_TOKEN_BYTES)
-        with socket.create_server((address, 0), backlog=len(peers)) as server:
+        with (
+            contextlib.ExitStack() as stack,
+            socket.create_server((address, 0), backlog=len(peers)) as server,
+        ):
             try:
                 meeting.publish(address, server.getsockname()[1], token)
-                for peer, where in meeting.wait_for(peers).items():
-                    if peer > self.rank:
-                        self._peers[peer] = _Peer(self._call(*where, meeting))
-                self._accept(server, token, peers, meeting)
+                called = {
+                    peer: stack.enter_context(self._call(*where))
+                    for peer, where in meeting.wait_for(peers).items()
+                    if peer > self.rank
+                }
+                # Before the replies: a peer replies when its own calls are made.
+                self._accept(server, token, peers - called.keys(), meeting)
+                for peer, connection in called.items():
+                    _check_reply(connection, meeting)
+                    self._peers[peer] = _Peer(connection)
+                stack.pop_all()
             except HorovodInternalError:
                 self.close()
                 raise
@@ -166,22 +176,19 @@ class Connections:
                 self.close()
                 raise failure from error
 
-    def _call(self, host: str, port: int, token: bytes, meeting: Meeting) -> socket.socket:
-        """Connect to the peer that listens at `host`. A listener that accepts the token and replies is the peer."""
+    def _call(self, host: str, port: int, token: bytes) -> socket.socket:
+        """Connect to the peer that listens at `host`. It need not have accepted the connection yet."""
         with contextlib.ExitStack() as stack:
             try:
                 connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
-                connection.settimeout(meeting.left())
                 connection.sendall(token + self.rank.to_bytes(4, "little"))
-                if not connection.recv(1):
-                    raise OSError("another program listens at this address")
             except OSError as error:
                 raise OSError(f"{host}:{port}: {error}") from error
             stack.pop_all()
         return connection
 
-    def _accept(self, server: socket.socket, token: bytes, peers: set[int], meeting: Meeting) -> None:
-        while missing := peers - self._peers.keys():
+    def _accept(self, server: socket.socket, token: bytes, callers: set[int], meeting: Meeting) -> None:
+        while missing := callers - self._peers.keys():
             server.settimeout(min(_CHECK_SECONDS, meeting.left()))
             try:
                 connection, _ = server.accept()
@@ -286,6 +293,14 @@ class _Peer:
 def _left(deadline: float) -> float:
     """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
     return max(1e-3, deadline - time.monotonic())
+
+
+def _check_reply(connection: socket.socket, meeting: Meeting) -> None:
+    """Wait for the reply to a call. Raises OSError without one: a listener that accepts the token is the peer."""
+    host, port = connection.getpeername()
+    connection.settimeout(meeting.left())
+    if not connection.recv(1):
+        raise OSError(f"{host}:{port}: another program listens at this address")
 
 
 def _powers_of_two(limit: int) -> list[int]:

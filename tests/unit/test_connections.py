@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,3 +122,25 @@ def test_a_member_that_closes_without_a_goodbye_is_lost() -> None:
         return found
 
     assert each_of(3, member)[2] == [False, False, True]
+
+
+def test_members_accept_calls_while_their_own_are_unanswered() -> None:
+    """Otherwise each of n members would wait for the next one: n steps at the start of a world."""
+    store, token = HashStore(), b"t" * 16
+
+    def close_at_once(rank: int) -> None:
+        Connections(store, "test", range(3), rank, "127.0.0.1", timeout=20).close()
+
+    with ThreadPoolExecutor(2) as pool, socket.create_server(("127.0.0.1", 0)) as last:
+        last.settimeout(20)
+        host, port = last.getsockname()
+        store.set("connections/test/2", json.dumps([host, port, token.hex()]))
+        others = [pool.submit(close_at_once, rank) for rank in range(2)]
+        callers = [last.accept()[0] for _ in others]
+        assert {caller.recv(20, socket.MSG_WAITALL)[16] for caller in callers} == {0, 1}
+        for caller in callers:
+            caller.sendall(b"\1")
+        for other in others:
+            other.result()
+        for caller in callers:
+            caller.close()

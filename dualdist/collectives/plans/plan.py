@@ -45,7 +45,8 @@ class Plan(Generic[T]):
 
     def run(self) -> T:
         """Agree with the other members, then run the collective. Collective over the process set."""
-        return self.channel.run(self.call, on_streams_of_caller(self.execute, self.tensors))
+        execute = on_streams_of_caller(self.execute, self.tensors) if self.tensors else self.execute
+        return self.channel.run(self.call, execute)
 
     def submit(self) -> int:
         """Queue the collective and return a handle."""
