@@ -19,7 +19,7 @@ from ..errors import ConfigurationError
 __all__ = ("add_arguments", "execute")
 
 _ROOT = Path(__file__).parents[2]
-_NAMES = ("step", "collectives", "memory", "startup", "checkpoint", "gpu")
+_NAMES = ("step", "collectives", "memory", "startup", "scale", "checkpoint", "gpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
