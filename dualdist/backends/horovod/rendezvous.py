@@ -21,7 +21,7 @@ from ..store_gather import store_gather
 
 __all__ = ("GlooRendezvous", "serve_rendezvous")
 
-_ERROR_SECONDS = 10
+_ERROR_SECONDS = 7
 """How long a rank may need to ask the others what they do, and to raise its error."""
 
 
@@ -80,10 +80,10 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
 
 
 def _gloo_timeout(settings: Settings) -> str:
-    """Return how long Horovod's Gloo waits for an unreachable host: about its default of 30 s, or a bit longer than we.
+    """Return how long Horovod's Gloo waits for an unreachable host: a bit longer than we do, and 37 s at most.
 
     Its timeout ends the process, if it happens in `hvd.init()` or while there are process sets: Horovod does not catch
-    Gloo's exception (horovod/common/operations.cc:439, 727). Our error must be raised before.
+    Gloo's exception (horovod/common/operations.cc:439, 727). Our error must be raised before. After our error,
+    `hvd.shutdown()` waits for it.
     """
-    seconds = min(max(settings.start_timeout_seconds, settings.stall_timeout_seconds), 30)
-    return str(math.ceil(seconds + _ERROR_SECONDS))
+    return str(math.ceil(min(settings.stall_timeout_seconds, 30) + _ERROR_SECONDS))
