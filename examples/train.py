@@ -267,13 +267,9 @@ def fail(message: str) -> NoReturn:
     rank = 0
     with contextlib.suppress(hvd.ConfigurationError):
         rank = hvd.launch_info().rank
-    # Launchers kill all ranks when one fails: let rank 0 print its line first.
-    if rank != 0 and not hvd.is_initialized():
-        time.sleep(10)  # the launcher ends this rank before, when rank 0 has failed
-    if rank == 0 or not hvd.is_initialized():
-        print(f"train.py: error: {message}\n", end="", file=sys.stderr, flush=True)
-    if hvd.is_initialized():
-        hvd.barrier()
+    if rank != 0:
+        time.sleep(10)  # launchers kill all ranks when one fails: let rank 0 print its line first
+    print(f"train.py: error: {message}\n", end="", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
