@@ -252,9 +252,12 @@ class Reducer:
         while len(self._works) < len(self._buckets):
             self._send_next(empty)
         channel = channel_of(self._options.process_set)
+        call = self._announcement()
+        for sent in self._works:
+            if not sent.has_started:  # the error finds the rank that has left
+                channel.receive(call, sent.work.wait)
         if self._works and not channel.has_joined:  # a joined rank sends only after the announcement
             self._works[-1].work.wait_for(_DATA_FIRST_SECONDS)
-        call = self._announcement()
         try:
             wrong = announce(self._options.process_set, call, self._contributions, self._kinds)
         except CollectiveMismatchError:

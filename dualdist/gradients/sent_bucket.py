@@ -28,6 +28,8 @@ class SentBucket(ABC):
 
     work: Work
     """Ends when its data has been combined."""
+    has_started = True
+    """False if the backend could not start `work`, which then raises."""
     error: Exception | None = None
     """What a communication hook has raised on this rank, after `finish`."""
 
@@ -52,8 +54,9 @@ class SummedBucket(SentBucket):
         work: Work
         try:
             work = group.allreduce_(self._wire, Sum, tag=tag)
-        except HorovodInternalError as error:  # the announcement fails, too, and finds the rank that has left
+        except HorovodInternalError as error:
             work = FailedWork(error)
+            self.has_started = False
         self.work = record(work)
 
     def finish(self, memory: BucketMemory, factor: float) -> None:

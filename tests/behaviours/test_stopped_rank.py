@@ -51,6 +51,14 @@ def wait_until_stopped(process: int) -> None:
         pass
 
 
+def check_starts_without_waiting(allreduce_: Callable[..., Work]) -> None:
+    try:
+        started = [allreduce_(torch.ones(3), hvd.Sum, tag=f"another {number}") for number in range(3)]
+    except hvd.StallError as error:
+        raise AssertionError("an allreduce waited for the stopped rank before it started") from error
+    assert not any(work.done() for work in started)
+
+
 def stop_in(group: Group, call: Callable[[], None], process: int, folder: Path | None) -> None:
     """Make `call`; rank 1 stops instead of sending data over `group`.
 
@@ -65,6 +73,7 @@ def stop_in(group: Group, call: Callable[[], None], process: int, folder: Path |
             return StoppingWork(lambda: wait_for(files))
         if folder is None:
             wait_until_stopped(process)
+            check_starts_without_waiting(former)
         work = former(*args, **kwargs)
         if folder is not None:
             (folder / f"started {hvd.rank()}").touch()

@@ -1,4 +1,4 @@
-"""Waits until Horovod accepts an operation, in a way that does not block the process.
+"""Finds out when Horovod accepts an operation, in a way that does not block the process.
 
 Horovod starts an operation under the mutex of its table of process sets, and keeps Python's global lock meanwhile. With
 HOROVOD_DYNAMIC_PROCESS_SETS its background thread holds the same mutex while it waits for the other ranks
@@ -9,28 +9,24 @@ Python's global lock. Between two cycles of Horovod, that takes less than a mill
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 
 from .installed import real_horovod
-from .patience import Patience
 
 with real_horovod():
     import horovod.torch as hvd
 
-__all__ = ("await_gate",)
-
-_CHECK_SECONDS = 0.1
+__all__ = ("ask", "has_answered")
 
 
 class _Gate:
-    """Locks and unlocks the mutex in a thread of its own."""
+    """Locks and unlocks the mutex in a thread of its own, once for each question."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._answered: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._number = self._seen = 0
+        self._answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._number = self._answered = 0
         self.thread = threading.Thread(target=self._serve, name="dualdist-horovod", daemon=True)
         self.thread.start()
 
@@ -38,17 +34,20 @@ class _Gate:
         while True:
             number = self._asked.get()
             hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_number_of_process_sets()  # locks the mutex
-            self._answered.put(number)
+            self._answers.put(number)
 
-    def wait(self, patience: Patience) -> None:
+    def ask(self) -> int:
         self._number += 1
-        number = self._number
-        self._asked.put(number)
-        while self._seen < number:  # a signal handler may see the answer first
-            with contextlib.suppress(queue.Empty):
-                self._seen = max(self._seen, self._answered.get(timeout=_CHECK_SECONDS))
-                continue
-            patience.check()
+        self._asked.put(self._number)
+        return self._number
+
+    def has_answered(self, number: int, seconds: float) -> bool:
+        while self._answered < number:  # a signal handler may see the answer first
+            try:
+                self._answered = max(self._answered, self._answers.get(timeout=seconds))
+            except queue.Empty:
+                return self._answered >= number
+        return True
 
 
 _gate: _Gate | None = None
@@ -56,10 +55,17 @@ _one_at_a_time = threading.RLock()
 """Reentrant: a signal handler may make a collective while this thread waits."""
 
 
-def await_gate(patience: Patience) -> None:
-    """Wait until Horovod accepts an operation. Raises what `patience` raises."""
+def ask() -> int:
+    """Ask when Horovod accepts an operation, and return the number of the question. Does not wait."""
     global _gate
     with _one_at_a_time:
         if _gate is None or not _gate.thread.is_alive():  # a forked process has no threads
             _gate = _Gate()
-        _gate.wait(patience)
+        return _gate.ask()
+
+
+def has_answered(number: int, seconds: float) -> bool:
+    """Wait at most `seconds`, and return whether Horovod accepts the operation for which `ask` returned `number`."""
+    assert _gate is not None
+    with _one_at_a_time:
+        return _gate.has_answered(number, seconds)

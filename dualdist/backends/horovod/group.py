@@ -13,7 +13,7 @@ import torch
 
 from ...errors import HorovodInternalError
 from ..base import Group, Work
-from .gate import await_gate
+from . import gate
 from .installed import real_horovod
 from .patience import Patience
 
@@ -24,6 +24,8 @@ __all__ = ("HorovodGroup", "wrapped")
 
 _SLEEP_SECONDS = (0.00005, 0.001)
 """The first and the longest pause between two polls of an operation. Horovod's own cycle is 1 ms."""
+_START_SECONDS = 0.1
+"""How long to wait at a time until Horovod accepts an operation. It usually takes less than a millisecond."""
 _BROADCAST_NAMES = 8
 """Horovod allows one operation of a name at a time. As many broadcasts can be in progress."""
 
@@ -41,12 +43,30 @@ def wrapped() -> Iterator[None]:
 
 
 class _HorovodWork(Work):
-    def __init__(self, handle: int, output: torch.Tensor | None, patience: Patience) -> None:
-        self._handle = handle
+    """An operation of Horovod, which starts when Horovod accepts it; `wait` starts it at the latest.
+
+    So a caller that starts several operations does not wait for a rank that is lost, once for each of them.
+    """
+
+    def __init__(self, start: Callable[[], int], output: torch.Tensor | None, patience: Patience) -> None:
+        """start: starts the operation and returns Horovod's handle."""
+        self._start = start
+        self._question = gate.ask()
+        self._handle: int | None = None
         self._output = output
         self._patience = patience
+        self._has_started(_START_SECONDS)
+
+    def _has_started(self, seconds: float) -> bool:
+        """Wait at most `seconds` until Horovod accepts the operation, and return whether it has started."""
+        if self._handle is None and gate.has_answered(self._question, seconds):
+            with wrapped():
+                self._handle = self._start()
+        return self._handle is not None
 
     def wait(self) -> None:
+        while not self._has_started(_START_SECONDS):
+            self._patience.check()
         pause, longest = _SLEEP_SECONDS
         with wrapped():
             while not hvd.poll(self._handle):
@@ -58,7 +78,7 @@ class _HorovodWork(Work):
             self._output.copy_(result[0] if isinstance(result, tuple) else result)
 
     def done(self) -> bool:
-        return bool(hvd.poll(self._handle))
+        return self._has_started(0.0) and bool(hvd.poll(self._handle))
 
 
 class HorovodGroup(Group):
@@ -78,10 +98,8 @@ class HorovodGroup(Group):
 
     def _start(self, operation: Callable[..., int], *args: Any, output: torch.Tensor | None = None) -> Work:
         """Start one of Horovod's operations. args: all arguments but the process set."""
-        patience = Patience(self.timeout, self.has_lost_member)
-        with wrapped():
-            await_gate(patience)
-            return _HorovodWork(operation(*args, process_set=self._set), output, patience)
+        start = functools.partial(operation, *args, process_set=self._set)
+        return _HorovodWork(start, output, Patience(self.timeout, self.has_lost_member))
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         name = f"{self._prefix}.allreduce.{tag}"
