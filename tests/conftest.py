@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from .default_worlds import ABOVE_THE_BACKENDS, DEFAULT_WORLDS
 from .helpers.forks import use_forks
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
     use_forks(not config.getoption("--all"))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # of several threads, those without a core delay small operations by far
     chosen = config.getoption("--worlds")
     if chosen and set(chosen.split(",")) - WORLDS.keys():
         raise pytest.UsageError(f"--worlds must be among {', '.join(WORLDS)}, but is {chosen} instead.")
