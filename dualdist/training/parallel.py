@@ -22,8 +22,7 @@ from ..backends.torch_interface import (
     register_data_parallel,
     take_over_optimizers,
 )
-from ..checks import flag, number, wrong
-from ..collectives.compression import Compression
+from ..checks import flag, number
 from ..collectives.reduction import Reduction
 from ..gradients.buckets import BUCKET_BYTES
 from ..gradients.combiner import NullCombiner
@@ -32,6 +31,7 @@ from ..gradients.options import SyncOptions
 from ..types import Average
 from ..world.process_sets import global_process_set, reporting
 from .compiling import not_compiled
+from .mixed_precision import MixedPrecision, checked_mixed_precision, reduction_of
 from .parallel_arguments import (
     bucket_groups,
     check_delayed,
@@ -75,7 +75,9 @@ class DistributedDataParallel(JoinInterface):
         bucket_cap_mb: how many MiB of gradients are sent at once. None: 25.
         bucket_cap_mb_list: the same for each bucket, in the order of backward; the last number is repeated.
         delay_all_reduce_named_params, param_to_hook_all_reduce: accepted; these gradients are averaged like all others.
-        mixed_precision: must be None; use torch.autocast.
+        mixed_precision: a torch.nn.parallel.distributed._MixedPrecision. Forward computes with parameters and inputs
+            cast to `param_dtype`, and floating-point buffers are cast to `buffer_dtype` once. Gradients are sent as
+            `reduce_dtype` (None: `param_dtype`). Parameters and their gradients keep their dtype.
         output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph,
         skip_all_reduce_unused_params, batched_grad_copy, lazy_bucket_allocation: accepted as in torch
             (torch/nn/parallel/distributed.py), without effect: unused parameters are always found, and gradients are
@@ -119,9 +121,7 @@ class DistributedDataParallel(JoinInterface):
             ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             named = checked_module(module, ignored)
             check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
-            if mixed_precision is not None:
-                fix = "Use torch.autocast, and torch.amp.GradScaler for float16."
-                raise wrong("mixed_precision", "None", mixed_precision, fix)
+            mixed_precision = checked_mixed_precision(mixed_precision)
             devices = checked_device_ids(device_ids)
             copies_first, copies = checked_buffers(broadcast_buffers, forward_sync_buffers)
             init_sync = flag("init_sync", init_sync)
@@ -136,7 +136,8 @@ class DistributedDataParallel(JoinInterface):
         self.device_type = self.device.type
         self.is_multi_device_module = len({param.device for _, param in named}) > 1
         self.device_mesh = device_mesh
-        self.mixed_precision = None
+        self.mixed_precision = mixed_precision
+        self._casts: MixedPrecision | None = None
         self.forward_sync_buffers = copies
         self.parameters_to_ignore = ignored
         self.find_unused_parameters = find_unused_parameters
@@ -160,6 +161,8 @@ class DistributedDataParallel(JoinInterface):
             if init_sync:
                 self._broadcast(dict(named) | (self._named_buffers() if copies_first else {}))
             self._combine_gradients(named, compares_late=False)
+        if mixed_precision is not None:
+            self._casts = MixedPrecision(module, mixed_precision, ignored)
 
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
@@ -178,7 +181,7 @@ class DistributedDataParallel(JoinInterface):
     ) -> None:
         options = SyncOptions(
             Reduction(Average),
-            Compression.none,
+            reduction_of(self.mixed_precision),
             self._process_set,
             owner=call_kinds.DATA_PARALLEL,
             **self._bucket_options,  # type: ignore[arg-type]
@@ -190,9 +193,12 @@ class DistributedDataParallel(JoinInterface):
         if self.device_ids is not None:
             inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         self._prepare()
-        if self._buffer_hook is None:  # nothing must follow here: torch.compile would compile it apart
+        if self._casts is not None:
+            inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
+        elif self._buffer_hook is None:  # nothing must follow here: torch.compile would compile it apart
             return self.module(*inputs, **kwargs)
-        outputs = self.module(*inputs, **kwargs)
+        with self._casts or contextlib.nullcontext():
+            outputs = self.module(*inputs, **kwargs)
         self._sync_buffers(after_forward=True)
         return outputs
 

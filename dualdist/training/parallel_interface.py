@@ -31,6 +31,7 @@ class TorchInterface(torch.nn.Module):
     device: torch.device
     device_mesh: Any
     forward_sync_buffers: bool
+    mixed_precision: Any
     static_graph: bool
     _process_group: Any
     _process_set: ProcessSet
@@ -133,8 +134,13 @@ class TorchInterface(torch.nn.Module):
         """Combine gradients by a communication hook, as in torch, on any backend; see docs/training.md. Collective.
 
         The hook gets `state` and a bucket of gradients, which it must divide by the number of ranks itself. Raises
-        CollectiveMismatchError when the ranks register different hooks, RuntimeError when one is registered already.
+        CollectiveMismatchError when the ranks register different hooks, RuntimeError when one is registered already or
+        `mixed_precision` was passed.
         """
+        if self.mixed_precision is not None:  # in torch it is a hook itself
+            raise RuntimeError(
+                "A communication hook must not be registered with `mixed_precision`, which reduces gradients itself."
+            )
         with reporting(call_kinds.DATA_PARALLEL, self._process_set):
             checked = checked_comm_hook((state, hook))
         if checked is not None:

@@ -146,7 +146,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "static_graph": accept("all", "without effect"),
         "delay_all_reduce_named_params": accept("none", "no such parameters"),
         "param_to_hook_all_reduce": accept("none", "no such parameter"),
-        "mixed_precision": accept("none", "the only value"),
+        "mixed_precision": accept("none", "no casts"),
         "device_mesh": accept("none", "all ranks"),
         "skip_all_reduce_unused_params": accept("all", "without effect"),
         "bucket_cap_mb_list": accept("none numbers tensor", "any sizes"),
