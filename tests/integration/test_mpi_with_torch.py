@@ -223,7 +223,8 @@ def test_a_checkpoint_is_saved_in_the_background() -> None:
 
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    group = dist.new_group()  # the calls of two threads on one group would be in another order on each rank
+    # The calls of two threads on one group would be in another order on each rank.
+    group: Any = dist.new_group()
     try:
         future: Any = dcp.async_save({"own": own()}, checkpoint_id=folder[0], process_group=group)
         dist.all_reduce(own())  # while it is being saved
