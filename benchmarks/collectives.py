@@ -13,8 +13,8 @@ import argparse
 import sys
 
 from callers import CALLERS
-from comparison import Comparison, parser, write
-from rounds import Rounds, run_rounds
+from comparison import compare, parser
+from rounds import Rounds
 
 _COLLECTIVES = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
 _BYTES = [4 * 8**power for power in range(9)] + [1 << 28]
@@ -32,17 +32,16 @@ def main() -> None:
     args = options.parse_args()
     chosen = {name: CALLERS[name] for name in args.contestants}
     arguments = [",".join(args.collectives), ",".join(map(str, args.bytes))]
-    rounds = run_rounds("collectives_worker.py", chosen, arguments, args.processes, args.rounds)
     figures = [f"{name} {size}" for name in args.collectives for size in args.bytes]
+    rounds = compare("collectives_worker.py", chosen, arguments, figures, args)
     if args.bandwidth:
         _print_bandwidths(rounds, args)
-    write(Comparison(rounds, args.baseline, figures, args.processes), args.json, args.plot)
 
 
 def _print_bandwidths(rounds: Rounds, args: argparse.Namespace) -> None:
     for contestant, measured in rounds.figures.items():
         for name in args.collectives:
-            for size in args.bytes:
+            for size in args.bytes if measured else ():
                 seconds = min(row[f"{name} {size}"] for row in measured) / 1e3
                 gigabytes = _bus_bytes(name, size, args.processes) / seconds / 1e9
                 sys.stdout.write(f"{contestant}: {name} of {size} bytes: {gigabytes:.3f} GB/s\n")

@@ -8,15 +8,16 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rounds import Rounds, ratio
+from contestant import Contestant
+from rounds import Rounds, ratio, run_rounds
 
-__all__ = ("Comparison", "parser", "write")
+__all__ = ("compare", "parser")
 
 _PACKAGES = (
     "torch",
@@ -31,7 +32,7 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Comparison:
+class _Comparison:
     """What was measured, and with what it is compared."""
 
     rounds: Rounds
@@ -65,31 +66,64 @@ def parser(
     )
     options.add_argument("--baseline", choices=names, default=baseline, metavar="NAME", help="(%(default)s)")
     options.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all figures, with machine and versions"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all figures, with machine and versions, after each round of a contestant",
     )
     options.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios; needs matplotlib")
     return options
 
 
-def write(comparison: Comparison, json_file: Path | None, plot_file: Path | None) -> None:
-    """Print the table, and write the files that are not None. Raises SystemExit without the baseline's figures."""
-    measured = comparison.rounds.figures
-    sys.stdout.write("\n".join(_lines(comparison)) + "\n")
-    if json_file is not None:
-        json_file.write_text(json.dumps(_report(comparison), indent=2) + "\n")
-    if comparison.baseline not in measured:
-        raise SystemExit(f"The baseline {comparison.baseline} was not measured, so there are no ratios.")
-    if plot_file is not None:
+def compare(
+    worker: str,
+    contestants: Mapping[str, Contestant[Any]],
+    arguments: Sequence[str],
+    figures: Sequence[str],
+    args: argparse.Namespace,
+) -> Rounds:
+    """Run the rounds (see run_rounds), print the table of `figures`, and write the files that `args` names.
+
+    args: from `parser`. Ctrl-C and SIGTERM end the rounds early, and the table has those until then. Raises SystemExit
+    after the table if rounds or the baseline's figures are missing.
+    """
+
+    def comparison(rounds: Rounds) -> _Comparison:
+        return _Comparison(rounds, args.baseline, figures, args.processes)
+
+    def save(rounds: Rounds) -> None:
+        if args.json is not None:
+            _replace(args.json, json.dumps(_report(comparison(rounds)), indent=2) + "\n")
+
+    rounds = run_rounds(worker, contestants, arguments, args.processes, args.rounds, save)
+    save(rounds)
+    sys.stdout.write("\n".join(_lines(comparison(rounds))) + "\n")
+    ratios = _ratios(comparison(rounds))
+    if args.plot is not None and ratios:
         from chart import draw
 
-        draw(_ratios(comparison), comparison.baseline, plot_file)
+        draw(ratios, args.baseline, args.plot)
+    if rounds.missing:
+        raise SystemExit(f"{rounds.missing} of {args.rounds} rounds are not complete.")
+    if args.baseline in rounds.left_out or args.baseline not in rounds.figures:
+        raise SystemExit(f"The baseline {args.baseline} was not measured in all rounds.")
+    return rounds
 
 
-def _lines(comparison: Comparison) -> Iterable[str]:
+def _replace(file: Path, text: str) -> None:
+    """Write `text` to `file`, which is complete at any time."""
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(text)
+    written.replace(file)
+
+
+def _lines(comparison: _Comparison) -> Iterable[str]:
     ratios = _ratios(comparison)
     for figure in comparison.figures:
         yield f"{figure}, {comparison.processes} processes"
         for name, rounds in comparison.rounds.figures.items():
+            if not rounds:
+                continue
             shown = f"{statistics.median(row[figure] for row in rounds):10.2f}"
             if name in ratios:
                 median, least, greatest = ratios[name][figure].values()
@@ -99,20 +133,20 @@ def _lines(comparison: Comparison) -> Iterable[str]:
         yield f"left out: {name}: {why}"
 
 
-def _ratios(comparison: Comparison) -> dict[str, dict[str, dict[str, float]]]:
+def _ratios(comparison: _Comparison) -> dict[str, dict[str, dict[str, float]]]:
     """Return contestant -> figure -> median, least and greatest ratio to the baseline."""
     measured = comparison.rounds.figures
     theirs = measured.get(comparison.baseline)
-    if theirs is None:
+    if not theirs:
         return {}
     return {
         name: {figure: asdict(ratio(ours, theirs, figure)) for figure in comparison.figures}
         for name, ours in measured.items()
-        if name != comparison.baseline
+        if ours and name != comparison.baseline
     }
 
 
-def _report(comparison: Comparison) -> dict[str, Any]:
+def _report(comparison: _Comparison) -> dict[str, Any]:
     return {
         "machine": {
             "processor": platform.machine(),
@@ -125,6 +159,7 @@ def _report(comparison: Comparison) -> dict[str, Any]:
         "rounds": comparison.rounds.figures,
         "ratios": _ratios(comparison),
         "left_out": comparison.rounds.left_out,
+        "missing_rounds": comparison.rounds.missing,
     }
 
 

@@ -8,9 +8,8 @@ dualdist bench memory --model resnet18 --json memory.json
 
 from __future__ import annotations
 
-from comparison import Comparison, parser, write
+from comparison import compare, parser
 from models import MODELS
-from rounds import run_rounds
 from trainers import TRAINERS
 
 
@@ -19,8 +18,7 @@ def main() -> None:
     options.add_argument("--model", choices=MODELS, default="mlp", help="(%(default)s)")
     args = options.parse_args()
     chosen = {name: TRAINERS[name] for name in args.contestants}
-    rounds = run_rounds("step_worker.py", chosen, ["none", args.model], args.processes, args.rounds)
-    write(Comparison(rounds, args.baseline, [f"{args.model} peak MB"], args.processes), args.json, args.plot)
+    compare("step_worker.py", chosen, ["none", args.model], [f"{args.model} peak MB"], args)
 
 
 if __name__ == "__main__":

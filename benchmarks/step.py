@@ -10,10 +10,9 @@ smallest and the greatest. CPU time (user and system, all threads) depends less 
 
 from __future__ import annotations
 
-from comparison import Comparison, parser, write
+from comparison import compare, parser
 from hooks import HOOKS
 from models import MODELS
-from rounds import run_rounds
 from trainers import TRAINERS
 
 
@@ -25,9 +24,8 @@ def main() -> None:
     chosen = {
         name: TRAINERS[name] for name in args.contestants if args.hook == "none" or TRAINERS[name].takes_hooks
     }
-    rounds = run_rounds("step_worker.py", chosen, [args.hook, *args.models], args.processes, args.rounds)
     figures = [f"{name} {kind}" for name in args.models for kind in ("ms", "CPU ms")]
-    write(Comparison(rounds, args.baseline, figures, args.processes), args.json, args.plot)
+    compare("step_worker.py", chosen, [args.hook, *args.models], figures, args)
 
 
 if __name__ == "__main__":

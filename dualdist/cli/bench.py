@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the benchmark, or list them; return its exit code. Raises ConfigurationError outside a checkout."""
+    """List the benchmarks and return 0, or replace this process by one: signals reach the benchmark directly.
+
+    Raises ConfigurationError outside a checkout.
+    """
     folder = _ROOT / "benchmarks"
     if not folder.is_dir():
         raise ConfigurationError(
@@ -45,4 +47,4 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(folder / f"{args.name}.py"), *args.arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,23 @@ def bench_json(folder: Path, name: str, contestants: tuple[str, ...], *arguments
     return report
 
 
+@contextlib.contextmanager
+def started_bench(arguments: tuple[str, ...], **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Start `dualdist bench step` with the model `small`; end it when the block ends."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "dualdist", "bench", "step", "--models", "small", *arguments],
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
 def check_ratios(report: Report, figures: list[str]) -> None:
     rounds, ratios = report["rounds"], report["ratios"]
     assert set(ratios) == set(rounds) - {report["baseline"]}
@@ -53,6 +74,40 @@ def test_step_compares_trainers_in_processes_of_their_own(tmp_path: Path) -> Non
     check_ratios(report, ["small ms", "small CPU ms"])
     assert report["versions"]["torch"] and report["machine"]["cpus"]
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("interruption", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_bench_keeps_the_rounds_before(tmp_path: Path, interruption: signal.Signals) -> None:
+    file, single = tmp_path / "report.json", "single process"
+    arguments = ("--rounds", "50", "--contestants", single, "--baseline", single, "--json", str(file))
+    with started_bench(arguments) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("round 1 of 50: single process: ")
+        saved = json.loads(file.read_text())["rounds"][single]
+        process.send_signal(interruption)
+        table, errors = process.communicate(timeout=60)
+    report = json.loads(file.read_text())
+    rounds = report["rounds"][single]
+    assert len(saved) == 1
+    assert rounds[:1] == saved
+    assert report["missing_rounds"] == 50 - len(rounds)
+    assert process.returncode == 1
+    assert f"{50 - len(rounds)} of 50 rounds are not complete." in errors
+    assert table.startswith("small ms, 2 processes\n  single process ")
+
+
+def test_contestant_that_fails_is_left_out(tmp_path: Path) -> None:
+    file, single, ours = tmp_path / "report.json", "single process", "dualdist torch+gloo module"
+    chosen = ("--contestants", single, ours, "--baseline", single)
+    arguments = ("--rounds", "2", *chosen, "--json", str(file))
+    with started_bench(arguments, DUALDIST_STALL_WARN_SECONDS="soon") as process:
+        table, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    (line,) = (line for line in table.splitlines() if line.startswith("left out: "))
+    assert line.startswith(f"left out: {ours}: in round 1: ")
+    assert "DUALDIST_STALL_WARN_SECONDS" in line
+    report = json.loads(file.read_text())
+    assert {name: len(rows) for name, rows in report["rounds"].items()} == {single: 2, ours: 0}
 
 
 def test_collectives_compare_callers(tmp_path: Path) -> None:
