@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..errors import HorovodInternalError, StallError
 from ..types import Max, Min, Product, Sum
 from .base import Group, Work
+from .patience import CHECK_SECONDS, Patience
 
 __all__ = ("TorchGroup", "abort_process_group", "set_timeout", "wrapped")
 
@@ -22,6 +23,7 @@ _OPS = {
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
+_CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 abort_process_group = dist.distributed_c10d._abort_process_group
 
 
@@ -40,16 +42,31 @@ def wrapped() -> Iterator[None]:
 
 
 class _TorchWork(Work):
-    def __init__(self, work: dist.Work, device: torch.device) -> None:
+    def __init__(self, work: dist.Work, device: torch.device, patience: Patience) -> None:
         self._work = work
         self._device = device
+        self._patience = patience
 
     def wait(self) -> None:
         with wrapped():
-            self._work.wait()
+            if self._device.type != "cpu":
+                self._work.wait()
+                return
+            while not self._ends_within(_CHECK_INTERVAL):
+                self._patience.check()
+
+    def _ends_within(self, limit: timedelta) -> bool:
+        """Wait at most `limit`, and return whether the collective has succeeded. Raises its error."""
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # its result, or its error
+        return True
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self._work.is_completed()) or self._patience.has_lost_member()
 
     def wait_for(self, seconds: float) -> None:
         if self._device.type == "cpu":  # NCCL would abort the collective
@@ -92,28 +109,31 @@ class TorchGroup(Group):
     def wire_device(self, device: torch.device) -> torch.device:
         return device if device.type in self._carried else torch.device("cpu")
 
+    def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
+        return _TorchWork(work, tensor.device, Patience(self.has_lost_member))
+
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         with wrapped():
-            return _TorchWork(self._pg.allreduce([tensor], options), tensor.device)
+            return self._started(self._pg.allreduce([tensor], options), tensor)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
         with wrapped():
-            return _TorchWork(self._pg.broadcast([tensor], options), tensor.device)
+            return self._started(self._pg.broadcast([tensor], options), tensor)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         with wrapped():
-            return _TorchWork(self._pg._allgather_base(output, tensor), tensor.device)
+            return self._started(self._pg._allgather_base(output, tensor), tensor)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         with wrapped():
             work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
-        return _TorchWork(work, tensor.device)
+        return self._started(work, tensor)
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._pg is not None:

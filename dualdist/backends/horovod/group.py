@@ -13,9 +13,9 @@ import torch
 
 from ...errors import HorovodInternalError
 from ..base import Group, Work
+from ..patience import Patience
 from . import gate
 from .installed import real_horovod
-from .patience import Patience
 
 with real_horovod():
     import horovod.torch as hvd
@@ -99,7 +99,7 @@ class HorovodGroup(Group):
     def _start(self, operation: Callable[..., int], *args: Any, output: torch.Tensor | None = None) -> Work:
         """Start one of Horovod's operations. args: all arguments but the process set."""
         start = functools.partial(operation, *args, process_set=self._set)
-        return _HorovodWork(start, output, Patience(self.timeout, self.has_lost_member))
+        return _HorovodWork(start, output, Patience(self.has_lost_member, self.timeout))
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         name = f"{self._prefix}.allreduce.{tag}"

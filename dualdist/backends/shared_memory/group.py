@@ -38,6 +38,14 @@ class HostGroup(Group):
         self.reduce_dtypes = inner.reduce_dtypes
         self._inner, self._memory, self._rounds, self._works = inner, memory, rounds, works
 
+    @property
+    def has_lost_member(self) -> Callable[[], bool]:
+        return self._inner.has_lost_member
+
+    @has_lost_member.setter
+    def has_lost_member(self, ask: Callable[[], bool]) -> None:
+        self._inner.has_lost_member = ask
+
     def wire_device(self, device: torch.device) -> torch.device:
         return self._inner.wire_device(device)
 
@@ -70,6 +78,7 @@ class HostGroup(Group):
         self._works.timeout = seconds
 
     def abort(self) -> None:
+        self._works.abort()
         self._inner.abort()
 
     def close(self) -> None:
@@ -92,6 +101,8 @@ class HierarchicalGroup(HostGroup):
     ) -> None:
         super().__init__(inner, memory, hierarchy, works)
         self._network = network
+        if network is not None:
+            network.has_lost_member = lambda: inner.has_lost_member()
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         if tensor.device.type != "cpu":

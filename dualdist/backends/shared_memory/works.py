@@ -89,6 +89,10 @@ class Works:
             finally:
                 self._running.release()
 
+    def abort(self) -> None:
+        """Give up all collectives. The other members notice it. Local."""
+        self._fail(HorovodInternalError("this rank has given up its collectives"))
+
     def close(self) -> None:
         """End the thread and the connections. Local."""
         self._closed = True

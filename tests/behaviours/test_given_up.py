@@ -1,4 +1,4 @@
-"""A rank that gives up a call after a failure, and lives on: the others raise soon, although Horovod still waits."""
+"""A rank that gives up a call after a failure, and lives on. No transport notices it, but the others raise soon."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ import dualdist as hvd
 from dualdist.backends.base import Group, Work
 from dualdist.world.process_sets import channel_of
 
-from ..behaviours.test_mismatch import check_next_calls_work
 from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
 from ..helpers.world import WORLDS, started
+from .test_mismatch import check_next_calls_work
 
-CASES = ["horovod-gloo-3", "horovod-mpi-3"]
+CASES = [name for name in WORLDS if name.endswith("-3")]
 
 
 def fail_on_rank_0(group: Group) -> None:
-    """Let the reductions of `group` fail on rank 0 before they start."""
+    """Let the reductions and broadcasts of `group` fail on rank 0 before they start."""
 
-    def allreduce_(*args: Any, **kwargs: Any) -> Work:
+    def fail(*args: Any, **kwargs: Any) -> Work:
         raise hvd.HorovodInternalError("the cable is cut")
 
     if hvd.rank() == 0:
-        group.allreduce_ = allreduce_  # type: ignore[method-assign]
+        group.allreduce_ = group.broadcast_ = fail  # type: ignore[method-assign]
 
 
 def errors_where_rank_0_fails(folder: Path) -> list[str]:
     """Rank 0 stays in the world until the others have raised: when it leaves, Horovod ends their operations."""
     errors = []
-    for where in ("data", "gradients"):
+    for where in ("reduction", "broadcast", "gradients"):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3000))], lr=1.0))
         channel = channel_of(hvd.global_process_set)
-        fail_on_rank_0(channel.group if where == "data" else channel.gradients)
+        fail_on_rank_0(channel.gradients if where == "gradients" else channel.group)
         with pytest.raises(hvd.HorovodInternalError) as caught:
-            if where == "data":
+            if where == "reduction":
                 hvd.allreduce_(torch.ones(5000))
+            elif where == "broadcast":
+                hvd.broadcast_(torch.ones(5000), 0)
             else:
                 optimizer.param_groups[0]["params"][0].sum().backward()
         errors.append(str(caught.value))
