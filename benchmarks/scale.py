@@ -5,9 +5,10 @@
 It measures no time. Up to --driven ranks, the package's own code runs, one thread per rank, over a network in memory
 that counts: the agreement before each collective (dualdist/agreement) and the gathering of texts through a store at a
 start (dualdist/rendezvous/gather.py). For larger worlds the figures of the agreement are computed from the rounds of
-that code, by formulas that are checked against every world that ran. Rows marked `*` are computed. The time of an
-agreement is its rounds times the latency of a message, without the time of its bytes. Backends are not in the model:
-Gloo's own connections grow with the number of ranks; benchmarks/startup.py counts those.
+that code, by formulas that are checked against every world that ran. Rows marked `*` are computed. Mostly all ranks
+send equal messages. In the last column, all messages differ, as before an allgather of another length on each rank. The
+time of an agreement is its rounds times the latency of a message, without the time of its bytes. Backends are not in
+the model: Gloo's own connections grow with the number of ranks; benchmarks/startup.py counts those.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.connections import Connections, _Peer
+from dualdist.agreement.frames import _HEADER
 from dualdist.agreement.verdict import _MESSAGE, ACTIVE, Entry, agree
 from dualdist.rendezvous import gather_through
 
 SIZES = (64, 256, 1024, 4096, 16384)
 SECONDS = 300.0
-_LENGTH_BYTES = 4
 TEXT = "x" * 60
 """As long as what a rank sends about its host at a start."""
 
@@ -123,23 +124,21 @@ def on_all_ranks(size: int, run: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(run, range(size)))
 
 
-def driven_agreement(size: int) -> Counts:
-    """Let `size` ranks agree on a call. Return the largest counts of a rank."""
+def driven_agreement(size: int, *, differ: bool = False) -> Counts:
+    """Let `size` ranks agree on a call. Return the largest counts of a rank. differ: whether all messages do."""
     pipes: dict[tuple[int, int], Pipe] = {}
     connections = [MemoryConnections(pipes, rank, size) for rank in range(size)]
-    entry = Entry(ACTIVE, Call(call_kinds.BARRIER))
-    verdicts = on_all_ranks(size, lambda rank: agree(connections[rank], entry))
-    assert all(verdict.call is entry.call for verdict in verdicts)
+    calls = [Call(call_kinds.ALLGATHER, count=rank * differ) for rank in range(size)]
+    verdicts = on_all_ranks(size, lambda rank: agree(connections[rank], Entry(ACTIVE, calls[rank])))
+    assert all(verdict.call is call for verdict, call in zip(verdicts, calls, strict=True))
     return Counts(*map(max, zip(*(held.counts() for held in connections), strict=True)))
 
 
-def computed_agreement(size: int) -> Counts:
+def computed_agreement(size: int, *, differ: bool = False) -> Counts:
     """Return the counts from the rounds of Connections.allgather_messages."""
-    distances = [1 << bit for bit in range((size - 1).bit_length())]
-    texts = sum(min(distance, size - distance) for distance in distances)
-    return Counts(
-        len(peers_of(0, size)), len(distances), len(distances), texts * (_LENGTH_BYTES + _MESSAGE.size)
-    )
+    rounds = (size - 1).bit_length()
+    texts = size - 1 if differ else rounds
+    return Counts(len(peers_of(0, size)), rounds, rounds, texts * (_HEADER.size + _MESSAGE.size))
 
 
 class MemoryStore:
@@ -186,14 +185,15 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=50.0, help="of a message, in us (%(default)s)")
     settings = parser.parse_args()
     print("An agreement, per rank")
-    print("    ranks  descriptors  rounds  messages     bytes  us of latency")
+    print("    ranks  descriptors  rounds  messages     bytes  us of latency  bytes if all differ")
     for size in SIZES:
-        counts = computed_agreement(size)
+        counts, largest = computed_agreement(size), computed_agreement(size, differ=True)
         is_driven = size <= settings.driven
         assert not is_driven or driven_agreement(size) == counts
+        assert not is_driven or driven_agreement(size, differ=True) == largest
         print(
             f"{size:9}{' ' if is_driven else '*'}{counts.descriptors:11}{counts.rounds:8}{counts.messages:10}"
-            f"{counts.sent:10}{counts.rounds * settings.latency:15.0f}"
+            f"{counts.sent:10}{counts.rounds * settings.latency:15.0f}{largest.sent:21}"
         )
     first, last = computed_agreement(64), computed_agreement(4096)
     ratios = (

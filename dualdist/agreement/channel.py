@@ -284,7 +284,7 @@ class Channel:
 
     def _negotiate(self, connections: Connections, entry: Entry) -> Verdict:
         with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
-            verdict = agree(connections, entry)
+            verdict = agree(connections, entry, needs_times=True)
             mark_arrivals(verdict.arrivals)
         return verdict
 

@@ -4,8 +4,8 @@ An agreement must cost little compared with the collective after it. A small col
 threads on each rank; here the calling thread itself writes and reads. Each member is connected to the members whose
 place (index in the process set) differs from its own by a power of two. So n members need log2(n) rounds (Bruck et al.
 1997, "Efficient algorithms for all-to-all communications in multiport message-passing systems", section 3) and a
-process holds 2 log2(n) connections. The code is the same for all backends. When a peer dies, its connections close, and
-the others notice at once.
+process holds 2 log2(n) connections. Equal messages of neighbours are sent as one. So when all members send the same,
+each round sends one message, whatever n is. When a peer dies, its connections close, and the others notice at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import hmac
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import HorovodInternalError, StallError
+from .frames import GOODBYE, framed, take_one, take_unread
 from .meeting import Meeting
 
 __all__ = ("Connections",)
@@ -31,11 +31,7 @@ _CHECK_SECONDS = 0.5
 _TOKEN_BYTES = 16
 _LONGEST_POLL = 2**31 - 1
 """The longest timeout of poll(2): milliseconds in a C int."""
-_LENGTH = struct.Struct("<I")
-"""The length of a message in bytes; sent before the message."""
 _READ_BYTES = 1 << 16
-_GOODBYE = b"\xff\xff\xff\xff"
-"""The last bytes of a process that leaves the world properly: the length of a message that is too long to arrive."""
 
 
 class Connections:
@@ -85,7 +81,7 @@ class Connections:
             for distance in _powers_of_two(self.size)
             if self.rank >= 0
         ]
-        """For each round of an exchange: how many messages to send, to which peer, and from which peer to receive."""
+        """For each round of an exchange: of how many members to send, to which peer, and from which peer to receive."""
 
     def allgather_messages(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.
@@ -134,7 +130,7 @@ class Connections:
         """Let `has_lost_peer` be false on the peers when this process closes its connections. Local."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.send(memoryview(_GOODBYE))
+                peer.send(memoryview(GOODBYE))
 
     def close(self) -> None:
         """Close the connections. Local."""
@@ -232,7 +228,7 @@ class _Peer:
             last = self.socket.recv(_READ_BYTES, socket.MSG_PEEK)
         except (OSError, ValueError):  # ValueError: this process has closed the socket
             return True
-        return not (bytes(self._unread[-len(_GOODBYE) :]) + last).endswith(_GOODBYE)
+        return not (bytes(self._unread[-len(GOODBYE) :]) + last).endswith(GOODBYE)
 
     def send(self, message: memoryview) -> int:
         """Send what can be sent of `message` without waiting; return how many bytes that was."""
@@ -242,12 +238,12 @@ class _Peer:
             return 0
 
     def take(self, count: int) -> list[bytes]:
-        """Return the next `count` messages, or an empty list while they have not all arrived.
+        """Return the next messages, of `count` members, or an empty list while they have not all arrived.
 
         Raises HorovodInternalError when the peer has left.
         """
         # Check this before the socket: the peer may have sent them and left.
-        if self._unread and (messages := self._parse(count)):
+        if self._unread and (messages := take_unread(self._unread, count)):
             return messages
         try:
             part = self.socket.recv(_READ_BYTES)
@@ -255,33 +251,15 @@ class _Peer:
             return []
         if not part:
             raise HorovodInternalError("a rank has left")
-        if (
-            count == 1
-            and not self._unread
-            and part.startswith(_LENGTH.pack(max(0, len(part) - _LENGTH.size)))
-        ):
-            return [part[_LENGTH.size :]]  # one whole message, as most often
+        if not self._unread and (messages := take_one(part, count)):
+            return messages
         self._unread += part
-        return self._parse(count)
+        return take_unread(self._unread, count)
 
     def wait(self, deadline: float) -> None:
         """Wait until the peer has sent something or has left. Raises StallError at the deadline."""
         if not self._poll.poll(min(_LONGEST_POLL, 1e3 * _left(deadline))):
             raise StallError("A rank sent nothing in time.")
-
-    def _parse(self, count: int) -> list[bytes]:
-        spans, end = [], 0
-        for _ in range(count):
-            start = end + _LENGTH.size
-            if len(self._unread) < start:
-                return []
-            end = start + _LENGTH.unpack_from(self._unread, end)[0]
-            spans.append(slice(start, end))
-        if len(self._unread) < end:
-            return []
-        messages = [bytes(self._unread[span]) for span in spans]
-        del self._unread[:end]
-        return messages
 
     def close(self) -> None:
         # shutdown() wakes the threads that wait for the peer, also those of forked processes.
@@ -307,9 +285,9 @@ def _powers_of_two(limit: int) -> list[int]:
     return [1 << bit for bit in range((limit - 1).bit_length())]
 
 
-def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: float) -> list[bytes]:
+def _swap(target: _Peer, messages: list[bytes], source: _Peer, deadline: float) -> list[bytes]:
     """Send `messages` to `target` and return as many messages from `source`; both may be the same peer."""
-    unsent = memoryview(b"".join([_LENGTH.pack(len(message)) + message for message in messages]))
+    unsent = memoryview(framed(messages))
     taken: list[bytes] = []
     try:
         while unsent := unsent[target.send(unsent) :]:
@@ -323,7 +301,7 @@ def _swap(target: _Peer, messages: Sequence[bytes], source: _Peer, deadline: flo
 
 
 def _send(target: _Peer, message: bytes, deadline: float) -> None:
-    unsent = memoryview(_LENGTH.pack(len(message)) + message)
+    unsent = memoryview(framed([message]))
     try:
         while unsent := unsent[target.send(unsent) :]:
             _wait(target.socket, None, deadline)

@@ -1,0 +1,118 @@
+"""What members agree on in small and large worlds; here the members are threads of one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.connections import Connections, _Peer
+from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
+from dualdist.errors import HorovodInternalError
+
+from .test_connections import each_of
+
+SIZES = (1, 2, 3, 8, 9, 12, 16, 17)
+"""Up to 8 members send their times with their calls."""
+
+CALL = Call(call_kinds.ALLREDUCE, (("shape", (2,)),), site=("train.py", 1))
+
+
+def verdicts(entries: list[Entry], timeline: int | None = None) -> list[Verdict]:
+    """Return each member's verdict on its entry. timeline: the member that writes a timeline."""
+    return each_of(
+        len(entries),
+        lambda peers: agree(peers, entries[peers.rank], needs_times=peers.rank == timeline),
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_equal_call_runs_with_what_each_member_sent(size: int) -> None:
+    call = Call(CALL.kind, CALL.arguments, None, CALL.site, 7, True, b"data")
+    for verdict in verdicts([Entry(ACTIVE, call)] * size):
+        assert verdict.call == call and not verdict.joined and verdict.error is None
+        assert verdict.counts == (7,) * size and verdict.flags == (True,) * size
+        assert verdict.payloads == (b"data",) * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_members_get_the_counts_flags_and_payloads_of_all_in_rank_order(size: int) -> None:
+    calls = [
+        Call(CALL.kind, CALL.arguments, None, CALL.site, rank // 3, rank == 1, bytes([rank % 2]))
+        for rank in range(size)
+    ]
+    found = verdicts([Entry(ACTIVE, call) for call in calls])
+    assert [verdict.call for verdict in found] == calls
+    for verdict in found:
+        assert verdict.counts == tuple(call.count for call in calls)
+        assert verdict.flags == tuple(call.flag for call in calls)
+        assert verdict.payloads == tuple(call.payload for call in calls)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Entry(ACTIVE, Call(CALL.kind, (("shape", (3,)),))),
+        Entry(JOINED, Call(call_kinds.JOIN)),
+        Entry(FAILED, CALL, "`op` is wrong"),
+    ],
+    ids=["other arguments", "joined", "failed"],
+)
+def test_no_member_runs_a_call_that_one_member_did_not_make(size: int, odd: Entry) -> None:
+    for place in {0, size // 2, size - 1}:
+        entries = [odd if rank == place else Entry(ACTIVE, CALL) for rank in range(size)]
+        assert [verdict.call for verdict in verdicts(entries)] == [None] * size
+
+
+@pytest.mark.parametrize("state", [JOINED, FAILED])
+def test_a_call_that_no_member_has_made_does_not_run(state: int) -> None:
+    for size in (2, 9):
+        assert [verdict.call for verdict in verdicts([Entry(state, CALL)] * size)] == [None] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_the_member_with_a_timeline_gets_the_time_of_each_call(size: int, is_equal: bool) -> None:
+    before = time.time_ns()
+    entries = [Entry(ACTIVE, CALL if is_equal else Call(CALL.kind, name=str(rank))) for rank in range(size)]
+
+    def late(peers: Connections) -> Verdict:
+        return agree(peers, entries[peers.rank], needs_times=peers.rank == size - 1)
+
+    for verdict in each_of(size, late):
+        assert len(verdict.arrivals) == size
+        assert all(before <= arrival <= time.time_ns() for arrival in verdict.arrivals)
+
+
+def test_an_agreement_of_equal_calls_sends_one_message_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum over all members: each of n sends log2(n) messages of equal length. It was n - 1 messages of each."""
+    sent: list[int] = []
+    send = _Peer.send
+
+    def counted(peer: _Peer, message: memoryview) -> int:
+        sent.append(len(message))
+        return send(peer, message)
+
+    monkeypatch.setattr(_Peer, "send", counted)
+    for size, rounds in ((16, 4), (17, 5), (32, 5)):
+        sent.clear()
+        verdicts([Entry(ACTIVE, CALL)] * size)
+        assert len(sent) == rounds * size and len(set(sent)) == 1 and sent[0] < 64
+
+
+@pytest.mark.parametrize("size", [9, 16])
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3])
+def test_all_members_notice_one_that_dies_in_any_round(size: int, rounds: int) -> None:
+    def member(peers: Connections) -> str:
+        if peers.rank == 1:
+            peers._rounds = peers._rounds[:rounds]
+        try:
+            agree(peers, Entry(ACTIVE, CALL), needs_times=peers.rank == 0)
+        except HorovodInternalError:
+            return "noticed"
+        return "agreed"
+
+    assert each_of(size, member) == ["agreed" if rank == 1 else "noticed" for rank in range(size)]
