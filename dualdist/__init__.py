@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from . import checkpoint, elastic, lr, metrics, samplers, seeding
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import lr, metrics, samplers, seeding
 from .collectives import (
     allgather,
     allgather_async,
@@ -52,8 +55,6 @@ from .errors import (
 )
 from .gradients.comm_hook_state import CommHookState
 from .lifecycle import init, shutdown, start_timeline, stop_timeline
-from .processes.run_function import run
-from .processes.spawn import spawn
 from .samplers import DistributedSampler, split_by_rank
 from .seeding import seed_everything
 from .training.optimizer import DistributedOptimizer, SynchronizedOptimizer
@@ -89,6 +90,11 @@ from .world.ranks import (
     size,
     transport_name,
 )
+
+if TYPE_CHECKING:
+    from . import checkpoint, elastic
+    from .processes.run_function import run
+    from .processes.spawn import spawn
 
 __all__ = (
     "Adasum",
@@ -193,3 +199,24 @@ __all__ = (
     "synchronize",
     "transport_name",
 )
+
+_AT_FIRST_USE = {
+    "checkpoint": (".checkpoint", None),
+    "elastic": (".elastic", None),
+    "run": (".processes.run_function", "run"),
+    "spawn": (".processes.spawn", "spawn"),
+}
+"""name -> its module, and its name there; None is the module itself. They would be a third of the import time."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path, attribute = _AT_FIRST_USE[name]
+    module = importlib.import_module(path, __name__)
+    value = globals()[name] = module if attribute is None else getattr(module, attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_AT_FIRST_USE})
