@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 __all__ = (
     "CALL",
     "CALL_AND_WAIT",
+    "FAIL",
     "WAIT",
     "Op",
+    "Partners",
     "Program",
     "Runs",
     "expected",
@@ -23,7 +25,7 @@ __all__ = (
     "simulated",
 )
 
-CALL, CALL_AND_WAIT, WAIT = "call", "call and wait", "wait"
+CALL, CALL_AND_WAIT, WAIT, FAIL = "call", "call and wait", "wait", "fail"
 
 KINDS = (
     "allreduce",
@@ -61,7 +63,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank does: (CALL, CALL_AND_WAIT or WAIT, index of an op). joins: then it calls `join`."""
+    """What each rank does: (CALL, CALL_AND_WAIT, WAIT or FAIL, index of an op). joins: then it calls `join`.
+
+    FAIL: the call has a wrong argument on this rank, and the script catches the error.
+    """
 
     ops: tuple[Op, ...]
     steps: tuple[tuple[tuple[str, int], ...], ...]
@@ -72,11 +77,16 @@ class Program:
         """The ranks of the process set that some of the ops use."""
         return next((op.members for op in self.ops if len(op.members) < len(self.steps)), None)
 
+    @property
+    def fails(self) -> bool:
+        """Whether a call fails before it is sent."""
+        return any(kind == FAIL for own in self.steps for kind, _ in own)
+
 
 @st.composite
 def programs(draw: st.DrawFn, size: int) -> Program:
-    """Draw a program for `size` ranks: without more, with `join`, or with calls on a process set among the others."""
-    variant = draw(st.sampled_from(["", "", "join", "process set"]))
+    """Draw a program for `size` ranks: without more, with `join`, with calls on a process set, or with failures."""
+    variant = draw(st.sampled_from(["", "", "join", "process set", "failure"]))
     everyone, some = tuple(range(size)), tuple(range(1, size))
     members = st.sampled_from([everyone, some]) if variant == "process set" else st.just(everyone)
     kinds = WITH_JOIN if variant == "join" else KINDS
@@ -96,7 +106,26 @@ def programs(draw: st.DrawFn, size: int) -> Program:
             ops.append(Op(len(ops), kind, name, draw(st.sampled_from([1, 1, 700])), of))
     is_whole = draw(st.integers(0, 3)) > 0
     steps = [draw(_steps(ops, rank, is_whole, variant)) for rank in everyone]
+    if variant == "failure":
+        for rank in draw(st.lists(st.sampled_from(everyone), min_size=1, max_size=2)):
+            steps[rank] = draw(_with_failure(ops, steps[rank]))
     return Program(tuple(ops), tuple(steps), variant == "join")
+
+
+@st.composite
+def _with_failure(
+    draw: st.DrawFn, ops: list[Op], steps: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, int], ...]:
+    """Draw a call of a rank. It has a wrong argument, or an exception in the user's code comes before it."""
+    calls = [number for kind, number in steps if kind != WAIT and ops[number].kind != "barrier"]
+    if not calls:
+        return steps
+    failing, is_reported = draw(st.sampled_from(calls)), draw(st.integers(0, 3)) > 0
+    return tuple(
+        (FAIL, number) if number == failing else (kind, number)
+        for kind, number in steps
+        if number != failing or (kind != WAIT and is_reported)
+    )
 
 
 @st.composite

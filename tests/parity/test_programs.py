@@ -1,7 +1,8 @@
 """Programs that call collectives in another order on each rank, drawn at random: dualdist finishes what Horovod does.
 
 A program is for each rank a list of calls, synchronous or asynchronous, with waits for handles between them; in some,
-ranks join after another number of calls each, or a part of the calls is on a process set. Horovod matches calls by
+ranks join after another number of calls each, a part of the calls is on a process set, or a call fails on one rank
+before it is sent. Horovod matches calls by
 name, in any order. `simulated` does the same with plain Python: which calls end, with what, and whether the program can
 finish; a sample of the programs runs on real Horovod to check it. dualdist must give the same numbers on every backend.
 If a program cannot finish, every rank must raise at once. (With a process set, only programs that finish are run:
@@ -23,10 +24,13 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
 from ..helpers.world import World
+from .failing_programs import outcome
 from .programs import (
     CALL,
+    FAIL,
     WAIT,
     Op,
+    Partners,
     Program,
     Runs,
     expected,
@@ -49,18 +53,38 @@ SAMPLE = 5
 def start(hvd: Any, op: Op, *, waits: bool, name: str | None = None, **options: Any) -> Any:
     """Start `op` and return its handle; with `waits`, call it and return its result."""
     name, tensor = name or op.name, torch.tensor(numbers_of(op, hvd.rank()))
+    call = line_of(op.number)
     if op.kind == "barrier":
-        hvd.barrier(**options)
+        call(hvd.barrier, **options)
         return torch.empty(0)
     if op.kind == "allgather_object":
-        gathered = hvd.allgather_object(tensor.tolist(), name=name, **options)
+        gathered = call(hvd.allgather_object, tensor.tolist(), name=name, **options)
         return torch.tensor(list(itertools.chain(*gathered)))
-    function: Callable[..., Any] = getattr(hvd, op.kind + ("" if waits else "_async"))
+    function = functools.partial(call, getattr(hvd, op.kind + ("" if waits else "_async")))
     if op.kind == "grouped_allreduce":
         return function([tensor], name=name, op=hvd.Sum, **options)
     if op.kind in ("allreduce", "reducescatter"):
         return function(tensor, name=name, op=hvd.Sum, **options)
     return function(tensor, *([hvd.size() - 1] if op.kind == "broadcast" else []), name=name, **options)
+
+
+@functools.cache
+def line_of(number: int) -> Callable[..., Any]:
+    """Return a function that calls another one from a line of its own. A failed call is matched by its line."""
+    names: dict[str, Callable[..., Any]] = {}
+    code = "\n" * number + "def call(function, *arguments, **options): return function(*arguments, **options)"
+    exec(compile(code, "program.py", "exec"), names)
+    return names["call"]
+
+
+def fail(hvd: Any, op: Op) -> str:
+    """Call `op` with a wrong argument, and return the name of the error."""
+    wrong: Any = {"name": 17}
+    try:
+        start(hvd, op, waits=op.kind == "allgather_object", **wrong)
+    except TypeError as error:
+        return type(error).__name__
+    return "no error"
 
 
 def flat(result: Any) -> Runs:
@@ -101,7 +125,9 @@ def perform(program: Program) -> tuple[dict[int, Any], bool, float]:
     try:
         for kind, number in program.steps[hvd.rank()]:
             op = program.ops[number]
-            if kind == CALL:
+            if kind == FAIL:
+                results[number] = fail(hvd, op)
+            elif kind == CALL:
                 handles[number] = run(op, waits=False)
             elif kind == WAIT:
                 end(number, lambda number=number: hvd.synchronize(handles.pop(number)))  # type: ignore[misc]
@@ -186,9 +212,10 @@ def runs_on_horovod(program: Program) -> bool:
     """Return whether real Horovod can run the program and the next one after it.
 
     A barrier and `join` cannot be left when the program does not finish, and an error while ranks have joined ends
-    Horovod 0.28.1 with a segmentation fault. Process sets are not added.
+    Horovod 0.28.1 with a segmentation fault. Process sets are not added,
+    and a call that fails on one rank stalls the others.
     """
-    is_plain = program.process_set is None and not program.joins
+    is_plain = program.process_set is None and not program.joins and not program.fails
     return is_plain and all(op.kind != "barrier" for op in program.ops)
 
 
@@ -199,12 +226,20 @@ def both(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-def check(program: Program, results: Sequence[Mapping[int, Any]], *, raises: bool) -> None:
-    """Compare what each rank got with the simulation. raises: whether the ops that do not end raise."""
-    partners, _ = simulated(program)
+def check(
+    program: Program,
+    partners: Sequence[Mapping[int, Partners]],
+    results: Sequence[Mapping[int, Any]],
+    *,
+    raises: bool,
+) -> None:
+    """Compare what each rank got with the simulation. raises: whether the ops without partners raise."""
     for rank, own in enumerate(results):
         wanted: dict[int, Runs | str] = {
             number: expected(program, found, rank) for number, found in partners[rank].items()
+        }
+        wanted |= {
+            number: "TypeError" for kind, number in program.steps[rank] if kind == FAIL and number in own
         }
         if raises:
             wanted = {**dict.fromkeys(own, "error"), **wanted}
@@ -224,15 +259,18 @@ def test_programs_in_any_order_do_what_horovod_does(both: World, request: pytest
     )
     @given(program=programs(both.size))
     def run(program: Program) -> None:
-        partners, finished = simulated(program)
+        found = outcome(program) if program.fails else simulated(program)
+        assume(found is not None)
+        assert found is not None
+        partners, finished = found
         assume(all(finished) or program.process_set is None)
         outcomes = both.run(perform, program)
-        check(program, [results for results, _, _ in outcomes], raises=True)
+        check(program, partners, [results for results, _, _ in outcomes], raises=True)
         assert [own for _, own, _ in outcomes] == finished, program
         assert max(seconds for _, _, seconds in outcomes) < AT_ONCE_SECONDS, program
         if next(count) % SAMPLE == 0 and runs_on_horovod(program):
             theirs = both.run(perform_on_horovod, program, [len(own) for own in partners])
-            check(program, [results for results, _ in theirs], raises=False)
+            check(program, partners, [results for results, _ in theirs], raises=False)
             assert [own for _, own in theirs] == finished, program
 
     run()
