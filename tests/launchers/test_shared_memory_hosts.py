@@ -14,6 +14,7 @@ from ..helpers.forks import forked
 from ..helpers.namespace_hosts import Network
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import SECONDS, finish
+from ..helpers.world import ROOT
 from .test_hosts import OPEN_MPI
 
 VALUES = """\
@@ -72,19 +73,6 @@ assert torch.equal(hvd.allreduce(torch.ones(300_001), op=hvd.Sum), torch.full((3
 print("all right")
 """
 
-KILLED = """\
-import os, signal, sys, torch, dualdist as hvd
-hvd.init(init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=4)
-large = torch.ones(5_000_003)
-hvd.allreduce(large)
-if hvd.rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    hvd.allreduce(large)
-except hvd.HorovodInternalError as error:
-    sys.exit(f"raised {error}")
-"""
-
 
 def script(folder: Path, text: str) -> str:
     path = folder / "script.py"
@@ -131,10 +119,11 @@ def test_all_ranks_use_the_network_if_one_host_has_no_memory(network: Network, t
 
 def test_a_killed_rank_is_an_error_of_all_others_on_both_hosts(network: Network, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    program = [sys.executable, script(tmp_path, KILLED), str(tmp_path / "store")]
+    program = [sys.executable, "-m", "tests.helpers.killed_rank", str(tmp_path / "store")]
     ranks = [
         subprocess.Popen(
-            forked(network.hosts[rank // 2].command(*program, str(rank))),
+            forked(network.hosts[rank // 2].command(*program, str(rank), "4", "5000003")),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
             text=True,
         )
