@@ -66,6 +66,7 @@ class MpiWork(dist.Work):
         self._status = status
         self._timeout = float(owner.seconds) if seconds is None else seconds
         self._deadline = time.monotonic() + self._timeout if expires else None
+        self._waited_since: float | None = None
         self._lock = threading.Lock()
         self._ended = False
         self._problem: str | None = None
@@ -161,16 +162,18 @@ class MpiWork(dist.Work):
 
     def _wait(self, asked: float) -> None:
         start = time.monotonic()
+        if self._waited_since is None:
+            self._waited_since = start
         limit = asked if asked > 0 else self._timeout
         progress.waiting.add(self)
         try:
             while not self.poll():
-                waited = time.monotonic() - start
-                if waited > limit:
+                now = time.monotonic()
+                if now - start > limit:
                     if asked > 0:
                         raise RuntimeError(f"MPI: {self._what} timed out after {limit:g} s on {self.owner}.")
                     self._time_out(limit)
-                time.sleep(0 if waited < _SPIN_SECONDS else _SLEEP_SECONDS)
+                time.sleep(0 if now - self._waited_since < _SPIN_SECONDS else _SLEEP_SECONDS)
         finally:
             progress.waiting.discard(self)
 
