@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,12 +26,14 @@ class GradBucket:
         """slots, params: of the gradients in `buffer`, in the same order. Those without elements are left out."""
         self._index = index
         self._buffer = buffer
-        pairs = [
-            (slot, param.tensor) for slot, param in zip(slots, params, strict=True) if slot.shape.numel()
-        ]
-        self._slots = [slot for slot, _ in pairs]
-        self._params = [param for _, param in pairs]
+        self._slots = slots
+        self._params = params
         self._is_last = is_last
+
+    def _members(self) -> Iterator[tuple[GradientSlot, torch.Tensor]]:
+        for slot, param in zip(self._slots, self._params, strict=True):
+            if slot.shape.numel():
+                yield slot, param.tensor
 
     def index(self) -> int:
         """Return the number of the bucket; 0 is the first that is sent."""
@@ -43,15 +45,14 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return each gradient, a view of the buffer with the shape of its parameter."""
-        views = [slot.view(self._buffer) for slot in self._slots]
         return [
-            torch.view_as_complex(view) if param.is_complex() else view
-            for view, param in zip(views, self._params, strict=True)
+            torch.view_as_complex(slot.view(self._buffer)) if param.is_complex() else slot.view(self._buffer)
+            for slot, param in self._members()
         ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of `gradients`."""
-        return list(self._params)
+        return [param for _, param in self._members()]
 
     def is_last(self) -> bool:
         """Return whether this is the last bucket of the backward."""

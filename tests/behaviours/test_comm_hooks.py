@@ -427,3 +427,48 @@ def test_ranks_that_wait_for_one_whose_hook_has_raised_end_in_shutdown() -> None
     (weight.sum() * (hvd.rank() + 1)).backward()
     optimizer.step()
     assert weight.tolist() == [-mean()] * 2
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_ranks_that_wait_for_one_whose_collective_has_raised_in_a_hook_of_torch_end_in_shutdown() -> None:
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("on purpose")
+
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, second], lr=1.0),
+        groups=[[first], [second]],
+        comm_hook=default_hooks.allreduce_hook,
+    )
+    all_reduce = raising if hvd.rank() == 0 else dist.all_reduce
+    error = ArithmeticError if hvd.rank() == 0 else hvd.HorovodInternalError
+    with mock.patch.object(dist, "all_reduce", all_reduce), pytest.raises(error, match="on purpose"):
+        (first.sum() + second.sum()).backward()
+    del optimizer
+    hvd.shutdown()
+    hvd.init()
+    check_equal_on_all_ranks([torch.ones(1)])
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
+@everywhere
+def test_backward_itself_calls_hooks_of_torch_that_wait_for_nothing(name: str) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), comm_hook=getattr(default_hooks, name)
+    )
+    callers: list[threading.Thread] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        callers.append(threading.current_thread())
+        return all_reduce(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", recorded):
+        for number in (1, 2):
+            optimizer.zero_grad()
+            (weight.sum() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+            assert weight.tolist() == pytest.approx([-number * mean()] * 3, rel=2**-6)  # bfloat16 has 8 bits
+    assert callers == 2 * [threading.current_thread()]
