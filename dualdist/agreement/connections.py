@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import HorovodInternalError, StallError
+from ..rendezvous import connected
 from .frames import GOODBYE, framed, take_one, take_unread
 from .meeting import Meeting
 
@@ -176,7 +177,7 @@ class Connections:
         """Connect to the peer that listens at `host`. It need not have accepted the connection yet."""
         with contextlib.ExitStack() as stack:
             try:
-                connection = stack.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
+                connection = stack.enter_context(connected(host, port, _CONNECT_SECONDS))
                 connection.sendall(token + self.rank.to_bytes(4, "little"))
             except OSError as error:
                 raise OSError(f"{host}:{port}: {error}") from error

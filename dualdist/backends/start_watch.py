@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import HorovodInternalError, StallError
+from ..rendezvous import connected
 
 __all__ = ("StartWatch",)
 
@@ -73,7 +74,7 @@ class StartWatch:
             return
         store.wait([_KEY], timedelta(seconds=seconds))
         host, port, token = json.loads(store.get(_KEY))
-        first = socket.create_connection((host, port), seconds)
+        first = connected(host, port, seconds)
         first.sendall(bytes.fromhex(token) + self._rank.to_bytes(_RANK_BYTES, "little"))
         self._add(0, first)
 

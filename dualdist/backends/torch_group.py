@@ -24,6 +24,8 @@ _OPS = {
     Product: dist.ReduceOp.PRODUCT,
 }
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
+_RING_SIZE = 8
+"""Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
 abort_process_group = dist.distributed_c10d._abort_process_group
 
 
@@ -134,6 +136,20 @@ class TorchGroup(Group):
         with wrapped():
             work = self._pg.alltoall_base(output, tensor, list(received), list(sent))
         return self._started(work, tensor)
+
+    def allgather_bytes(self, message: bytes) -> list[bytes]:
+        if self.size <= _RING_SIZE:
+            return super().allgather_bytes(message)
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        received = torch.empty(self.size, len(message), dtype=torch.uint8)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        outputs = [list(received.unbind())] if self.rank == 0 else []
+        with wrapped():
+            gathered = self._started(self._pg.gather(outputs, [sent], options), sent)
+        gathered.wait()
+        self.broadcast_(received, 0).wait()
+        return [row.numpy().tobytes() for row in received]
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._pg is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .addresses import Addresses, find_addresses
 from .bootstrap import share_server_address
 from .gather import ADVICE, Gather, gather_through, not_arrived, reporting_errors
-from .interfaces import INTERFACE, LOOPBACK, check_interfaces, interface_of, own_node
+from .interfaces import INTERFACE, LOOPBACK, check_interfaces, connected, interface_of, own_node
 from .launcher_process import LauncherProcess, find_launcher_process
 
 __all__ = (
@@ -16,6 +16,7 @@ __all__ = (
     "Gather",
     "LauncherProcess",
     "check_interfaces",
+    "connected",
     "find_addresses",
     "find_launcher_process",
     "gather_through",

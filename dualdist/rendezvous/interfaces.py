@@ -5,6 +5,7 @@ Only IPv4, as in Horovod and in Gloo's own choice. The ioctl requests are specif
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -21,6 +22,7 @@ __all__ = (
     "addresses",
     "candidates",
     "check_interfaces",
+    "connected",
     "interface_of",
     "own_address",
     "own_node",
@@ -94,6 +96,19 @@ def own_address(host: str) -> str:
         # Connecting a datagram socket sends nothing.
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
+
+
+def connected(address: str, port: int, seconds: float) -> socket.socket:
+    """Return a connection to an IPv4 address, which has the timeout `seconds`. Raises OSError.
+
+    socket.create_connection imports encodings.idna, which takes several ms of the start of each rank.
+    """
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        connection.settimeout(seconds)
+        connection.connect((address, port))
+        stack.pop_all()
+    return connection
 
 
 def own_node() -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+import dualdist
+
 RECORDED = Path(__file__).parents[1] / "data" / "horovod_torch_surface.json"
 SURFACE: dict[str, Any] = json.loads(RECORDED.read_text())
 
@@ -90,6 +92,21 @@ def ours() -> dict[str, Any]:
     assert finished.returncode == 0, finished.stderr
     found: dict[str, Any] = json.loads(finished.stdout)
     return found
+
+
+def test_import_loads_only_what_every_script_needs() -> None:
+    later = ["dualdist.checkpoint", "dualdist.elastic", "dualdist.processes", "http.server"]
+    script = f"""
+import sys, dualdist
+print(*[name for name in {later} if name in sys.modules])
+dualdist.elastic.run, dualdist.checkpoint.save, dualdist.run, dualdist.spawn
+print(*[name for name in {later} if name not in sys.modules])
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert finished.stdout == "\n\n", finished.stdout + finished.stderr
+    assert set(dualdist.__all__) <= set(dir(dualdist))
 
 
 def test_all_67_names_of_horovod_torch_are_recorded() -> None:
