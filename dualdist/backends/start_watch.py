@@ -51,6 +51,8 @@ class StartWatch:
         self._lost: int | None = None
         self._changed = threading.Event()
         """Set when a rank has ended, or a step."""
+        self._absent = set(range(1, size)) if rank == 0 else set[int]()
+        """On rank 0: the ranks that have not connected yet."""
         self._answered: set[int] = set()
         """On rank 0: the ranks that have answered the question."""
         self._peers: dict[int, socket.socket] = {}
@@ -117,9 +119,13 @@ class StartWatch:
     def check(self, cause: BaseException | None = None) -> None:
         """Raise HorovodInternalError, because of `cause`, if a rank has ended."""
         if self._lost is not None:
+            what = (
+                "did not arrive"
+                if self._lost in self._absent
+                else "has ended, is stopped, or its init() has failed"
+            )
             raise HorovodInternalError(
-                f"Rank {self._rank} could not connect to the other ranks: rank {self._lost} has ended, is stopped, or "
-                "its init() has failed. Look at its output."
+                f"Rank {self._rank} could not connect to the other ranks: rank {self._lost} {what}. Look at its output."
             ) from cause
 
     def close(self, *, started: bool) -> None:
@@ -140,7 +146,7 @@ class StartWatch:
         if self._rank == 0:
             self._send(_QUESTION)
             self._changed.wait(_SETTLE_SECONDS)
-            silent = set(list(self._peers)) - self._answered
+            silent = self._absent or set(list(self._peers)) - self._answered
             if silent and self._lost is None:
                 self._lost = min(silent)
                 self._send(self._lost)
@@ -151,6 +157,7 @@ class StartWatch:
 
     def _add(self, rank: int, peer: socket.socket) -> None:
         peer.settimeout(_HELLO_SECONDS)
+        self._absent.discard(rank)
         self._peers[rank] = peer
         self._selector.register(peer, selectors.EVENT_READ, rank)
 

@@ -184,8 +184,8 @@ class _Gatherer:
         for rank in missing:
             self._put(f"{number}.{rank}", _ERROR + error)
         found = self._get([answer], _FAREWELL_SECONDS)
-        if found is None:  # rank 0 has ended
-            self._report(number, answer, error)
+        if found is None:  # rank 0 has ended, and the other ranks may wait for it
+            self._report(number, answer, self._error([0]))
         return found[0]
 
     def _report(self, number: int, answer: str, error: str) -> NoReturn:

@@ -21,9 +21,9 @@ from ..helpers.world import WORLDS, started
 @contextlib.contextmanager
 def busy_until(event: threading.Event) -> Iterator[None]:
     """Let Horovod's mutex be locked until `event` is set, as while its background thread waits for other ranks."""
-    from dualdist.backends.horovod import gate
+    import horovod.torch
 
-    basics = gate.hvd.mpi_ops._basics
+    basics = horovod.torch.mpi_ops._basics
     library: Any = basics.MPI_LIB_CTYPES
     basics.MPI_LIB_CTYPES = SimpleNamespace(horovod_number_of_process_sets=event.wait)
     try:

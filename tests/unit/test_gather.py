@@ -133,6 +133,15 @@ def test_rank_0_that_arrives_too_late_raises_the_error_of_the_rank_that_gave_up(
     assert error_of(make, 600.0, 0) == error
 
 
+def test_a_rank_names_rank_0_where_it_has_arrived_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is missing as well, because it waits for rank 0 in the step before."""
+    monkeypatch.setattr(gather, "_FAREWELL_SECONDS", 0.1)
+    store = HashStore()
+    store.set("0.0", "+here")
+    with pytest.raises(ConfigurationError, match="Rank 2 waited 0 s for rank 0, which did not arrive"):
+        store_gather(store, 2, 3, 0.1)("here")
+
+
 def test_the_rank_that_reports_an_error_does_so_before_any_other_raises_it(make: Make) -> None:
     seen: list[tuple[int, bool]] = []
 

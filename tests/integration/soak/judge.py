@@ -35,9 +35,10 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
         wrong.append(f"no end: {fault.size - len(outcome.reports)} ranks have not reported in time")
     is_horovods = fault.world.startswith("horovod") and any(text in outcome.output for text in HOROVODS)
     kinds = {kind for kind, _, _ in outcome.others.values()}
+    # A rank is known to the others when it has arrived.
+    texts = " ".join(text for _, text, _ in outcome.others.values())
+    has_arrived = "did not arrive" not in texts and "could not open the store" not in texts
     for kind, text, when in outcome.others.values():
-        # A rank is known to the others when it has arrived.
-        has_arrived = "did not arrive" not in text and "could not open the store" not in text
         is_known = fault.kind in DEATHS and has_arrived and not is_horovods
         if is_known and outcome.struck and when > outcome.struck + SOON and fault.place == INIT:
             wrong.append(f"noticed after {when - outcome.struck:.0f} s: {text}")
