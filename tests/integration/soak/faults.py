@@ -32,6 +32,8 @@ OTHERS = (
     "damaged checkpoint",
     "hostile connections",
     "all killed",
+    "full disk",
+    "threads",
 )
 
 DIRECT = ("torch", "horovod")

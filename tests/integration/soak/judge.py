@@ -19,6 +19,16 @@ SOON, LATE = 6.0, 35.0
 """Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
 HOROVODS = ("gloo::IoException", "HTTP request failed")
 OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections": 60.0, "fork": 30.0}
+TRAINED = (
+    "wrong arguments",
+    "damaged checkpoint",
+    "hostile connections",
+    "fork",
+    "full disk",
+    "threads",
+    "none",
+)
+"""Faults that no rank may notice in its training."""
 
 
 def allowed_seconds(fault: Fault) -> float:
@@ -48,7 +58,7 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
             wrong.append("a rank ended without a report")
         if kind == "error" and fault.kind in ENDINGS and not names(text, fault, is_horovods):
             wrong.append(f"does not name rank {fault.rank}: {text}")
-    if fault.kind in ("wrong arguments", "damaged checkpoint", "hostile connections", "fork", "none"):
+    if fault.kind in TRAINED:
         kinds |= {kind for kind, _, _ in outcome.reports.values()}
         is_attacked = is_horovods and fault.kind == "hostile connections"
         if not is_attacked and (kinds != {"done"} or any(outcome.codes)):

@@ -28,7 +28,9 @@ from ...helpers.faulty_file_system import CountingFileSystem
 from .calls import call_some, call_wrongly, check
 from .damage import damage_checkpoints
 from .faults import BACKWARD, CALL, INIT, SAVE, SHUTDOWN, START, STEPS, Fault
+from .full_disk import save_on_full_disk
 from .strike import Strike
+from .threads import call_in_threads
 
 RATE = MOMENTUM = 0.5
 """Powers of two, so that all numbers are exact, in whichever order they are added."""
@@ -79,6 +81,10 @@ def train(fault: Fault, strike: Strike, folder: Path) -> None:
                 call_wrongly(hvd.rank() == fault.rank, fault.seed)
             if step == fault.step and fault.kind == "damaged checkpoint":
                 damage_checkpoints(folder.parent / "damaged.pt", fault.seed)
+            if step == fault.step and fault.kind == "full disk":
+                save_on_full_disk(folder.parent / "full.pt", fault.rank)
+            if step == fault.step and fault.kind == "threads":
+                call_in_threads()
             optimizer.zero_grad()
             with strike.at(BACKWARD, step):
                 slope = float((step + 1) * (hvd.rank() + 1))
