@@ -74,7 +74,12 @@ def run_rounds(
     left_out = {name: why for name, contestant in contestants.items() if (why := contestant.missing())}
     figures: dict[str, list[Figures]] = {name: [] for name in contestants if name not in left_out}
     shuffler = random.Random(0)
-    complete = 0
+
+    def measured() -> Rounds:
+        # Counted from the figures, because an interruption can arrive between any two lines.
+        counts = [len(rows) for name, rows in figures.items() if name not in left_out]
+        return Rounds(figures, left_out, rounds - min(counts, default=rounds))
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for number in range(rounds):
@@ -85,12 +90,11 @@ def run_rounds(
                     left_out[name] = found = f"in round {number + 1}: {found}"
                 else:
                     figures[name].append(found)
-                report(Rounds(figures, left_out, rounds - complete))
+                report(measured())
                 sys.stderr.write(f"round {number + 1} of {rounds}: {name}: {_text(found)}\n")
-            complete += 1
     except KeyboardInterrupt:
-        sys.stderr.write(f"interrupted in round {complete + 1} of {rounds}\n")
-    return Rounds(figures, left_out, rounds - complete)
+        sys.stderr.write("interrupted\n")
+    return measured()
 
 
 def ratio(ours: Sequence[Figures], theirs: Sequence[Figures], figure: str) -> Ratio:
