@@ -20,6 +20,7 @@ import torch
 
 from ..agreement.call import Call
 from ..agreement.call_site import call_site
+from ..agreement.turn import in_turn
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group, Work
 from ..collectives.sparse import sum_sparse
@@ -255,17 +256,17 @@ class Reducer:
         call = self._announcement()
         for sent in self._works:
             if not sent.has_started:  # the error finds the rank that has left
-                channel.receive(call, sent.work.wait)
+                in_turn(call, channel.receive, call, sent.work.wait)
         if self._works and not channel.has_joined:  # a joined rank sends only after the announcement
-            self._works[-1].work.wait_for(_DATA_FIRST_SECONDS)
+            in_turn(call, self._works[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
             wrong = announce(self._options.process_set, call, self._contributions, self._kinds)
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
-            self._receive(call, keep=False, settled=False)
+            in_turn(call, self._receive, call, keep=False, settled=False)
             raise
         changes = self._changes
-        self._receive(call, keep=not wrong, settled=not wrong)
+        in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
         self._check_unchanged(changes, wrong)
         if self._hook_error is not None:
             raise self._hook_error

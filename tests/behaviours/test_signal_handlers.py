@@ -102,6 +102,26 @@ def test_a_handler_that_interrupts_a_collective_gets_an_error_at_once(waiting: s
 
 
 @everywhere
+def test_a_handler_that_interrupts_the_end_of_a_backward_gets_an_error(tmp_path: Path) -> None:
+    """Rank 0 waits there for the gradients of the last rank, whose backward begins after the handler."""
+    marker, errors = tmp_path / "handled", dict[str, str]()
+    model = hvd.DistributedDataParallel(torch.nn.Linear(300, 300))
+    loss = model(torch.ones(1, 300)).sum()
+
+    def handle() -> None:
+        errors.update(errors_of(calls(tmp_path)))
+        marker.touch()
+
+    with interrupted("reduce", handle) if hvd.rank() == 0 else contextlib.nullcontext():
+        if is_last():
+            wait_for([marker])
+        loss.backward()
+    assert all("interrupts gradient synchronization(" in text for text in errors.values())
+    assert hvd.rank() != 0 or errors.keys() == calls(tmp_path).keys()
+    check_next_calls_work()
+
+
+@everywhere
 def test_a_handler_that_interrupts_the_collective_of_another_set_gets_an_error(tmp_path: Path) -> None:
     marker, errors = tmp_path / "handled", []
     pair = hvd.add_process_set([0, 1]) if hvd.size() > 2 else hvd.global_process_set

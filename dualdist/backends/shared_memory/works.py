@@ -36,8 +36,10 @@ class Works:
         self._mesh, self._name = mesh, name
         self.timeout = timeout
         self._queue: deque[SharedWork] = deque()
-        self._running = threading.Lock()
-        """Held by the thread that runs a collective."""
+        self._running = threading.RLock()
+        """Held by the thread that runs a collective. Reentrant: a signal handler may interrupt this thread."""
+        self._is_running = False
+        """Whether a thread that waits for a collective runs one."""
         self._waiting: list[SharedWork] = []
         """What other threads wait for. They run it themselves."""
         self._wake = threading.Event()
@@ -64,15 +66,21 @@ class Works:
         return work
 
     def finish(self, work: SharedWork, seconds: float | None = None) -> None:
-        """Run `work`, for at most `seconds`. Its problem is in the work."""
+        """Run `work`, for at most `seconds`. Its problem is in the work.
+
+        Raises RuntimeError in a signal handler or destructor that interrupts another collective of this thread.
+        """
         until = None if seconds is None else time.monotonic() + seconds
         self._waiting.append(work)
         try:
             if not self._running.acquire(timeout=-1 if seconds is None else seconds):
                 return
             try:
-                while not work.ended and self._advance(self._queue[0], until):
-                    pass
+                if not self._run(work, until):
+                    raise RuntimeError(
+                        "A collective must not wait in a signal handler or destructor that interrupts another one: "
+                        "each would wait for the other. Let the handler set a flag, and check it after each step."
+                    )
             finally:
                 self._running.release()
         finally:
@@ -84,10 +92,21 @@ class Works:
         """Run `work` as far as is possible without waiting."""
         if not work.ended and self._running.acquire(blocking=False):
             try:
-                while not work.ended and self._advance(self._queue[0], 0.0):
-                    pass
+                self._run(work, 0.0)
             finally:
                 self._running.release()
+
+    def _run(self, work: SharedWork, until: float | None) -> bool:
+        """Run `work` until it ends or `until` has passed. Return False if this thread is running another one."""
+        if self._is_running:
+            return False
+        try:
+            self._is_running = True
+            while not work.ended and self._advance(self._queue[0], until):
+                pass
+        finally:
+            self._is_running = False
+        return True
 
     def abort(self) -> None:
         """Give up all collectives. The other members notice it. Local."""
