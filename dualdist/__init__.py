@@ -91,10 +91,20 @@ from .world.ranks import (
     transport_name,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a type checker that sees `__getattr__` would accept every name
     from . import checkpoint, elastic
     from .processes.run_function import run
     from .processes.spawn import spawn
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        path, attribute = _AT_FIRST_USE[name]
+        module = importlib.import_module(path, __name__)
+        value = globals()[name] = module if attribute is None else getattr(module, attribute)
+        return value
+
 
 __all__ = (
     "Adasum",
@@ -207,15 +217,6 @@ _AT_FIRST_USE = {
     "spawn": (".processes.spawn", "spawn"),
 }
 """name -> its module, and its name there; None is the module itself. They would be a third of the import time."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _AT_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    path, attribute = _AT_FIRST_USE[name]
-    module = importlib.import_module(path, __name__)
-    value = globals()[name] = module if attribute is None else getattr(module, attribute)
-    return value
 
 
 def __dir__() -> list[str]:
