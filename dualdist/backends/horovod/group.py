@@ -23,7 +23,9 @@ with real_horovod():
 __all__ = ("HorovodGroup", "wrapped")
 
 _SLEEP_SECONDS = (0.00005, 0.001)
-"""The first and the longest pause between two polls of an operation. Horovod's own cycle is 1 ms."""
+"""The shortest and the longest pause between two polls of an operation."""
+_SLEEP_SHARE = 1 / 8
+"""The pause as a share of the time waited. Who notices the end late misses Horovod's next cycle (1 ms)."""
 _START_SECONDS = 0.1
 """How long to wait at a time until Horovod accepts an operation. It usually takes less than a millisecond."""
 _BROADCAST_NAMES = 8
@@ -67,12 +69,12 @@ class _HorovodWork(Work):
     def wait(self) -> None:
         while not self._has_started(_START_SECONDS):
             self._patience.check()
-        pause, longest = _SLEEP_SECONDS
+        shortest, longest = _SLEEP_SECONDS
+        start = time.monotonic()
         with wrapped():
             while not hvd.poll(self._handle):
                 self._patience.check()
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
+                time.sleep(min(max(shortest, (time.monotonic() - start) * _SLEEP_SHARE), longest))
             result = hvd.synchronize(self._handle)
         if self._output is not None:
             self._output.copy_(result[0] if isinstance(result, tuple) else result)
