@@ -293,7 +293,7 @@ def gather_through_files(
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         check()
-        new = folder / f"{key}.new"
+        new = folder / f"{key}.new.{launch.rank}"  # several ranks may report an error under one key
         new.write_text(text)
         new.replace(folder / key)
 
