@@ -5,6 +5,9 @@ HOROVOD_DYNAMIC_PROCESS_SETS its background thread holds the same mutex while it
 (horovod/common/process_set.cc:183-192). When one of these is stopped, the process would stop, too, until Gloo's
 timeout: no thread could answer questions about this rank. Therefore another thread locks the mutex first, without
 Python's global lock. Between two cycles of Horovod, that takes less than a millisecond.
+
+A process can still stop if another rank is lost between the answer and the start: Horovod offers no start without
+Python's global lock.
 """
 
 from __future__ import annotations
