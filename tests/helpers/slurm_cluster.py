@@ -1,7 +1,7 @@
-"""A real Slurm on this host, for one session of tests: munged, slurmctld, and a slurmd for each of two nodes.
+"""A real Slurm for one session of tests: munged, slurmctld, and a slurmd for each of two nodes.
 
-Everything is in one folder, and every server listens on a port that is free. The nodes share the host, so that two
-tasks may be on one node and a third on the other; each claims eight cores, whatever the machine has.
+Everything is in one folder, and every server listens on a port that is free. The nodes share this host, or each is a
+host of namespace_hosts.py. Each claims eight cores, whatever the machine has.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .namespace_hosts import Network
 from .requirements import need_programs, need_root, program
 from .script_launch import Ended, finish
 
 __all__ = ("Slurm", "running_slurm")
 
 START_SECONDS, END_SECONDS = 30.0, 10.0
-NODES = ("node1", "node2")
 
 CONFIGURATION = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={controller_host}
 SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
@@ -54,10 +54,30 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 # PMIx would make the same folder for both nodes.
 TmpFS={folder}/tmp-%n
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node1} CPUs=8
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={node2} CPUs=8
+{nodes}
 PartitionName=test Nodes=ALL Default=YES
 """
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster."""
+
+    name: str
+    host: str
+    """The name of the host that it is on."""
+    address: str
+    enter: tuple[str, ...] = ()
+    """What must stand before a command, so that it runs on that host."""
+
+
+def _nodes_here() -> tuple[Node, ...]:
+    host = socket.gethostname().partition(".")[0]
+    return tuple(Node(name, host, "127.0.0.1") for name in ("node1", "node2"))
+
+
+def _nodes_on(network: Network) -> tuple[Node, ...]:
+    return tuple(Node(host.name, host.name, host.address(), host.command()) for host in network.hosts)
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,8 @@ class Slurm:
     """A cluster that is up."""
 
     folder: Path
+    enter: tuple[str, ...] = ()
+    """What must stand before a command, so that it runs on the host of the first node."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -72,16 +94,16 @@ class Slurm:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def finish(self, *command: str, environment: Mapping[str, str] | None = None) -> Ended:
-        """Run one of Slurm's commands to its end; see launch.finish."""
+        """Run one of Slurm's commands to its end; see script_launch.finish."""
         try:
-            return finish(command, {**self.environment, **(environment or {})})
+            return finish([*self.enter, *command], {**self.environment, **(environment or {})})
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def ask(self, *command: str) -> str:
         """Return what one of Slurm's commands says, or '' when it fails."""
         done = subprocess.run(
-            command,
+            [*self.enter, *command],
             env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -104,15 +126,19 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def running_slurm() -> Iterator[Slurm]:
-    """Start Slurm, wait until both nodes are idle, and end it with every job afterwards."""
+def running_slurm(network: Network | None = None) -> Iterator[Slurm]:
+    """Start Slurm, wait until all nodes are idle, and end it with every job afterwards.
+
+    network: the hosts that are its nodes; without, two nodes are on this host.
+    """
     need_root()
     need_programs("munged", "slurmctld", "slurmd", "srun")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
-        slurm = Slurm(folder)
-        _configure(folder)
-        for name, command in _servers(folder).items():
+        nodes = _nodes_here() if network is None else _nodes_on(network)
+        slurm = Slurm(folder, nodes[0].enter)
+        _configure(folder, nodes)
+        for name, command in _servers(folder, nodes).items():
             output = stack.enter_context(open(folder / f"{name}.log", "wb"))
             server = subprocess.Popen(
                 command,
@@ -124,23 +150,30 @@ def running_slurm() -> Iterator[Slurm]:
                 env={**os.environ, **slurm.environment},
             )
             stack.callback(_end, server)
-        _wait(slurm, ["sinfo", "--noheader", "--format=%T %D"], f"idle {len(NODES)}")
+        _wait(slurm, ["sinfo", "--noheader", "--format=%T %D"], f"idle {len(nodes)}")
         stack.callback(_end_jobs, slurm)
         yield slurm
 
 
-def _configure(folder: Path) -> None:
-    for name in ("state", *(f"{kind}-{node}" for kind in ("spool", "tmp") for node in NODES)):
+def _configure(folder: Path, nodes: Sequence[Node]) -> None:
+    for name in ("state", *(f"{kind}-{node.name}" for kind in ("spool", "tmp") for node in nodes)):
         (folder / name).mkdir()
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
-    host = socket.gethostname().partition(".")[0]
-    ports = dict(zip(("controller", *NODES), _free_ports(1 + len(NODES)), strict=True))
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **ports))
+    controller, *ports = _free_ports(1 + len(nodes))
+    lines = (
+        f"NodeName={node.name} NodeHostname={node.host} NodeAddr={node.address} Port={port} CPUs=8"
+        for node, port in zip(nodes, ports, strict=True)
+    )
+    host = f"{nodes[0].host}({nodes[0].address})"
+    text = CONFIGURATION.format(
+        folder=folder, controller_host=host, controller=controller, nodes="\n".join(lines)
+    )
+    (folder / "slurm.conf").write_text(text)
 
 
-def _servers(folder: Path) -> dict[str, list[str]]:
+def _servers(folder: Path, nodes: Sequence[Node]) -> dict[str, list[str]]:
     munged = [
         program("munged"),
         "--foreground",
@@ -149,11 +182,10 @@ def _servers(folder: Path) -> dict[str, list[str]]:
         f"--key-file={folder}/munge.key",
     ]
     munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
-    nodes = {f"slurmd-{node}": [program("slurmd"), "-D", "-N", node] for node in NODES}
     return {
         "munged": [*munged, f"--socket={folder}/munge.socket"],
-        "slurmctld": [program("slurmctld"), "-D"],
-        **nodes,
+        "slurmctld": [*nodes[0].enter, program("slurmctld"), "-D"],
+        **{f"slurmd-{node.name}": [*node.enter, program("slurmd"), "-D", "-N", node.name] for node in nodes},
     }
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ..helpers.forks import BIN
 from ..helpers.namespace_hosts import SUBNETS, Host, Network
 from ..helpers.requirements import need_modules, need_programs
 from ..helpers.script_launch import Ended, finish
+from ..helpers.slurm_cluster import Slurm, running_slurm
 from ..helpers.world import ROOT
 
 DOCTOR = ("-m", "tests.helpers.faulty_doctor")
@@ -36,35 +38,39 @@ def _torchrun(node: int) -> tuple[str, ...]:
     return (f"{BIN}/torchrun", *nodes, *first, *DOCTOR)
 
 
-def _step(node: int, ranks: str) -> tuple[str, ...]:
-    """Start ranks with the variables of a step of Slurm."""
-    variables = (
-        f"SLURM_JOB_ID=8 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_NODEID={node} "
-        "SLURM_STEP_NODELIST=alpha,beta"
-    )
-    each = 'SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@" & all="$all $!";'
-    wait = "code=0; for one in $all; do wait $one || code=$?; done; exit $code"
-    return ("sh", "-c", f"export {variables}; for rank in {ranks}; do {each} done; {wait}", "sh", *PYTHON)
-
-
 COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "torchrun": (_torchrun(0), _torchrun(1)),
     "mpirun": ((*_MPIRUN, "-H", HOSTS, "-np", "3", *PYTHON),),
-    "srun's variables": (_step(0, "0 1"), _step(1, "2")),
+    "srun": (("srun", "--kill-on-bad-exit=1", "-N", "2", "-n", "3", *PYTHON),),
     "dualdist run": ((sys.executable, "-m", "dualdist", "run", "-H", HOSTS, "-np", "3", *PYTHON),),
 }
 """The commands to run on the hosts, in their order."""
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts, and a Slurm whose nodes they are."""
+
+    network: Network
+    slurm: Slurm
+
+
+@pytest.fixture(scope="module")
+def hosts(network: Network) -> Iterator[Hosts]:
+    with running_slurm(network) as slurm:
+        yield Hosts(network, slurm)
+
+
 def on_hosts(
-    network: Network, launcher: str, faults: Mapping[str, object], *options: str, seconds: str = "60"
+    hosts: Hosts, launcher: str, faults: Mapping[str, object], *options: str, seconds: str = "60"
 ) -> tuple[list[int], str]:
     """Run a launcher's commands to their end; return their exit codes and all output, without dualdist's prefix."""
     need_modules(*["mpi4py"] * (launcher == "mpirun"))
     environment = {**_MPI, "PYTHONPATH": str(ROOT), "DUALDIST_START_TIMEOUT_SECONDS": seconds}
+    environment |= hosts.slurm.environment
     commands = [
         host.command(*command, json.dumps(faults), *options)
-        for host, command in zip(network.hosts, COMMANDS[launcher], strict=False)
+        for host, command in zip(hosts.network.hosts, COMMANDS[launcher], strict=False)
     ]
     with ThreadPoolExecutor(len(commands)) as pool:
         ended: list[Ended] = list(pool.map(lambda command: finish(command, environment), commands))
@@ -97,11 +103,11 @@ def other_numpy(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("launcher", COMMANDS)
 def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
-    launcher: str, network: Network, other_numpy: str
+    launcher: str, hosts: Hosts, other_numpy: str
 ) -> None:
     need_programs("tc")
-    with slowed(network.hosts[1]):
-        codes, output = on_hosts(network, launcher, {"host": "beta", "clock": 90, "path": other_numpy})
+    with slowed(hosts.network.hosts[1]):
+        codes, output = on_hosts(hosts, launcher, {"host": "beta", "clock": 90, "path": other_numpy})
     assert 0 not in codes, output
     wrong = [line for line in output.splitlines() if line.startswith("WRONG: ")]
     assert len(wrong) == 3, output
@@ -114,8 +120,8 @@ def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
     assert output.count("3 problems must be solved first.") == 1
 
 
-def test_a_sound_world_of_two_hosts_can_train(network: Network) -> None:
-    codes, output = on_hosts(network, "dualdist run", {}, "--json")
+def test_a_sound_world_of_two_hosts_can_train(hosts: Hosts) -> None:
+    codes, output = on_hosts(hosts, "dualdist run", {}, "--json")
     report = json.loads(output[output.index("{\n") :])
     assert (codes, report["can_train"], report["problems"]) == ([0], True, [])
     assert (report["launcher"], report["size"]) == ("dualdist run", 3)
@@ -123,7 +129,7 @@ def test_a_sound_world_of_two_hosts_can_train(network: Network) -> None:
         ("alpha", [0, 1], "net0"),
         ("beta", [2], "net0"),
     ]
-    assert [host["address"] for host in report["hosts"]] == [host.address() for host in network.hosts]
+    assert [host["address"] for host in report["hosts"]] == [host.address() for host in hosts.network.hosts]
     assert {(link["source"], link["target"]) for link in report["links"]} == {
         ("alpha", "beta"),
         ("beta", "alpha"),
@@ -131,9 +137,9 @@ def test_a_sound_world_of_two_hosts_can_train(network: Network) -> None:
     assert all(link["bandwidth"] > 10e6 and 0 < link["round_trip"] < 5e-3 for link in report["links"])
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "dualdist run"])
-def test_a_process_that_never_arrives_is_named(launcher: str, network: Network) -> None:
-    codes, output = on_hosts(network, launcher, {"absent": 1}, seconds="10")
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "dualdist run"])
+def test_a_process_that_never_arrives_is_named(launcher: str, hosts: Hosts) -> None:
+    codes, output = on_hosts(hosts, launcher, {"absent": 1}, seconds="10")
     assert 0 not in codes, output
     # The rank that began first prints it, and all others leave.
     assert (
