@@ -20,6 +20,7 @@ import torch
 
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, load, read_manifest, save
+from dualdist.checkpoint.storage import memory_file
 
 from ..helpers.small_training import STYLES, make_state, plain_losses, train
 from ..helpers.world import WORLDS, everywhere, started
@@ -76,6 +77,32 @@ def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     if isinstance(value, list | tuple):
         return flat(dict(enumerate(value)), name)
     return {name: torch.as_tensor(value)} if isinstance(value, torch.Tensor | int | float) else {}
+
+
+def file_of(tensor: torch.Tensor) -> int:
+    """Return the inode of the file that is mapped where `tensor` is."""
+    for row in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *_ = row.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return int(inode)
+    raise LookupError("no mapping holds the tensor")
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@everywhere
+def test_a_host_holds_one_copy_of_a_loaded_file(
+    is_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, weight = folder(tmp_path) / "a.pt", torch.arange(100_000.0)
+    save(path, {"weight": weight})
+    if is_hidden:  # a container hides the processes of others
+        monkeypatch.setattr(memory_file, "_DESCRIPTORS", "/proc/not-here/{}/fd/{}")
+    found = load(path)["weight"]
+    assert len(set(hvd.allgather_object(file_of(found)))) == (hvd.size() if is_hidden else 1)
+    found += hvd.rank()  # changes the copy of this rank
+    hvd.barrier()
+    torch.testing.assert_close(found, weight + hvd.rank(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -72,6 +72,15 @@ def test_torch_and_zip_programs_read_it_without_dualdist(tmp_path: Path, length:
         assert torch.equal(file.load(path)["data"], data)
 
 
+def test_a_file_of_another_process_is_used_only_if_it_is_the_same() -> None:
+    with MemoryFile() as own, MemoryFile() as other:
+        own.write(b"own")
+        other.write(b"other")
+        wrong = other.place._replace(identity=own.place.identity)
+        assert not own.become(wrong) and own.read(0, 9) == b"own"
+        assert own.become(other.place) and own.read(0, 9) == b"other" and own.size == 5
+
+
 def test_a_flipped_bit_anywhere_is_detected(small: Path) -> None:
     data = small.read_bytes()
     with small.open("r+b", buffering=0) as file:
