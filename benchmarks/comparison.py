@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from contestant import Contestant
+from report_file import write_report
 from rounds import Rounds, ratio, run_rounds
 
 __all__ = ("compare", "parser")
-
-_PACKAGES = (
-    "torch",
-    "torchvision",
-    "horovod",
-    "mpi4py",
-    "accelerate",
-    "pytorch-ignite",
-    "lightning",
-    "numpy",
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,7 @@ def compare(
 
     def save(rounds: Rounds) -> None:
         if args.json is not None:
-            _replace(args.json, json.dumps(_report(comparison(rounds)), indent=2) + "\n")
+            write_report(args.json, _figures(comparison(rounds)))
 
     rounds = run_rounds(worker, contestants, arguments, args.processes, args.rounds, save)
     save(rounds)
@@ -108,13 +94,6 @@ def compare(
     if args.baseline in rounds.left_out or args.baseline not in rounds.figures:
         raise SystemExit(f"The baseline {args.baseline} was not measured in all rounds.")
     return rounds
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write `text` to `file`, which is complete at any time."""
-    written = file.with_name(f"{file.name}.new")
-    written.write_text(text)
-    written.replace(file)
 
 
 def _lines(comparison: _Comparison) -> Iterable[str]:
@@ -146,14 +125,8 @@ def _ratios(comparison: _Comparison) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def _report(comparison: _Comparison) -> dict[str, Any]:
+def _figures(comparison: _Comparison) -> dict[str, Any]:
     return {
-        "machine": {
-            "processor": platform.machine(),
-            "system": platform.platform(),
-            "cpus": len(os.sched_getaffinity(0)),
-        },
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "processes": comparison.processes,
         "baseline": comparison.baseline,
         "rounds": comparison.rounds.figures,
@@ -161,10 +134,3 @@ def _report(comparison: _Comparison) -> dict[str, Any]:
         "left_out": comparison.rounds.left_out,
         "missing_rounds": comparison.rounds.missing,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -9,7 +9,8 @@ it, from bytecode as in an installed package: with PYTHONDONTWRITEBYTECODE each 
 launcher, this program serves the store and sets the variables, as torchrun does. Both contestants are started in the
 same way, on gloo, and end with a barrier. All ranks of a start begin together. Times are in milliseconds: of the median
 rank and of the slowest one, and the CPU time (user and system, all threads) of the median rank and of all ranks
-together; the process that serves the store is not counted. A ratio is the median over the rounds.
+together; the process that serves the store is not counted. A ratio is the median over the rounds. Each start is printed
+when it ends, and `--json` then has all figures until then.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from report_file import write_report
 
 import dualdist as hvd
 
@@ -57,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how long a start takes.")
     parser.add_argument("--processes", type=int, default=8, help="without a launcher (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each contestant (%(default)s)")
-    parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures after each start")
     settings = parser.parse_args()
     launched = "RANK" in os.environ
     size = int(os.environ["WORLD_SIZE"]) if launched else settings.processes
@@ -67,14 +69,9 @@ def main() -> None:
         ports = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     with tempfile.TemporaryDirectory() as folder:
         cache_bytecode(folder)
-        starts = measure_starts(settings.rounds, own_ranks, size, ports)
+        starts = measure_starts(settings.rounds, own_ranks, size, ports, settings.json)
     if 0 in own_ranks:
         show(starts, size)
-        if settings.json:
-            with open(settings.json, "w") as file:
-                json.dump(
-                    {"size": size, "torch": torch.__version__, "figures": FIGURES, "starts": starts}, file
-                )
 
 
 def cache_bytecode(folder: str) -> None:
@@ -88,16 +85,25 @@ def cache_bytecode(folder: str) -> None:
 
 
 def measure_starts(
-    rounds: int, own_ranks: Sequence[int], size: int, ports: Any
+    rounds: int, own_ranks: Sequence[int], size: int, ports: Any, file: Path | None
 ) -> dict[str, list[list[float]]]:
-    """Return the summaries of `rounds` starts of each contestant, in rank 0's process."""
+    """Return the summaries of `rounds` starts of each contestant, in rank 0's process.
+
+    There, print each summary, and write all of them to `file`, when a start ends.
+    """
     order = random.Random(0)
     starts: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
     for number in range(rounds):
         for name in order.sample(list(CONTESTANTS), len(CONTESTANTS)):
             measured = start(f"{number}/{name}", name, own_ranks, size, ports)
-            if measured is not None:
-                starts[name].append(summary(measured))
+            if measured is None:
+                continue
+            starts[name].append(summary(measured))
+            found = zip(FIGURES, starts[name][-1], strict=True)
+            text = ", ".join(f"{figure} {value:.1f}" for figure, value in found)
+            print(f"round {number + 1} of {rounds}: {name}: {text}", flush=True)
+            if file is not None:
+                write_report(file, {"processes": size, "figures": FIGURES, "starts": starts})
     return starts
 
 
