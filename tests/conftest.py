@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from .default_worlds import ABOVE_THE_BACKENDS, DEFAULT_WORLDS
+from .default_tests import ABOVE_THE_BACKENDS, DEFAULT_WORLDS, ONLY_WITH_ALL
 from .helpers.forks import use_forks
 from .helpers.world import WORLDS, World
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run every behaviour in every world, and start every process as a new interpreter",
+        help="run every test in every world, and start every process as a new interpreter; see tests/default_tests.py",
     )
 
 
@@ -77,9 +77,20 @@ def _chosen_worlds(metafunc: pytest.Metafunc) -> tuple[str, ...]:
     return DEFAULT_WORLDS if fewer else tuple(WORLDS)
 
 
+def _runs_only_with_all(item: pytest.Item, config: pytest.Config) -> bool:
+    """Return whether a test is left out. One that the command line names, or its file, is not."""
+    test = item.nodeid.removeprefix("tests/")
+    if config.getoption("--all") or config.option.keyword or any(".py" in one for one in config.args):
+        return False
+    return any(re.match(pattern, test) for pattern in ONLY_WITH_ALL)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the tests of a group together, so that what they share is started once, and nothing else is up."""
+    left_out = [item for item in items if _runs_only_with_all(item, config)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     order = {name: place for place, name in enumerate([*FIRST, *WORLDS])}
     items.sort(key=lambda item: order.get(_group(item.nodeid), len(order)))
 

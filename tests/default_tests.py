@@ -1,4 +1,4 @@
-"""Which tests run in fewer worlds by default, and why. `pytest --all` runs every test in every world.
+"""Which tests run by default, in which worlds, and why. `pytest --all` runs every test in every world.
 
 A file that is not here runs everywhere: what a backend or a transport does itself may differ in each world. What is
 written once, above the backends, may differ with the kind of backend and with the number of ranks alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ("ABOVE_THE_BACKENDS", "DEFAULT_WORLDS")
+__all__ = ("ABOVE_THE_BACKENDS", "DEFAULT_WORLDS", "ONLY_WITH_ALL")
 
 DEFAULT_WORLDS = ("local-1", "torch-gloo-2", "torch-gloo-3", "horovod-gloo-2")
 """One process, both backends, and a number of ranks that is no power of two."""
@@ -28,20 +28,39 @@ ABOVE_THE_BACKENDS: Mapping[str, str] = MappingProxyType(
         "behaviours/test_elastic_sampler.py": "the state of a sampler",
         "behaviours/test_elastic_state.py": "states; test_broadcast.py shares tensors everywhere",
         "behaviours/test_failed_backward.py": "the state of the reducer after an exception",
+        "behaviours/test_fused_batch_norm.py": "arithmetic on what one allreduce returns",
         "behaviours/test_gradient_dtypes.py": "buckets by dtype; test_allreduce.py reduces every dtype everywhere",
+        "behaviours/test_gradient_order.py": "which bucket has which gradient; test_training.py runs everywhere",
         "behaviours/test_kept_gradients.py": "the memory of gradients in one process",
         "behaviours/test_metrics.py": "arithmetic on what one allgather and one allreduce return",
+        "behaviours/test_mixed_precision.py": "copies of the parameters in one process",
         "behaviours/test_objects.py": "pickled bytes; test_broadcast.py and test_allgather.py run everywhere",
         "behaviours/test_optimizer.py": "the wrapper of the optimizer in one process",
         "behaviours/test_parallel.py": "the wrapper of the module in one process",
+        "behaviours/test_parallel_interface.py": "attributes and arguments of the wrapper of the module",
         "behaviours/test_parameters.py": "the order of parameters; test_broadcast.py runs everywhere",
         "behaviours/test_several_optimizers.py": "which reducer gets which gradient",
         "behaviours/test_sparse_gradients.py": "rows and values, which test_allgather.py gathers everywhere",
         "behaviours/test_sync_batch_norm.py": "arithmetic on what one allreduce returns",
         "behaviours/test_timeline.py": "events that are written above the backends",
+        "behaviours/test_unpickling.py": "pickled bytes; test_broadcast.py and test_allgather.py run everywhere",
         "behaviours/test_unused_parameters.py": "zeros in buckets; test_training.py reduces buckets everywhere",
+        "behaviours/test_wrong_arguments.py": "arguments that are checked before a backend is called",
         "behaviours/test_wrong_use.py": "arguments that are checked before a backend is called",
         "parity/test_training.py": "twenty steps with every feature; behaviours/test_training.py runs everywhere",
     }
 )
 """Files below tests/, and what their tests are about."""
+
+ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
+    {
+        r"launchers/test_bench\.py::test_(contestant_that_fails|interrupted_bench.*SIGINT|collectives)": "each starts "
+        "many worlds; the comparison of trainers and the other signal run by default",
+        r"launchers/test_frameworks\.py::.*\[(.*-)?horovod\]": "the frameworks call the same wrapper on each backend",
+        r"launchers/test_mpis\.py::.*-3\]": "two processes of each MPI run by default",
+        r"launchers/test_part_of_world\.py::.*\[(all|reversed)-": "a part of a communicator and a list of "
+        "ranks run by default",
+        r"integration/test_installed_types\.py::": "ci/check checks the types of the package itself",
+    }
+)
+"""Patterns of tests, with their files below tests/, which take long and differ little from others."""
