@@ -9,16 +9,31 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-__all__ = ("call_site", "warn_deprecated")
+__all__ = ("call_site", "remember_call_site", "warn_deprecated")
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 
+_remembered: list[tuple[str, int]] = []
+"""At most one (file, line)."""
+
 
 def call_site() -> tuple[str, int]:
-    """Return (file, line) of the innermost frame outside dualdist and torch."""
+    """Return (file, line) of the innermost frame outside dualdist and torch.
+
+    In a thread without one, return what `remember_call_site` has found: autograd runs the hooks and the backward
+    functions of a GPU in threads of its own (torch/csrc/autograd/engine.cpp, Engine::start_device_threads).
+    """
     frame = _user_frame()
+    if _remembered and _is_internal(frame.f_code.co_filename):
+        return _remembered[0]
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def remember_call_site() -> None:
+    """Remember the user's line, which is near the next call of `backward`."""
+    frame = _user_frame()
+    _remembered[:] = [(frame.f_code.co_filename, frame.f_lineno)]
 
 
 def warn_deprecated(message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from ..agreement import call_kinds
+from ..agreement.call_site import remember_call_site
 from ..checks import flag, instance, integer, mapping
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction
@@ -151,12 +152,14 @@ def DistributedOptimizer(
     optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
     synchronized = cast("SynchronizedOptimizer", optimizer)
     synchronized._base, synchronized._skipping, synchronized._combiner = base, False, combiner
+    remember_call_site()
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return synchronized
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    remember_call_site()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     if optimizer._skipping:
         return

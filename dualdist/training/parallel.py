@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..agreement import call_kinds
+from ..agreement.call_site import remember_call_site
 from ..backends.torch_interface import (
     disabled_join,
     notify_join,
@@ -206,6 +207,7 @@ class DistributedDataParallel(JoinInterface):
     def _prepare(self) -> None:
         """Make buffers equal, and check that the parameters are still those that were wrapped."""
         self._syncs_buffers = False
+        remember_call_site()
         if self._join_config.enable:
             notify_join(self)
             if self._torch_join is not None:

@@ -1,11 +1,18 @@
-"""Autograd runs the hooks of parameters on different devices in different threads."""
+"""Autograd runs the hooks of parameters on different devices in different threads, which it starts in C++."""
 
 from __future__ import annotations
 
+import _thread
+import linecache
+import re
+import sys
 import threading
+from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +21,7 @@ from dualdist.collectives.compression import Compressor
 from dualdist.gradients import grad_sync
 
 from ..helpers.world import everywhere
+from .test_mismatch import check_next_calls_work
 
 
 class OtherThread(Compressor):
@@ -48,3 +56,39 @@ def test_each_bucket_is_sent_once_and_in_order() -> None:
     assert OtherThread.sent == [2, 3]
     optimizer.synchronize()
     assert small.grad.tolist() == [mean] * 2 and large.grad.tolist() == [mean] * 3
+
+
+def _engine_run_backward(function: Callable[[], object]) -> None:
+    """Run `function`, which raises, in a thread started in C, and wait as the function of this name in torch does."""
+    running = _thread.allocate_lock()
+    running.acquire()
+    with mock.patch.object(sys, "unraisablehook", lambda failed: running.release()):
+        _thread.start_new_thread(list, (starmap(function, [()]),))
+        assert running.acquire(timeout=20)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_an_error_in_such_a_thread_names_a_line_of_the_training_loop(style: str) -> None:
+    layer: Any = nn.Linear(1, 1, bias=False)
+    wrapper: Any
+    if style == "optimizer":
+        wrapper = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0))
+        layer(torch.ones(1)).backward()
+        wrapper.step()  # remembered
+    else:
+        wrapper = hvd.DistributedDataParallel(layer)
+        wrapper(torch.ones(1)).backward()  # remembered
+    sync = wrapper._combiner
+    if hvd.rank() == 0:
+        with mock.patch.object(grad_sync, "_queue_callback"):
+            sync._on_gradient(0, layer.weight)
+            _engine_run_backward(sync._end_of_backward)
+    else:
+        with pytest.raises(hvd.CollectiveMismatchError) as raised:
+            hvd.barrier()
+        site = re.search(r"at (.*\.py):(\d+)", str(raised.value))  # of rank 0
+        assert site is not None and site[1] == __file__
+        assert linecache.getline(__file__, int(site[2])).rstrip().endswith("# remembered")
+    check_next_calls_work()
