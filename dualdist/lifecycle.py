@@ -35,7 +35,7 @@ def init(
         process_sets: process sets to register, or "dynamic" (sets can always be added later).
         backend: "torch", "horovod" or "local". None: DUALDIST_BACKEND, else a backend that already runs in this
             process, else the usual backend of the launcher.
-        transport: "nccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one on this machine.
+        transport: "nccl", "xccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one on this machine.
         init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
             "env://".
 

@@ -1,4 +1,4 @@
-"""torch.distributed as a backend: nccl, gloo, or MPI through mpi4py.
+"""torch.distributed as a backend: nccl, xccl, gloo, or MPI through mpi4py.
 
 It guarantees that the collectives of one process group run in the order of the calls. It lacks two checks, which
 dualdist adds above the backends: gloo does not detect that ranks pass different shapes, and no transport detects that
@@ -189,9 +189,12 @@ class TorchBackend(Backend):
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
         if TRANSPORTS[transport].needs_gpus and device_transport() != transport:
-            built = ", since torch is built without CUDA" if torch.version.cuda is None else ""
+            built = (
+                "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
+            )
+            kind = dist.Backend.backend_capability[transport][0].upper()
             raise BackendUnavailableError(
-                f"`transport` is 'nccl', but no CUDA device is usable{built}. Choose gloo."
+                f"`transport` is {transport!r}, but no {kind} device is usable{built}. Choose gloo."
             )
         if transport == "mpi" and not launch.starts_mpi and launch.size > 1:
             raise BackendUnavailableError(

@@ -19,7 +19,12 @@ class Transport:
     """Whether a launcher that starts MPI must start the processes."""
 
 
-TRANSPORTS = {"nccl": Transport(needs_gpus=True), "gloo": Transport(), "mpi": Transport(needs_mpi=True)}
+TRANSPORTS = {
+    "nccl": Transport(needs_gpus=True),
+    "xccl": Transport(needs_gpus=True),
+    "gloo": Transport(),
+    "mpi": Transport(needs_mpi=True),
+}
 
 
 def check_transport(transport: str | None) -> None:

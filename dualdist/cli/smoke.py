@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import accelerator
 from ..backends import TRANSPORTS
 from ..collectives import allgather, allreduce
 from ..launch.environment import without_launchers
@@ -56,7 +57,7 @@ def attempt(backend: str, transport: str) -> None:
 
 def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
     """Return what went wrong, None when everything worked."""
-    if TRANSPORTS[transport].needs_gpus and torch.cuda.device_count() < _PROCESSES:
+    if TRANSPORTS[transport].needs_gpus and accelerator.count() < _PROCESSES:
         return f"not tried: {transport} needs a GPU for each of {_PROCESSES} processes"
     if TRANSPORTS[transport].needs_mpi:
         return _try_mpirun(backend, transport, env)

@@ -65,7 +65,10 @@ def backend_name() -> str:
 
 
 def transport_name() -> str:
-    """Return what transfers the data: "nccl", "gloo", "mpi" or "local". Raises NotInitializedError before `init()`."""
+    """Return what transfers the data: "nccl", "xccl", "gloo", "mpi" or "local".
+
+    Raises NotInitializedError before `init()`.
+    """
     return current_or_inherited().backend.transport
 
 

@@ -36,7 +36,7 @@ ROOMS = (
 
 WITHOUT_TORCH = {"launch", "rendezvous", "checks", "types", "errors"}
 
-BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "gloo", "mpi"}
+BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {
     "jsrun",
     "mpirun",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dualdist import accelerator
 from dualdist.backends import torch_devices
+from dualdist.launch import DeviceView
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -35,6 +37,7 @@ def test_a_group_is_adopted_however_it_was_named(adopted: None) -> None:
         (None, CUDA, "gloo"),
         ("cuda", {"cpu": "gloo"}, "gloo"),
         (None, {"cpu": "mpi4py"}, "mpi"),
+        ("xpu", {"cpu": "gloo", "xpu": "xccl"}, "xccl"),
     ],
 )
 def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
@@ -61,6 +64,21 @@ def test_a_world_of_our_own_carries_the_cpu_beside_the_accelerator(monkeypatch: 
     assert torch_devices.config_of("mpi") == {"cpu": "mpi4py"}
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
     assert torch_devices.config_of("nccl") == CUDA
+
+
+def test_any_accelerator_uses_the_transport_that_torch_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[torch.device] = []
+    monkeypatch.setattr(accelerator, "kind", lambda: "xpu")
+    monkeypatch.setattr(accelerator, "bind", bound.append)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    transport = torch_devices.device_transport()
+    assert transport == "xccl"
+    config = torch_devices.config_of(transport)
+    assert config == {"cpu": "gloo", "xpu": "xccl"}
+    assert torch_devices.carried_types(config) == {"cpu", "xpu"}
+    views = [DeviceView("a", local_rank, ("0", "1")) for local_rank in range(2)]
+    assert torch_devices.bind_device(transport, views, 1) == torch.device("xpu", 1)
+    assert bound == [torch.device("xpu", 1)]
 
 
 def test_devices_are_named_as_their_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,16 +22,19 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ... import accelerator
 from ...errors import BackendUnavailableError, HorovodInternalError
+from ...launch import DeviceView
 from ...launch.copies import names_of_copies
 from ...process_exit import skip_destructors_at_exit
-from ...rendezvous import LOOPBACK, find_addresses
+from ...rendezvous import LOOPBACK, find_addresses, own_node
 from ...types import Launch, Settings
 from ..base import Backend, Group
 from ..default_group import forget_default_group
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
+from ..torch_devices import bind_device
 from .group import HorovodGroup, wrapped
 from .installed import real_horovod
 from .process_group import NAME, HorovodProcessGroup
@@ -78,11 +81,12 @@ class HorovodBackend(Backend):
     ) -> None:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
+        self._adopted = adopted
+        self.device = self._bind_device(launch)
         self._stall_timeout = settings.stall_timeout_seconds
         self._timeout = settings.start_timeout_seconds
         self._groups: list[HorovodGroup] = []
         self._rendezvous = rendezvous
-        self._adopted = adopted
         self._elastic = launch.elastic
         self._sets = _process_sets()
         self._store: dist.Store | None = None
@@ -90,6 +94,18 @@ class HorovodBackend(Backend):
         if self.size > 1:
             shared = self._open_store(env) if rendezvous is None else rendezvous.shared
             self._store, self.address = shared.store, shared.addresses.own
+
+    def _bind_device(self, launch: Launch) -> torch.device | None:
+        """Choose this rank's device and make it the current one, if NCCL transfers the data. Else return None.
+
+        Collective if Horovod has NCCL. An adopted Horovod keeps the device that the script has made the current one.
+        """
+        if not hvd.nccl_built():
+            return None
+        view = DeviceView(own_node(), launch.local_rank, accelerator.visible())
+        views = hvd.allgather_object(view, name="dualdist.devices")
+        chosen = accelerator.current_device() if self._adopted and self.transport == "nccl" else None
+        return chosen or bind_device(self.transport, views, self.rank)
 
     @staticmethod
     def _controller() -> str:
@@ -174,6 +190,10 @@ class HorovodBackend(Backend):
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
         cls._check_build()
+        if transport == "xccl":
+            raise BackendUnavailableError(
+                "`transport` must be nccl, gloo or mpi for Horovod, but is 'xccl' instead. Choose the backend torch."
+            )
         if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
             lacking = (
                 f"{launch.launcher} does not start it" if hvd.mpi_built() else "Horovod was built without it"
