@@ -2,11 +2,12 @@
 
     python tests/integration/torch_suite.py --ranks 2 3
     python tests/integration/torch_suite.py --ranks 2 --own test_ddp_inference    # torch's own class
-    python tests/integration/torch_suite.py --ranks 2 --mpi    # torch's own class, over the MPI process group
+    python tests/integration/torch_suite.py --ranks 2 --mpi    # over the MPI process group
+    python tests/integration/torch_suite.py --ranks 2 --mpi --own
 
 The tests are those in torch/testing/_internal/distributed/distributed_test.py of the installed torch. They run on gloo,
-on the CPU even if they are made for GPUs. With --mpi all tests run, not only those of DistributedDataParallel; see
-torch_suite_mpi.py. tests/data/torch_suite.json names those that do not pass, and why. Exits with 1 if a result is
+on the CPU even if they are made for GPUs. With --mpi --own all tests run, not only those of DistributedDataParallel;
+see torch_suite_mpi.py. tests/data/torch_suite.json names those that do not pass, and why. Exits with 1 if a result is
 another one.
 """
 
@@ -34,8 +35,8 @@ from tests.helpers.cpu_in_place_of_gpu import use_cpu
 from tests.helpers.world import MPIRUN
 
 EXPECTED = Path(__file__).parents[1] / "data" / "torch_suite.json"
-"""For each number of ranks: the tests that do not pass, and what they look at. "all" holds for each, "mpi" for the
-MPI process group."""
+"""For each number of ranks: the tests that do not pass, and what they look at. "all" holds for each, "mpi" for torch's
+own class over the MPI process group."""
 
 TIMEOUT_SECONDS = 60
 """How long one test may take. torch's default is 300 s."""
@@ -47,8 +48,8 @@ def main() -> int:
     )
     parser.add_argument("tests", nargs="*", help="names of tests; all if none is named")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--own", action="store_true", help="run torch's own class, and compare nothing")
-    parser.add_argument("--mpi", action="store_true", help="run torch's own class over the MPI process group")
+    parser.add_argument("--own", action="store_true", help="run torch's own class; compare only with --mpi")
+    parser.add_argument("--mpi", action="store_true", help="run over the MPI process group")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -60,22 +61,22 @@ def main() -> int:
         results = run(size, options.tests, options.own, options.mpi, report=print_result)
         passed = sum(result == "passed" for result in results.values())
         print(f"{size} ranks: {passed} of {len(results)} passed")
-        if not options.own:
-            found = differences(size, results, options.mpi)
+        if options.mpi or not options.own:
+            found = differences(size, results, own=options.own)
             wrong |= bool(found)
             print(*found, sep="\n")
     return int(wrong)
 
 
-def expected(size: int, mpi: bool = False) -> dict[str, str]:
-    """Return the tests that do not pass with `size` ranks, and what they look at."""
+def expected(size: int, own: bool = False) -> dict[str, str]:
+    """Return the tests that do not pass with `size` ranks, and what they look at. own: torch's class over MPI."""
     listed = json.loads(EXPECTED.read_text())
-    return dict(listed["mpi"]) if mpi else {**listed["all"], **listed.get(str(size), {})}
+    return dict(listed["mpi"]) if own else {**listed["all"], **listed.get(str(size), {})}
 
 
-def differences(size: int, results: dict[str, str], mpi: bool = False) -> list[str]:
+def differences(size: int, results: dict[str, str], own: bool = False) -> list[str]:
     """Return sentences about the results that are not as expected."""
-    listed = expected(size, mpi)
+    listed = expected(size, own)
     return [
         f"{name} should {'fail' if name in listed else 'pass'}, but: {result}"
         for name, result in results.items()
@@ -109,7 +110,8 @@ def run(
         command = [sys.executable, __file__, "--worker", str(size), *(["--own"] if own else []), *tests]
         if mpi:
             start = [part.format(size=size) for part in MPIRUN]
-            command = [*start, sys.executable, str(Path(__file__).with_name("torch_suite_mpi.py")), *tests]
+            worker_script = str(Path(__file__).with_name("torch_suite_mpi.py"))
+            command = [*start, sys.executable, worker_script, *(["--own"] if own else []), *tests]
         output = Path(folder) / "errors.txt"
         with output.open("w") as errors:
             worker = subprocess.Popen(
@@ -179,7 +181,13 @@ def forked_case(distributed_test: Any, own: bool) -> type[unittest.TestCase]:
         def run_test(self, test_name: str, parent_pipe: Any) -> None:
             use_cpu()
             try:
-                substitute(distributed_test, own, self.rank)
+                if not own:
+                    import dualdist as hvd
+
+                    hvd.init(
+                        init_method="file:///unused", rank=self.rank, world_size=int(os.environ["WORLD_SIZE"])
+                    )
+                substitute(distributed_test, own)
             except Exception:
                 parent_pipe.send(traceback.format_exc())
                 sys.exit(self.TEST_ERROR_EXIT_CODE)
@@ -189,7 +197,7 @@ def forked_case(distributed_test: Any, own: bool) -> type[unittest.TestCase]:
     return Forked
 
 
-def substitute(distributed_test: Any, own: bool, rank: int) -> None:
+def substitute(distributed_test: Any, own: bool) -> None:
     """Put another class in the place of torch's: dualdist's, or torch's own, but on the CPU in any case."""
     import torch
 
@@ -197,7 +205,6 @@ def substitute(distributed_test: Any, own: bool, rank: int) -> None:
     if not own:
         import dualdist as hvd
 
-        hvd.init(init_method="file:///unused", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
         base = hvd.DistributedDataParallel
     made = type(base.__name__, (base,), {"__init__": on_cpu(base), "__module__": __name__})
     globals()[base.__name__] = made  # pickle looks it up
