@@ -21,8 +21,15 @@ LARGE_BYTES = 1 << 20
 class BucketMemory:
     """The memory of one bucket. All lists with one item per parameter are in the order of the bucket's slots."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[TrackedParameter], flat: torch.Tensor) -> None:
-        """flat: zeros, ((bucket.length,), bucket.dtype)."""
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[TrackedParameter],
+        flat: torch.Tensor,
+        *,
+        sparse_as_dense: bool = False,
+    ) -> None:
+        """flat: zeros, ((bucket.length,), bucket.dtype). sparse_as_dense: whether sparse gradients are sent in it."""
         self.params = params
         self.flat = flat
         self._tensors = [param.tensor for param in params]
@@ -36,6 +43,9 @@ class BucketMemory:
             torch.view_as_complex(view) if param.tensor.is_complex() else view
             for param, view in zip(params, self._views, strict=True)
         ]
+        self._sparse_as_dense = sparse_as_dense
+        self._replaces_dense = False
+        """Whether each parameter had a dense gradient when this memory was written."""
         self._has_pairs = any(param.tensor.is_complex() for param in params)
         self._uses = self._count_uses()
         self._references = self._count_references()
@@ -84,6 +94,7 @@ class BucketMemory:
         """
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)
+        self._replaces_dense = is_whole and not self._sparse_as_dense
         targets = self._views if is_whole else self._clear(grads)
         if self._has_pairs:
             sources = [as_real(source) for source in sources]
@@ -122,6 +133,11 @@ class BucketMemory:
 
     def set_gradients(self, kinds: bytes) -> None:
         """Make the views of this memory the gradients of those parameters whose kind is DENSE."""
+        if self._replaces_dense and kinds == self._all_dense:
+            # Without a look at the old gradients, for each of which torch would make a Python object.
+            for tensor, combined in zip(self._tensors, self._gradients, strict=True):
+                tensor.grad = combined
+            return
         for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
             if kind & DENSE and (grad := tensor.grad) is not combined:
                 if grad is not None and grad.is_sparse:  # sparse_as_dense

@@ -8,7 +8,6 @@ wrappers, gradient accumulation, parameters that a rank does not use, sparse gra
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import threading
 import weakref
@@ -105,8 +104,7 @@ class GradSync(Combiner):
         for index in self._unhooked:
             param = self._params[index]
             if param.tensor.requires_grad:
-                hook = functools.partial(self._on_gradient, index)
-                param.hook = param.tensor.register_post_accumulate_grad_hook(hook)
+                param.hook = param.tensor.register_post_accumulate_grad_hook(self._hook_of(index))
             else:
                 still.append(index)
         self._unhooked = still
@@ -164,17 +162,21 @@ class GradSync(Combiner):
         self._reducer.start_over()
         self._expect_order()
 
-    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
-        """Take note that backward has just completed the gradient of the parameter at `index`.
+    def _hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook, which takes note that backward has just completed the gradient of the parameter at `index`.
 
-        If gradients arrive in the expected order, only the last one of a bucket is handled, for all of its bucket. This
-        runs for every gradient, therefore it does as little as possible.
+        If gradients arrive in the expected order, only the last one of a bucket is handled, for all of its bucket. The
+        hook runs for every gradient, therefore it does as little as possible.
         """
-        arrived = self._arrived
-        arrived.append(index)
-        if len(arrived) >= self._next_stop or _current_graph_task_id() != self._task:
-            with self._lock:
-                self._handle(index)
+        arrived, add, task = self._arrived, self._arrived.append, _current_graph_task_id
+
+        def on_gradient(_: torch.Tensor) -> None:
+            add(index)
+            if len(arrived) >= self._next_stop or task() != self._task:
+                with self._lock:
+                    self._handle(index)
+
+        return on_gradient
 
     def _handle(self, index: int) -> None:
         if self._next_stop:

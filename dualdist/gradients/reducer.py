@@ -193,7 +193,9 @@ class Reducer:
             members = [self._params[slot.param] for slot in bucket.slots]
             group = channel_of(self._options.process_set).gradients
             flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
-            self._memory[place] = BucketMemory(bucket, members, flat)
+            self._memory[place] = BucketMemory(
+                bucket, members, flat, sparse_as_dense=self._options.sparse_as_dense
+            )
         return self._memory[place]
 
     def is_reduced(self, param: TrackedParameter) -> bool:

@@ -49,9 +49,9 @@ def test_each_bucket_is_sent_once_and_in_order() -> None:
     small.grad, large.grad = torch.full((2,), mine), torch.full((3,), mine)
     sync: Any = optimizer._combiner
     OtherThread.sent = []
-    OtherThread.thread = threading.Thread(target=sync._on_gradient, args=(0, large))
+    OtherThread.thread = threading.Thread(target=sync._hook_of(0), args=(large,))
     with mock.patch.object(grad_sync, "_queue_callback"):
-        sync._on_gradient(1, small)
+        sync._hook_of(1)(small)
         OtherThread.thread.join()
     assert OtherThread.sent == [2, 3]
     optimizer.synchronize()
