@@ -72,9 +72,9 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, cleanup: con
         client = cleanup.enter_context(slurm.connect(launch.rank, env, timeout))
         return gather_through_server(launch, client, timeout, cleanup)
     raise ConfigurationError(
-        f"World size is {launch.describe('size')} on several nodes, but no address of rank 0 is known. "
-        "Install mpi4py (pip install 'dualdist[mpi]') and start MPI with the launcher (srun --mpi=pmix), or set "
-        "MASTER_ADDR and MASTER_PORT for every process."
+        f"World size is {launch.describe('size')}, but no address of rank 0 is known, and nothing shows that all "
+        "processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or install mpi4py (pip install "
+        "'dualdist[mpi]') and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)."
     )
 
 

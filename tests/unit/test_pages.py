@@ -53,6 +53,15 @@ def test_every_file_on_the_page_is_in_the_package() -> None:
     assert [path for path in paths if not (PACKAGE / path).exists()] == []
 
 
+def test_the_imports_that_replace_those_of_horovod_work() -> None:
+    page = (ROOT / "docs" / "horovod.md").read_text()
+    imports = re.findall(r"`(from (?:horovod|dualdist)[\w.]* import [\w, ]+)`", page)
+    assert len(imports) >= 20
+    for horovods, ours in zip(imports[::2], imports[1::2], strict=True):
+        assert horovods.split()[3:] == ours.split()[3:]
+        exec(ours, {})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
