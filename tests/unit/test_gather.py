@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,13 @@ from torch.distributed import HashStore
 from dualdist.backends.store_gather import store_gather
 from dualdist.errors import ConfigurationError
 from dualdist.rendezvous import Gather, gather, reporting_errors
-from dualdist.rendezvous.gather import gather_through_files, gather_through_http, gather_through_server
-from dualdist.rendezvous.keyvalue import KeyValueClient, KeyValueServer
+from dualdist.rendezvous.gather import (
+    gather_through,
+    gather_through_files,
+    gather_through_http,
+    gather_through_server,
+)
+from dualdist.rendezvous.keyvalue import LONGEST_VALUE, KeyValueClient, KeyValueServer
 from dualdist.types import Launch
 
 SECRET = b"s" * 32
@@ -160,3 +167,18 @@ def test_nobody_asks_again_and_again_where_the_store_can_wait(
 ) -> None:
     monkeypatch.setattr(gather, "time", SimpleNamespace(monotonic=time.monotonic))
     test_all_ranks_get_all_texts(make)
+
+
+def test_the_texts_of_32768_ranks_fit_into_one_value() -> None:
+    nodes = [
+        f"nid{node:06d}.cluster.example.org-{hashlib.sha256(str(node).encode()).hexdigest()[:8]}"
+        for node in range(4096)
+    ]
+    texts = [json.dumps([nodes[rank // 8], ""]) for rank in range(32768)]  # as find_addresses gathers them
+    values = {f"0.{rank}": "+" + text for rank, text in enumerate(texts)}
+
+    def get(keys: Sequence[str], seconds: float) -> list[str] | None:
+        return [values[key] for key in keys] if set(keys) <= values.keys() else None
+
+    assert gather_through(0, len(texts), values.__setitem__, get, 1.0)(texts[0]) == texts
+    assert sum(map(len, texts)) > LONGEST_VALUE > len(values["0.all"])
