@@ -59,10 +59,11 @@ def open_store(launch: Launch, env: Mapping[str, str], timeout: float, message: 
     When a process does not arrive, all that have arrived raise a ConfigurationError that names it.
     """
     key = (launch.init_method or launch.launcher, launch.rank, launch.size)
-    if key not in _stores:
+    is_later = key in _stores
+    if not is_later:
         _stores[key] = _open_first(launch, env, timedelta(seconds=timeout))
     known = _stores[key]
-    own = _own_part(known.store)
+    own = _own_part(known.store.clone() if is_later and not _is_free(known.store) else known.store)
     # Also at a later start, when the store is open already.
     part = dist.PrefixStore("arrival", own)
     gather = store_gather(part, launch.rank, launch.size, timeout, advice=_ADVICE[launch.restarts])
@@ -104,6 +105,17 @@ def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> S
     with share_server_address(launch, env, serve, timeout.total_seconds()) as (host, port):
         joined = served[0] if served else dist.TCPStore(host, port, is_master=False, timeout=timeout)
         return _with_addresses(joined, launch, env, timeout)
+
+
+def _is_free(store: dist.Store) -> bool:
+    """Return whether no thread waits in `store`. A failed start may have left one, and then no other can use it."""
+    try:
+        _in_time(lambda: store.check(["free"]), timedelta(0))
+    except RuntimeError:  # the server has ended, which the next call reports
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _with_addresses(

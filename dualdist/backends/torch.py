@@ -159,8 +159,9 @@ class TorchBackend(Backend):
             connect = functools.partial(
                 dist.init_process_group,
                 _text_of(config),
-                # Not the same object: while a thread waits in a store, others cannot use it.
-                store=shared.store.clone(),
+                # While a thread waits in a store, others cannot use it. NCCL has threads that wait. Without NCCL, one
+                # connection is enough. Each takes time: c10d's server looks up the peers' names one by one.
+                store=shared.store if device is None else shared.store.clone(),
                 rank=launch.rank,
                 world_size=launch.size,
                 timeout=transport_timeout(_start_timeout(chosen, settings), device),
