@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +216,22 @@ def test_profiles_name_the_collectives() -> None:
     for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
         assert f"mpi:{name}" in events
     assert events["mpi:all_reduce"].input_shapes == [[4]]
+
+
+@everywhere
+def test_a_range_of_the_profiler_ends_before_its_work() -> None:
+    """A thread that sees the end of the work may stop the profiler, whose memory the end of the range writes to."""
+    from dualdist.backends.mpi.work import MpiWork
+
+    ended: list[bool] = []
+
+    class Range:
+        def set_result(self, _: None) -> None:
+            ended.append(work.is_completed())
+
+    work = MpiWork("allreduce", SimpleNamespace(seconds=30.0, dropped=[]), [], [], result=[], range_=Range())
+    assert work.poll()
+    assert ended == [False]
 
 
 @everywhere

@@ -24,8 +24,7 @@ QUICK_OVER_MPI = [
     "test_barrier_full_group",
     "test_ddp_static_graph_nested_types",
 ]
-"""torch_suite.py --mpi --own runs all tests over MPI. One such run ended in the profiler with damaged memory, which is
-not explained yet."""
+"""torch_suite.py --mpi --own runs all tests over MPI."""
 
 
 @pytest.mark.timeout(1200)

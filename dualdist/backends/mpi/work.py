@@ -139,12 +139,13 @@ class MpiWork(dist.Work):
     def _end(self, problem: str | None) -> None:
         if problem is not None:
             self._problem = f"MPI: {self._what} failed on {self.owner}: {problem}."
+        if self._range is not None:
+            # Before a waiting thread can see the end and stop the profiler, whose memory the range writes to.
+            self._range.set_result(None)
         self._ended = True
         self._operations = ()
         self._further = []
         progress.forget(self)
-        if self._range is not None:
-            self._range.set_result(None)
 
     def _fulfil_future(self) -> None:
         """Set the result of the future, if there is one. Its callbacks run in another thread; see callbacks.py."""
