@@ -9,9 +9,11 @@ from typing import Any
 from .checks import configuration, flag, integer, items, path, text, wrong
 from .collectives.join import stand_in
 from .launch.copies import without_copies
+from .rendezvous.mpi_start import limited_start
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.part import part_of_world
 from .world.process_sets import ProcessSet, forget_world, register_world
+from .world.settings import read_settings
 
 __all__ = ("init", "shutdown", "start_timeline", "stop_timeline")
 
@@ -58,7 +60,8 @@ def init(
         "world_size": world_size,
     }
     env = without_copies(os.environ)
-    with part_of_world(comm, env) as part:
+    seconds = read_settings(env).start_timeout_seconds
+    with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
         override = {"init_method": init_method, "rank": rank, "size": world_size} | part
         context = join_world(stand_in, backend, transport, override, env)
     context.arguments = arguments

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from ..errors import BackendUnavailableError, HorovodInternalError
 from ..types import Launch, Settings
 
 __all__ = ("Backend", "FailedWork", "Group", "Work")
+
+T = TypeVar("T")
 
 
 class Work(ABC):
@@ -171,6 +173,14 @@ class Backend(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Leave the world. An adopted backend keeps running. Never raises for a broken world."""
+
+    def start_step(self, step: Callable[[], T], name: str) -> T:
+        """Return `step()`, in which all ranks of the world wait for each other. Collective over the world.
+
+        name: a new name for each step. Before `finish_start`, raises HorovodInternalError, which names the missing
+        ranks if that is possible, if the step takes longer than `start_timeout_seconds`.
+        """
+        return step()
 
     def check_start(self) -> None:  # noqa: B027 - most launchers end the other ranks themselves
         """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local."""

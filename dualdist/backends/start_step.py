@@ -21,15 +21,22 @@ _POLL_SECONDS = 0.01
 
 
 def start_step(
-    step: Callable[[], T], store: dist.Store, name: str, rank: int, size: int, watch: StartWatch | None = None
+    step: Callable[[], T],
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    watch: StartWatch | None = None,
+    seconds: float | None = None,
 ) -> T:
     """Return `step()`, in which torch connects all ranks. Its error names the ranks that did not arrive or have ended.
 
-    Collective. name: a new name for each step. watch: while the world starts. Raises HorovodInternalError.
+    Collective. name: a new name for each step. watch: while the world starts. seconds: how long the step may take then;
+    None: it has a timeout itself. Raises HorovodInternalError.
     """
     store.set(f"{name}/begun/{rank}", "")
     try:
-        result = step() if watch is None else watch.run(step)
+        result = step() if watch is None else watch.run(step, seconds)
     except RuntimeError as error:
         if watch is not None and watch.lost is not None:  # the error names it
             raise

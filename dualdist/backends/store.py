@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..rendezvous import ADVICE, Addresses, find_addresses, share_server_address
 from ..types import Launch
+from .in_time import in_time
 from .prefix_store import new_prefix_store
 from .store_gather import store_gather
 
@@ -31,6 +29,8 @@ T = TypeVar("T")
 
 _stores: dict[tuple[str, int, int], SharedStore] = {}
 _generation = itertools.count()
+_ANSWER_SECONDS = 1.0
+"""How long the server of a store may take to answer."""
 _ADVICE = {
     False: ADVICE,
     True: f"{ADVICE} If hosts join and leave, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun: without it, "
@@ -110,7 +110,7 @@ def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> S
 def _is_free(store: dist.Store) -> bool:
     """Return whether no thread waits in `store`. A failed start may have left one, and then no other can use it."""
     try:
-        _in_time(lambda: store.check(["free"]), timedelta(0))
+        in_time(lambda: store.check(["free"]), _ANSWER_SECONDS)
     except RuntimeError:  # the server has ended, which the next call reports
         return True
     except OSError:
@@ -126,25 +126,16 @@ def _with_addresses(
     return SharedStore(store, find_addresses(launch.rank, gather, env))
 
 
-def _in_time(step: Callable[[], T], timeout: timedelta) -> T:
-    """Return `step()`, which connects to a store. Raises OSError after twice the timeout.
+def _met(rendezvous: Callable[[], T], timeout: timedelta) -> T:
+    """Return `rendezvous()`. Raises OSError after twice the timeout.
 
     torch's own timeout does not hold if the server accepts connections but is stopped: its second attempt waits for an
     answer without a limit (TCPStore.cpp, recvValue).
     """
-    outcome: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(step())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="dualdist-store", daemon=True).start()
     try:
-        return outcome.result(2 * timeout.total_seconds() + 1)
-    except FutureTimeoutError:
-        if outcome.done():
+        return in_time(rendezvous, 2 * timeout.total_seconds() + 1)
+    except TimeoutError as error:
+        if error.errno is not None:
             raise
         raise OSError("It accepts connections, but does not answer. Its process may be stopped.") from None
 
@@ -154,7 +145,7 @@ def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
     # With a world size of 1, torch's TCPStore does not wait for the others: new_prefix_store does, and names them.
     size = 1 if method.startswith(("tcp://", "env://")) else launch.size
     try:
-        store, _, _ = _in_time(
+        store, _, _ = _met(
             lambda: next(iter(dist.rendezvous(method, launch.rank, size, timeout=timeout))), timeout
         )
     except (RuntimeError, ValueError, OSError) as error:

@@ -11,8 +11,9 @@ import contextlib
 import functools
 import importlib.util
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ from .transports import TRANSPORTS
 
 __all__ = ("TorchBackend",)
 
+T = TypeVar("T")
+
 _members_groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made among the members alone, for each tuple of ranks."""
 _FIRST_MEMBERS_GROUP = 1_000_000
@@ -65,13 +68,9 @@ def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
     return {name: interface_of(address) for name in names if not env.get(name)}
 
 
-def _start_timeout(transport: str, settings: Settings) -> timedelta:
-    """Return the timeout of the process groups until all ranks have joined.
-
-    With mpi, mpirun ends the job when a process dies, and torch cannot change the timeout later.
-    """
-    is_mpi = transport == "mpi"
-    return timedelta(seconds=settings.stall_timeout_seconds if is_mpi else settings.start_timeout_seconds)
+def _step_seconds(transport: str, settings: Settings) -> float | None:
+    """Return how long a step of the start may take; None if torch has a timeout. MPI has none for a communicator."""
+    return settings.start_timeout_seconds if transport == "mpi" else None
 
 
 def _text_of(config: Mapping[str, str]) -> str:
@@ -113,7 +112,7 @@ class TorchBackend(Backend):
         self.address = shared.addresses.own
         self._store = shared.store
         self._settings = settings
-        self._timeout = _start_timeout(transport, settings)
+        self._timeout = timedelta(seconds=settings.start_timeout_seconds)
         self._adopted = adopted
         self._groups: list[TorchGroup] = []
         self._members_groups: list[TorchGroup] = []
@@ -164,10 +163,11 @@ class TorchBackend(Backend):
                 store=shared.store if device is None else shared.store.clone(),
                 rank=launch.rank,
                 world_size=launch.size,
-                timeout=transport_timeout(_start_timeout(chosen, settings), device),
+                timeout=transport_timeout(timedelta(seconds=settings.start_timeout_seconds), device),
                 device_id=device,
             )
-            start_step(connect, shared.store, "process group", launch.rank, launch.size, watch)
+            limit = _step_seconds(chosen, settings)
+            start_step(connect, shared.store, "process group", launch.rank, launch.size, watch, limit)
             started = cls(chosen, config, device, shared, settings, adopted=False)
             started._start_watch = watch
             started._on_shutdown.push(undo.pop_all())
@@ -213,8 +213,11 @@ class TorchBackend(Backend):
             self._groups.append(self._new_group(ranks))
             return self._on_host(self._groups[-1])
 
-        name = f"group {len(self._groups)}"
-        return start_step(connect, self._store, name, self.rank, self.size, self._start_watch)
+        return self.start_step(connect, f"group {len(self._groups)}")
+
+    def start_step(self, step: Callable[[], T], name: str) -> T:
+        limit = _step_seconds(self.transport, self._settings)
+        return start_step(step, self._store, name, self.rank, self.size, self._start_watch, limit)
 
     def new_members_group(self, ranks: Sequence[int]) -> Group:
         # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.

@@ -8,7 +8,7 @@ server, files when all processes share a node, MPI, or a key-value server of ran
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,8 @@ from .addresses import find_addresses
 from .gather import Gather, gather_through_files, gather_through_http, gather_through_server
 from .interfaces import LOOPBACK
 from .keyvalue import KeyValueClient
-from .launcher_process import find_launcher_process
+from .launcher_process import job_digest
+from .mpi_gather import gather_through_mpi
 
 __all__ = ("share_server_address",)
 
@@ -63,11 +64,11 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, cleanup: con
         address = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return gather_through_http(launch, address, timeout, cleanup)
     if launch.starts_mpi and mpi.has_started() and mpi.world_size() == launch.size:
-        return mpi.gather
+        return functools.partial(gather_through_mpi, seconds=timeout)
     if launch.size in (1, launch.local_size):
         return gather_through_files(launch, _job_folder(launch, env), timeout, cleanup)
     if launch.starts_mpi and mpi.world_size() == launch.size:
-        return mpi.gather
+        return functools.partial(gather_through_mpi, seconds=timeout)
     if slurm.has_first_host(env):
         client = cleanup.enter_context(slurm.connect(launch.rank, env, timeout))
         return gather_through_server(launch, client, timeout, cleanup)
@@ -80,8 +81,4 @@ def _gather(launch: Launch, env: Mapping[str, str], timeout: float, cleanup: con
 
 def _job_folder(launch: Launch, env: Mapping[str, str]) -> Path:
     """Return a folder whose name is the same for all processes of this job, and different for other jobs."""
-    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
-    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
-    digest = hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
-    return Path(tempfile.gettempdir()) / f"dualdist-{os.getuid()}-{digest}"
+    return Path(tempfile.gettempdir()) / f"dualdist-{os.getuid()}-{job_digest(launch, env)}"

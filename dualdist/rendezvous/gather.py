@@ -1,7 +1,7 @@
 """Ways to gather short texts from all processes of a job before any backend runs.
 
 Each uses what one kind of launcher provides: a key-value server, horovodrun's HTTP server, or a folder if all processes
-share a node. For MPI, see mpi.py:gather.
+share a node. For MPI, see mpi_gather.py.
 """
 
 from __future__ import annotations

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ("LauncherProcess", "find_launcher_process")
+from ..types import Launch
+
+__all__ = ("LauncherProcess", "find_launcher_process", "job_digest")
 
 
 class LauncherProcess(NamedTuple):
@@ -37,6 +41,14 @@ def find_launcher_process(variable: str) -> LauncherProcess:
                 pid = int(_status(pid)[1])
                 continue
         return LauncherProcess(pid, _start_time(pid))
+
+
+def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
+    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
+    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
+    return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
 
 
 def _start_time(pid: int) -> int:

@@ -8,14 +8,27 @@ with exit code 0. Otherwise mpirun ends the job at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-__all__ = ("LAUNCHER_VARIABLES", "gather", "has_started", "is_failing", "library", "local_size", "world_size")
+from .mpi_start import ending_late_calls
+
+__all__ = (
+    "LAUNCHER_VARIABLES",
+    "has_started",
+    "is_failing",
+    "library",
+    "local_size",
+    "record_failure",
+    "unfinished",
+    "world_size",
+)
 
 LAUNCHER_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
 """Variables that MPI launchers set. Without any of them, starting MPI fails or makes a world of one process."""
@@ -31,8 +44,7 @@ def library() -> Any | None:
 
     initialize = mpi4py.rc.initialize
     if already is None:
-        mpi4py.rc.finalize = False
-        mpi4py.rc.initialize = initialize and not _open_mpi_would_abort(os.environ)
+        mpi4py.rc.finalize = mpi4py.rc.initialize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
@@ -41,12 +53,26 @@ def library() -> Any | None:
     finally:
         mpi4py.rc.initialize = initialize
     if already is None and initialize and not MPI.Is_initialized():
-        if MPI.get_vendor()[0] == "Open MPI":
+        if _open_mpi_would_abort(os.environ) and MPI.get_vendor()[0] == "Open MPI":
             return None
-        MPI.Init_thread(MPI.THREAD_MULTIPLE if mpi4py.rc.threads else MPI.THREAD_SINGLE)
+        with ending_late_calls("MPI_Init"):
+            _initialize(MPI, mpi4py.rc)
     if already is None and MPI.Is_initialized():
         _finalize_unless_failed(MPI)
     return MPI
+
+
+def _initialize(library: Any, rc: Any) -> None:
+    """Start MPI as mpi4py does when it is imported, but without Python's global lock."""
+    level = getattr(library, f"THREAD_{rc.thread_level.upper()}") if rc.threads else library.THREAD_SINGLE
+    # The module is linked with MPI.
+    start = getattr(ctypes.CDLL(library.__file__), "MPI_Init_thread", None)
+    if start is None or rc.errors != "exception":
+        library.Init_thread(level)
+        return
+    start(None, None, level, ctypes.byref(ctypes.c_int()))
+    for communicator in (library.COMM_WORLD, library.COMM_SELF):
+        communicator.Set_errhandler(library.ERRORS_RETURN)
 
 
 def _open_mpi_would_abort(env: Mapping[str, str]) -> bool:
@@ -61,8 +87,25 @@ _failures: list[object] = []
 
 
 def is_failing() -> bool:
-    """Return whether this process is ending by an exception or with an exit code other than 0."""
+    """Return whether MPI must not be finalized: this process ends by an exception or with an exit code other than 0, or
+    some operations of MPI do not end."""
     return bool(_failures)
+
+
+def record_failure(reason: object) -> None:
+    """Do not finalize MPI at the end of this process: some of its operations do not end."""
+    _failures.append(reason)
+
+
+@contextlib.contextmanager
+def unfinished() -> Iterator[None]:
+    """Do not finalize MPI while the block runs, which another thread may wait for in vain."""
+    call = object()
+    _failures.append(call)
+    try:
+        yield
+    finally:
+        _failures.remove(call)
 
 
 def _finalize_unless_failed(library: Any) -> None:
@@ -99,11 +142,6 @@ def world_size() -> int:
     """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
     mpi = library()
     return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
-
-
-def gather(text: str) -> list[str]:
-    """Return every process's `text`, in rank order. Collective over MPI's world."""
-    return list(library().COMM_WORLD.allgather(text))  # type: ignore[union-attr]
 
 
 def local_size() -> int:

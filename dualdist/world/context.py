@@ -158,7 +158,8 @@ class Context:
                 "mpirun of the library that the backend was built for."
             )
         mine = Presence.of_this_process(launched.local_rank, self.watch.contact)
-        answers = self.channels[0].group.allgather_bytes(mine.to_bytes())
+        group = self.channels[0].group
+        answers = joined.start_step(lambda: group.allgather_bytes(mine.to_bytes()), "numbers")
         ranks = [Presence.from_bytes(answer) for answer in answers]
         self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
         if joined.rank == 0:

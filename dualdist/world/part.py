@@ -7,22 +7,25 @@ MPI.COMM_WORLD.Split.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigurationError
 from ..launch import detect
 from ..rendezvous import find_addresses, mpi
+from ..rendezvous.mpi_gather import gather_through_mpi
+from ..rendezvous.mpi_start import ending_late_calls
 from ..rendezvous.ports import reserved_port
 
 __all__ = ("part_of_world",)
 
 
 @contextlib.contextmanager
-def part_of_world(comm: Any, env: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator[dict[str, Any]]:
     """Yield the fields of the launch that `comm` changes, while the block joins the world. Collective over `comm`.
 
-    comm: an mpi4py communicator, a list of ranks, or None for all.
+    comm: an mpi4py communicator, a list of ranks, or None for all. seconds: to wait for another member.
     Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
     """
     if comm is None:
@@ -35,12 +38,14 @@ def part_of_world(comm: Any, env: Mapping[str, str]) -> Iterator[dict[str, Any]]
         return
     members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
     numbers = {"rank": members.Get_rank(), "size": members.Get_size()}
-    if all(members.allgather(numbers == {"rank": launch.rank, "size": launch.size})):
+    gather = functools.partial(gather_through_mpi, seconds=seconds, communicator=members)
+    is_whole = numbers == {"rank": launch.rank, "size": launch.size}
+    if gather(str(is_whole)) == [str(True)] * numbers["size"]:
         yield {}
         return
     with contextlib.ExitStack() as stack:
-        host = find_addresses(numbers["rank"], lambda text: list(members.allgather(text)), env).first
-        port = members.bcast(stack.enter_context(reserved_port()) if numbers["rank"] == 0 else None)
+        host = find_addresses(numbers["rank"], gather, env).first
+        port = gather(str(stack.enter_context(reserved_port()) if numbers["rank"] == 0 else None))[0]
         yield {**numbers, "init_method": f"tcp://{host}:{port}", "is_part": True}
 
 
@@ -61,4 +66,5 @@ def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -
             f"`comm` must name all {size} ranks, but is {sorted(ranks)} instead: a world of fewer ranks needs mpirun "
             "and mpi4py. Use init(process_sets=) for collectives over some of the ranks."
         )
-    return library.COMM_WORLD.Create_group(library.COMM_WORLD.Get_group().Incl(ranks))
+    with ending_late_calls("MPI_Comm_create_group"):
+        return library.COMM_WORLD.Create_group(library.COMM_WORLD.Get_group().Incl(ranks))

@@ -15,22 +15,24 @@ import contextlib
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ... import accelerator
-from ...errors import BackendUnavailableError, HorovodInternalError
+from ...errors import BackendUnavailableError, HorovodInternalError, StallError
 from ...launch import DeviceView
 from ...launch.copies import names_of_copies
 from ...process_exit import skip_destructors_at_exit
 from ...rendezvous import LOOPBACK, find_addresses, own_node
+from ...rendezvous.mpi_start import missing_on_host, waited
 from ...types import Launch, Settings
 from ..base import Backend, Group
 from ..default_group import forget_default_group
+from ..in_time import in_time
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
@@ -45,6 +47,8 @@ with real_horovod():
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
 __all__ = ("HorovodBackend",)
+
+T = TypeVar("T")
 
 
 class HorovodBackend(Backend):
@@ -85,6 +89,9 @@ class HorovodBackend(Backend):
         self.device = self._bind_device(launch)
         self._stall_timeout = settings.stall_timeout_seconds
         self._timeout = settings.start_timeout_seconds
+        self._is_stuck = False
+        self._starts = True
+        """Until `finish_start`."""
         self._groups: list[HorovodGroup] = []
         self._rendezvous = rendezvous
         self._elastic = launch.elastic
@@ -92,7 +99,10 @@ class HorovodBackend(Backend):
         self._store: dist.Store | None = None
         self.address = LOOPBACK
         if self.size > 1:
-            shared = self._open_store(env) if rendezvous is None else rendezvous.shared
+            if rendezvous is None:
+                shared = _in_time(lambda: self._open_store(env), self.rank, self._timeout)
+            else:
+                shared = rendezvous.shared
             self._store, self.address = shared.store, shared.addresses.own
 
     def _bind_device(self, launch: Launch) -> torch.device | None:
@@ -148,7 +158,8 @@ class HorovodBackend(Backend):
             elif _has_launchers_server(env):
                 cls._launchers_server_used = True
             with temporary_environment(variables), wrapped():
-                cls._connect(None if rendezvous is None else rendezvous.watch, settings.start_timeout_seconds)
+                seconds = settings.start_timeout_seconds
+                cls._connect(None if rendezvous is None else rendezvous.watch, launch.rank, seconds)
             cls._group_numbers = itertools.count()
             cls._process_group_numbers = defaultdict(itertools.count)
             with wrapped():
@@ -157,16 +168,15 @@ class HorovodBackend(Backend):
         return started
 
     @classmethod
-    def _connect(cls, watch: StartWatch | None, seconds: float) -> None:
+    def _connect(cls, watch: StartWatch | None, rank: int, seconds: float) -> None:
         """Connect to the other ranks. If one of them ends, Horovod itself waits for it, also when the process exits."""
         if watch is None:
-            hvd.init()
+            _in_time(hvd.init, rank, seconds)
             return
         try:
             watch.run(hvd.init, seconds)
         except HorovodInternalError:
-            atexit.unregister(hvd.mpi_ops._basics.shutdown)
-            skip_destructors_at_exit()
+            _never_shut_down()
             raise
 
     @classmethod
@@ -241,12 +251,34 @@ class HorovodBackend(Backend):
         variables = {} if self._rendezvous is None else self._rendezvous.variables
         with temporary_environment(variables), wrapped():
             if key not in self._sets:
-                self._sets[key] = hvd.add_process_set(list(ranks))
-                hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
+                self._sets[key] = self._new_process_set(ranks)
             prefix = f"dualdist.{next(self._group_numbers)}"
             group = HorovodGroup(ranks, self.rank, self._sets[key], prefix, self._timeout)
         self._groups.append(group)
         return group
+
+    def _new_process_set(self, ranks: Sequence[int]) -> Any:
+        def connect() -> Any:
+            made = hvd.add_process_set(list(ranks))
+            hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
+            return made
+
+        if not self._starts:
+            return connect()
+        try:
+            return self.start_step(connect, "process set")
+        except HorovodInternalError:  # Horovod may still wait for a rank
+            self._is_stuck = True
+            _never_shut_down()
+            raise
+
+    def start_step(self, step: Callable[[], T], name: str) -> T:
+        if self._rendezvous is not None:
+            return self._rendezvous.watch.run(step, self._timeout)
+        try:
+            return _in_time(step, self.rank, self._timeout)
+        except StallError as error:  # the step's own timeout, or ours
+            raise StallError(waited(self.rank, missing_on_host(), "Horovod", self._timeout)) from error
 
     def check_start(self) -> None:
         if self._rendezvous is not None:
@@ -255,7 +287,7 @@ class HorovodBackend(Backend):
     def finish_start(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.watch.close(started=True)
-        self._timeout = self._stall_timeout
+        self._starts, self._timeout = False, self._stall_timeout
         for group in self._groups:
             group.timeout = self._timeout
 
@@ -305,9 +337,12 @@ class HorovodBackend(Backend):
         if self._adopted or not hvd.is_initialized():
             return
         if self._controller() == "mpi":
+            if self._starts and self.size > 1:  # a rank may be missing, for which Horovod waits
+                _never_shut_down()
             HorovodBackend._kept = True
             return
-        hvd.shutdown()
+        if not self._is_stuck:
+            hvd.shutdown()
         if self._rendezvous is not None:
             self._rendezvous.close()
 
@@ -360,6 +395,21 @@ def _has_mpi_controller(launch: Launch) -> bool:
 def _has_launchers_server(env: Mapping[str, str]) -> bool:
     """Return whether the launcher serves Horovod's rendezvous."""
     return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+
+
+def _in_time(step: Callable[[], T], rank: int, seconds: float) -> T:
+    """Return `step()`, in which Horovod waits for the other ranks. Raises StallError after `seconds`."""
+    try:
+        return in_time(step, seconds)
+    except TimeoutError:
+        _never_shut_down()
+        raise StallError(waited(rank, missing_on_host(), "Horovod", seconds)) from None
+
+
+def _never_shut_down() -> None:
+    """Let this process end without Horovod's shutdown, which waits for ranks that have ended."""
+    atexit.unregister(hvd.mpi_ops._basics.shutdown)
+    skip_destructors_at_exit()
 
 
 def _process_sets() -> dict[tuple[int, ...], Any]:

@@ -113,7 +113,9 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
     with progress.calls:
         all_ranks = world.Get_group()
         members = all_ranks.Incl(ranks)
-        communicator = world.Create_group(members, tag=zlib.crc32(str(options.group_id).encode()) & 0x7FFF)
+        tag = zlib.crc32(str(options.group_id).encode()) & 0x7FFF
+        with mpi.unfinished():
+            communicator = world.Create_group(members, tag=tag)
         members.Free()
         all_ranks.Free()
     return MpiProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)

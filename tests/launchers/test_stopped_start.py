@@ -1,0 +1,89 @@
+"""A rank that is stopped (SIGSTOP) during `init` under mpirun: the others raise or end soon, and name it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ..helpers.requirements import need_modules
+from ..helpers.script_launch import finish
+from ..helpers.world import MPIRUN
+
+SCRIPT = """\
+import os, pathlib, pkgutil, signal, sys
+import dualdist as hvd
+from dualdist.rendezvous import mpi
+
+moment, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+
+def stop(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(1)
+
+if rank == 1 and moment == "before":
+    stop()
+elif rank == 1:
+    module, name = moment.rsplit(".", 1)
+    owner = pkgutil.resolve_name(module)
+    assert hasattr(owner, name)
+    setattr(owner, name, stop)
+try:
+    hvd.init()
+except Exception as error:
+    os.write(1, f"<{rank}: {type(error).__name__}: {error}>\\n".encode())
+(folder / str(rank)).touch()
+while not all((folder / other).exists() for other in "02"):  # mpirun ends all when one has ended
+    pass
+sys.exit(1)
+"""
+"""Three ranks, of which rank 1 stops before `init`, or where it calls a function."""
+
+SECONDS = 10
+"""Longer than a busy machine needs for a start."""
+COMMAND = [part.format(size=3) for part in MPIRUN]
+ENVIRONMENT = {"DUALDIST_START_TIMEOUT_SECONDS": str(SECONDS), "DUALDIST_STALL_TIMEOUT_SECONDS": "300"}
+BACKENDS = {
+    "torch-mpi": {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"},
+    "torch-gloo": {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "gloo"},
+    "horovod-mpi": {"DUALDIST_BACKEND": "horovod"},
+}
+
+
+def output_where_rank_1_stops(backend: str, moment: str, folder: Path) -> str:
+    need_modules("mpi4py", *["horovod"] * backend.startswith("horovod"))
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [*COMMAND, "python", str(script), moment, str(folder)]
+    ended = finish(command, {**ENVIRONMENT, **BACKENDS[backend]}, forks=False)
+    assert ended.code != 0, ended.output
+    return ended.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_name_one_that_is_stopped_before_init(backend: str, tmp_path: Path) -> None:
+    """MPI_Init cannot be given up: the first rank that waits too long ends, and mpirun ends the others."""
+    output = output_where_rank_1_stops(backend, "before", tmp_path)
+    named = r"Rank [02] waited 10 s for rank 1, which did not arrive"
+    assert re.search(named, output), output
+
+
+@pytest.mark.parametrize(
+    ("backend", "moment"),
+    [
+        ("torch-mpi", "dualdist.rendezvous.bootstrap.gather_through_mpi"),
+        ("torch-mpi", "dualdist.backends.mpi.startup.mpi.unfinished"),
+        ("torch-mpi", "dualdist.world.context.Presence.of_this_process"),
+        ("torch-gloo", "dualdist.world.context.Presence.of_this_process"),
+        ("horovod-mpi", "dualdist.world.context.Presence.of_this_process"),
+    ],
+)
+def test_ranks_name_one_that_is_stopped_during_init(backend: str, moment: str, tmp_path: Path) -> None:
+    output = output_where_rank_1_stops(backend, moment, tmp_path)
+    found = dict(re.findall(r"<(\d): (.*)>", output))
+    assert found.keys() == {"0", "2"}, output
+    for text in found.values():
+        assert re.search(r"\brank 1\b", text), output
+        assert not re.search(r"ranks \d|(for|of) rank [02]|: rank [02]", text), output
