@@ -58,9 +58,13 @@ def _request(
 
 
 def _has_queues(store: dist.Store) -> bool:
+    """Return whether `store` has queues that a process can wait for.
+
+    HashStore's `queue_push` wakes only one of the threads that wait for any key, perhaps another one (torch 2.15).
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.HashStore) or getattr(store, "libuvBackend", False)
+    return bool(getattr(store, "libuvBackend", False))
 
 
 class _QueuedCalls:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from dualdist.backends import prefix_store
 from dualdist.backends.prefix_store import _has_queues, new_prefix_store
@@ -23,8 +23,10 @@ Open = Callable[[], Store]
 
 @pytest.fixture(params=["with queues", "without"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    store = HashStore()
-    return (lambda: store) if request.param == "with queues" else lambda: FileStore(str(tmp_path / "store"))
+    if request.param == "without":
+        return lambda: FileStore(str(tmp_path / "store"))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return server.clone  # a connection waits for one key at a time
 
 
 def meet(open_store: Open, size: int) -> list[str]:
@@ -35,7 +37,8 @@ def meet(open_store: Open, size: int) -> list[str]:
     found = [name for name in map(str, range(9)) if parts[-1].check([name])]
     for rank, part in enumerate(parts):
         part.set(str(rank), "here")
-    assert all(part.check([str(rank) for rank in range(size)]) for part in parts)
+    for part in parts:
+        part.wait([str(rank) for rank in range(size)], SECONDS)
     return found
 
 
