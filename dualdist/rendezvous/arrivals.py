@@ -1,6 +1,6 @@
 """Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 
-Each rank listens at an abstract address of a Unix socket (unix(7)), which consists of its job and its rank. It needs no
+Each rank listens at an abstract address of a Unix socket (unix(7)), which has its job and its local rank. It needs no
 file, and the kernel removes it with the process.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from ..types import Launch
 from .launcher_process import job_digest
 
-__all__ = ("announce", "missing_ranks")
+__all__ = ("announce", "missing_local_ranks")
 
 _PEER = struct.Struct("3i")
 """Process ID, user and group of the process that listens (SO_PEERCRED)."""
@@ -28,7 +28,9 @@ _own: dict[str, socket.socket] = {}
 
 def announce(launch: Launch, env: Mapping[str, str]) -> None:
     """Let the other ranks on this host see that this rank has begun to start. Local. Never raises."""
-    address = _address(launch, env, launch.rank)
+    if launch.local_rank is None:
+        return
+    address = _address(launch, env, launch.local_rank)
     if address in _own:
         return
     # OSError: another process of this rank has announced it, or the system is not Linux.
@@ -40,18 +42,13 @@ def announce(launch: Launch, env: Mapping[str, str]) -> None:
         undo.pop_all()
 
 
-def missing_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
-    """Return the ranks that have not begun to start, have ended or are stopped. Local.
-
-    Empty if the job has several hosts: this one cannot see the ranks of the others.
-    """
-    if launch.size != launch.local_size:
-        return []
-    return [rank for rank in range(launch.size) if not _runs(_address(launch, env, rank))]
+def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
+    """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
+    return [rank for rank in range(launch.local_size or 0) if not _runs(_address(launch, env, rank))]
 
 
-def _address(launch: Launch, env: Mapping[str, str], rank: int) -> str:
-    return f"\0dualdist-{os.getuid()}-{job_digest(launch, env)}-{rank}"
+def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
+    return f"\0dualdist-{os.getuid()}-{job_digest(launch, env)}-{local_rank}"
 
 
 def _runs(address: str) -> bool:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
 from ..errors import ConfigurationError
 from ..launch import detect
 from ..types import Launch
-from .arrivals import announce, missing_ranks
+from .arrivals import announce, missing_local_ranks
 from .gather import ADVICE
 
 __all__ = ("ending_late_calls", "limited_start", "missing_on_host", "waited")
+
+_OTHER_HOSTS_SECONDS = 2.0
+"""How much longer a process waits if none of its own host is missing."""
 
 
 class _Limit(NamedTuple):
@@ -60,11 +64,16 @@ def ending_late_calls(call: str) -> Iterator[None]:
     returned = threading.Event()
 
     def watch() -> None:
-        if not returned.wait(limit.seconds):
-            rank = None if limit.launch is None else limit.launch.rank
-            error = waited(rank, _missing(limit), call, limit.seconds)
-            os.write(2, f"dualdist: {error}\n".encode())
-            os._exit(1)
+        if returned.wait(limit.seconds):
+            return
+        missing = [] if limit.launch is None else missing_local_ranks(limit.launch, limit.env)
+        # When this process ends, so do the others: the host of a missing one reports first.
+        if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
+            return
+        rank = None if limit.launch is None else limit.launch.rank
+        error = waited(rank, _missing(limit), call, limit.seconds, missing)
+        os.write(2, f"dualdist: {error}\n".encode())
+        os._exit(1)
 
     watcher = threading.Thread(target=watch, name="dualdist-mpi-start", daemon=True)
     watcher.start()
@@ -76,23 +85,43 @@ def ending_late_calls(call: str) -> Iterator[None]:
 
 
 def missing_on_host() -> list[int]:
-    """Return `missing_ranks` for the `init` in progress. Local."""
+    """Return the missing ranks of the start in progress, if they are known. Local."""
     limit = _limit.get()
     return [] if limit is None else _missing(limit)
 
 
 def _missing(limit: _Limit) -> list[int]:
-    return [] if limit.launch is None else missing_ranks(limit.launch, limit.env)
+    """Return the missing ranks. None if the job has several hosts: this one cannot see the ranks of the others."""
+    launch = limit.launch
+    if launch is None or launch.size != launch.local_size:
+        return []
+    return missing_local_ranks(launch, limit.env)
 
 
-def waited(rank: int | None, missing: list[int], call: str, seconds: float) -> str:
-    """Return the text of the error of `rank` after waiting for `missing` in `call`; no ranks: they are unknown."""
+def waited(
+    rank: int | None, missing: list[int], call: str, seconds: float, missing_here: Sequence[int] = ()
+) -> str:
+    """Return the text of the error of `rank` after waiting for `missing` in `call`; no ranks: they are unknown.
+
+    missing_here: local ranks of this host.
+    """
     who = "This process" if rank is None else f"Rank {rank}"
-    if not missing:
-        return f"{who} waited {seconds:.0f} s for another rank in {call}. {ADVICE}"
-    others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    verb = "are" if len(missing) > 1 else "is"
-    return f"{who} waited {seconds:.0f} s for {others}, which did not arrive or {verb} stopped, in {call}. {ADVICE}"
+    if missing:
+        others = f"{_named('rank', missing)}, which did not arrive or {_are(missing)} stopped, in {call}."
+    else:
+        others = f"another rank in {call}."
+        if missing_here:
+            named = _named("local rank", missing_here)
+            others += f" On {socket.gethostname()}, {named} did not arrive or {_are(missing_here)} stopped."
+    return f"{who} waited {seconds:.0f} s for {others} {ADVICE}"
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _are(numbers: Sequence[int]) -> str:
+    return "are" if len(numbers) > 1 else "is"
 
 
 def _launch(env: Mapping[str, str]) -> Launch | None:

@@ -146,3 +146,11 @@ def test_a_process_that_never_arrives_is_named(launcher: str, hosts: Hosts) -> N
         len(re.findall(r"^WRONG: Rank [02] waited 10 s for rank 1, which did not arrive\.", output, re.M))
         == 1
     )
+
+
+def test_a_process_that_never_arrives_in_mpi_is_named_with_its_host(hosts: Hosts) -> None:
+    """MPI_Init waits for it. Only the processes of its own host can see that it is missing."""
+    codes, output = on_hosts(hosts, "mpirun", {"absent": 1}, seconds="10")
+    assert 0 not in codes, output
+    named = r"Rank 0 waited 10 s for another rank in MPI_Init\. On alpha, local rank 1 did not arrive or is stopped\."
+    assert len(re.findall(named, output)) == 1, output

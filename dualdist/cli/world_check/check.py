@@ -15,6 +15,7 @@ from ...backends.store_gather import store_gather
 from ...errors import ConfigurationError
 from ...launch import detect
 from ...rendezvous import Gather, mpi, reporting_errors
+from ...rendezvous.mpi_start import limited_start
 from ...types import Launch
 from ...world.settings import read_settings
 from .links import measure_links
@@ -47,7 +48,7 @@ def check_world(
 
     try:
         # When a process ends, the launcher may end the one that has not printed yet.
-        with reporting_errors(print_own):
+        with reporting_errors(print_own), limited_start(env, timeout):
             shared = open_store(launch, env, timeout)
     except ConfigurationError as error:
         if str(error) not in printed:
