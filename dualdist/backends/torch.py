@@ -153,7 +153,7 @@ class TorchBackend(Backend):
                 seconds = settings.start_timeout_seconds
                 watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, seconds)
                 undo.callback(watch.close, started=False)
-            if chosen == "gloo":
+            if "gloo" in config.values():
                 allow_open_files(launch.size)  # watched, so that its error ends the start of all ranks
             connect = functools.partial(
                 dist.init_process_group,
