@@ -83,7 +83,7 @@ def test_an_error_in_such_a_thread_names_a_line_of_the_training_loop(style: str)
     sync = wrapper._combiner
     if hvd.rank() == 0:
         with mock.patch.object(grad_sync, "_queue_callback"):
-            sync._on_gradient(0, layer.weight)
+            sync._hook_of(0)(layer.weight)
             _engine_run_backward(sync._end_of_backward)
     else:
         with pytest.raises(hvd.CollectiveMismatchError) as raised:
