@@ -67,7 +67,7 @@ class Guard:
         if isinstance(error, StallError) or self._watch.is_crossed(name):
             survey = self._watch.survey(name, number, call.key)
             self._watch.give_notice(name, survey)
-            found = str(survey)
+            found = self._watch.partners_notice(name) or str(survey)
         self._connections.close()  # so that no member waits for this rank
         self._abort()
         found = found or self._watch.notice(name)

@@ -78,6 +78,8 @@ class StallWatch:
         """Channels on which another rank gave up its call while this rank waited for another one."""
         self._notices: dict[str, str] = {}
         """Channel -> what another rank found when it gave up its call."""
+        self._partners_notices: dict[str, str] = {}
+        """The same from ranks for which this one was not missing: they waited for the same call."""
         self._failures: dict[tuple[str, str], str] = {}
         """(channel, step) -> what another rank was the first to report with `report_failure`."""
         self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
@@ -140,6 +142,13 @@ class StallWatch:
         """Return what another rank found when it gave up its call on `channel`; None if no rank did."""
         return self._notices.get(channel)
 
+    def partners_notice(self, channel: str) -> str | None:
+        """Return what a rank found that waited for the same call of `channel` and gave it up; None if no rank did.
+
+        It may have left the world since then, so that this rank would find that it has ended.
+        """
+        return self._partners_notices.get(channel)
+
     def report_failure(self, channel: str, step: str, text: str) -> None:
         """Let `failure(channel, step)` return `text` on the other members of `channel`. Waits a few seconds at most."""
         others = [rank for rank in self._members[channel] if rank != self._rank]
@@ -199,7 +208,9 @@ class StallWatch:
             self._make_due(channel, number, (kind, name))
         elif about == "notice":
             self._notices[channel], missing = rest
-            if self._rank in missing and channel in self._waiting:
+            if self._rank not in missing:
+                self._partners_notices[channel] = self._notices[channel]
+            elif channel in self._waiting:
                 self._crossed.add(channel)
         elif about == "failure":
             step, text = rest

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import pytest
 
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
+from dualdist.agreement.guard import Guard
 from dualdist.agreement.stall import StallWatch
+from dualdist.errors import StallError
 from dualdist.types import Settings
 
 LOSS = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
@@ -83,6 +86,22 @@ def test_a_rank_that_gives_up_still_counts_as_waiting(watches: Sequence[StallWat
     survey = watches[0].survey("set 0", number, LOSS.key)
     assert "  rank 1: waiting in barrier() at train.py:9" in str(survey).splitlines()
     assert survey.missing == [1, 2, 3, 4]
+
+
+def test_a_rank_that_gave_up_and_left_is_not_missing(watches: Sequence[StallWatch]) -> None:
+    for watch in watches[:2]:
+        number = watch.begin("set 0", LOSS)
+    found = watches[1].survey("set 0", number, LOSS.key)
+    watches[1].give_notice("set 0", found)
+    watches[1].close()
+    watches[0].end("set 0")
+
+    def stall() -> None:
+        raise StallError("its own timeout")
+
+    guard = Guard(watches[0], mock.Mock(), tuple, lambda: None)
+    with pytest.raises(StallError, match=r"missing ranks: \[2, 3, 4\]\."):
+        guard.run("set 0", LOSS, stall)
 
 
 def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
