@@ -278,6 +278,7 @@ class HorovodBackend(Backend):
         try:
             return _in_time(step, self.rank, self._timeout)
         except StallError as error:  # the step's own timeout, or ours
+            _never_shut_down()
             raise StallError(waited(self.rank, missing_on_host(), "Horovod", self._timeout)) from error
 
     def check_start(self) -> None:
@@ -337,8 +338,6 @@ class HorovodBackend(Backend):
         if self._adopted or not hvd.is_initialized():
             return
         if self._controller() == "mpi":
-            if self._starts and self.size > 1:  # a rank may be missing, for which Horovod waits
-                _never_shut_down()
             HorovodBackend._kept = True
             return
         if not self._is_stuck:
