@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from .default_tests import ABOVE_THE_BACKENDS, DEFAULT_WORLDS, ONLY_WITH_ALL
+from .default_tests import ABOVE_THE_BACKENDS, DEFAULT_WORLDS, EACH_TRANSPORT, ONLY_WITH_ALL
 from .helpers.forks import use_forks
 from .helpers.world import WORLDS, World
 
@@ -73,8 +73,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _chosen_worlds(metafunc: pytest.Metafunc) -> tuple[str, ...]:
     if worlds := metafunc.config.getoption("--worlds"):
         return tuple(worlds.split(","))
-    fewer = not metafunc.config.getoption("--all") and _file(metafunc.definition.nodeid) in ABOVE_THE_BACKENDS
-    return DEFAULT_WORLDS if fewer else tuple(WORLDS)
+    if metafunc.config.getoption("--all"):
+        return tuple(WORLDS)
+    return DEFAULT_WORLDS if _file(metafunc.definition.nodeid) in ABOVE_THE_BACKENDS else EACH_TRANSPORT
 
 
 def _runs_only_with_all(item: pytest.Item, config: pytest.Config) -> bool:

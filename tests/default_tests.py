@@ -1,7 +1,8 @@
 """Which tests run by default, in which worlds, and why. `pytest --all` runs every test in every world.
 
-A file that is not here runs everywhere: what a backend or a transport does itself may differ in each world. What is
-written once, above the backends, may differ with the kind of backend and with the number of ranks alone.
+What a backend or a transport does itself may differ in each world. By default it runs with two ranks on each transport,
+and with three over Gloo. What is written once, above the backends, may differ with the kind of backend and with the
+number of ranks alone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ("ABOVE_THE_BACKENDS", "DEFAULT_WORLDS", "ONLY_WITH_ALL")
+__all__ = ("ABOVE_THE_BACKENDS", "DEFAULT_WORLDS", "EACH_TRANSPORT", "ONLY_WITH_ALL")
 
 DEFAULT_WORLDS = ("local-1", "torch-gloo-2", "torch-gloo-3", "horovod-gloo-2")
 """One process, both backends, and a number of ranks that is no power of two."""
+
+EACH_TRANSPORT = (*DEFAULT_WORLDS, "torch-mpi-2", "horovod-mpi-2", "horovod-gloo-3")
+"""For the files that are not in ABOVE_THE_BACKENDS."""
 
 ABOVE_THE_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
@@ -60,6 +64,7 @@ ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
         r"launchers/test_mpis\.py::.*-3\]": "two processes of each MPI run by default",
         r"launchers/test_part_of_world\.py::.*\[(all|reversed)-": "a part of a communicator and a list of "
         "ranks run by default",
+        r"launchers/test_stopped_start\.py::.*\[torch-gloo": "ranks over MPI run by default",
         r"integration/test_installed_types\.py::": "ci/check checks the types of the package itself",
     }
 )
