@@ -5,8 +5,8 @@ ranks run them in the same order, a bucket's hook is called when that of the buc
 thread: they may wait for other ranks, but backward must not wait before the ranks have announced the reduction. A rank
 that has called `join` takes part only after that.
 
-Some of torch's own hooks start one collective and wait for nothing. Backward calls these itself, without
-the switches to a thread and back.
+Some of torch's own hooks start one collective and wait for nothing. Backward calls these itself, without the
+switches to a thread and back.
 
 When a hook raises, its rank reports this to the others, whose hooks may wait for it. No rank that knows of it calls the
 hook for a later bucket of this backward.

@@ -23,22 +23,20 @@ import torch
 import torch.distributed as dist
 
 from ... import accelerator
-from ...errors import BackendUnavailableError, HorovodInternalError, StallError
+from ...errors import BackendUnavailableError, HorovodInternalError
 from ...launch import DeviceView
 from ...launch.copies import names_of_copies
-from ...process_exit import skip_destructors_at_exit
 from ...rendezvous import LOOPBACK, find_addresses, own_node
-from ...rendezvous.mpi_start import missing_on_host, waited
 from ...types import Launch, Settings
 from ..base import Backend, Group
 from ..default_group import forget_default_group
-from ..in_time import in_time
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
 from ..torch_devices import bind_device
 from .group import HorovodGroup, wrapped
 from .installed import real_horovod
+from .limited import limited, never_shut_down
 from .process_group import NAME, HorovodProcessGroup
 from .rendezvous import GlooRendezvous, serve_rendezvous
 
@@ -100,7 +98,7 @@ class HorovodBackend(Backend):
         self.address = LOOPBACK
         if self.size > 1:
             if rendezvous is None:
-                shared = _in_time(lambda: self._open_store(env), self.rank, self._timeout)
+                shared = limited(lambda: self._open_store(env), self.rank, self._timeout)
             else:
                 shared = rendezvous.shared
             self._store, self.address = shared.store, shared.addresses.own
@@ -171,12 +169,12 @@ class HorovodBackend(Backend):
     def _connect(cls, watch: StartWatch | None, rank: int, seconds: float) -> None:
         """Connect to the other ranks. If one of them ends, Horovod itself waits for it, also when the process exits."""
         if watch is None:
-            _in_time(hvd.init, rank, seconds)
+            limited(hvd.init, rank, seconds)
             return
         try:
             watch.run(hvd.init, seconds)
         except HorovodInternalError:
-            _never_shut_down()
+            never_shut_down()
             raise
 
     @classmethod
@@ -269,17 +267,13 @@ class HorovodBackend(Backend):
             return self.start_step(connect, "process set")
         except HorovodInternalError:  # Horovod may still wait for a rank
             self._is_stuck = True
-            _never_shut_down()
+            never_shut_down()
             raise
 
     def start_step(self, step: Callable[[], T], name: str) -> T:
         if self._rendezvous is not None:
             return self._rendezvous.watch.run(step, self._timeout)
-        try:
-            return _in_time(step, self.rank, self._timeout)
-        except StallError as error:  # the step's own timeout, or ours
-            _never_shut_down()
-            raise StallError(waited(self.rank, missing_on_host(), "Horovod", self._timeout)) from error
+        return limited(step, self.rank, self._timeout)
 
     def check_start(self) -> None:
         if self._rendezvous is not None:
@@ -394,21 +388,6 @@ def _has_mpi_controller(launch: Launch) -> bool:
 def _has_launchers_server(env: Mapping[str, str]) -> bool:
     """Return whether the launcher serves Horovod's rendezvous."""
     return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
-
-
-def _in_time(step: Callable[[], T], rank: int, seconds: float) -> T:
-    """Return `step()`, in which Horovod waits for the other ranks. Raises StallError after `seconds`."""
-    try:
-        return in_time(step, seconds)
-    except TimeoutError:
-        _never_shut_down()
-        raise StallError(waited(rank, missing_on_host(), "Horovod", seconds)) from None
-
-
-def _never_shut_down() -> None:
-    """Let this process end without Horovod's shutdown, which waits for ranks that have ended."""
-    atexit.unregister(hvd.mpi_ops._basics.shutdown)
-    skip_destructors_at_exit()
 
 
 def _process_sets() -> dict[tuple[int, ...], Any]:
