@@ -35,9 +35,11 @@ def check_sync_batch_norms(parts: Iterable[torch.nn.Module]) -> None:
 def layers_with(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
     """Return the live layers of torch.nn.SyncBatchNorm that hold one of `params`. An optimizer knows no modules."""
     own = {id(param) for param in params}
+    kinds = _with_subclasses(torch.nn.SyncBatchNorm)
 
     def found() -> list[torch.nn.Module]:
-        layers = [value for value in gc.get_objects() if issubclass(type(value), torch.nn.SyncBatchNorm)]
+        # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
+        layers = [value for kind in kinds for value in gc.get_referrers(kind) if type(value) is kind]
         return [
             layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
         ]
@@ -46,3 +48,7 @@ def layers_with(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
         return []
     gc.collect()  # layers that were converted may be garbage
     return found()
+
+
+def _with_subclasses(kind: type[torch.nn.SyncBatchNorm]) -> set[type[torch.nn.SyncBatchNorm]]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
