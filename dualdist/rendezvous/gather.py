@@ -51,6 +51,8 @@ ADVICE = (
 _POLL_SECONDS = 0.02
 _FAREWELL_SECONDS = 3.0
 """How long the rank that reports an error waits for those that read it. It may serve what they read."""
+_KEYS_AT_ONCE = 64
+"""How many keys rank 0 checks in one request. It repeats the request after every change."""
 _TEXT, _ERROR = "+", "-"
 """The first character of a value."""
 
@@ -160,8 +162,8 @@ class _Gatherer:
 
     def _pause_until_set(self, keys: Sequence[str], deadline: float) -> None:
         assert self._pause is not None
-        for key in keys:
-            while self._get([key], 0) is None:
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            while self._get(keys[start : start + _KEYS_AT_ONCE], 0) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return

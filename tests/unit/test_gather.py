@@ -182,3 +182,16 @@ def test_the_texts_of_32768_ranks_fit_into_one_value() -> None:
 
     assert gather_through(0, len(texts), values.__setitem__, get, 1.0)(texts[0]) == texts
     assert sum(map(len, texts)) > LONGEST_VALUE > len(values["0.all"])
+
+
+def test_rank_0_checks_the_keys_of_many_ranks_in_one_request() -> None:
+    store = {f"0.{rank}": "+" for rank in range(1, 64)}
+    requests = []
+
+    def get(keys: Sequence[str], seconds: float) -> list[str] | None:
+        requests.append(keys)
+        return [store[key] for key in keys] if store.keys() >= set(keys) else None
+
+    gather = gather_through(0, 64, store.__setitem__, get, 1.0, pause=lambda seconds: None)
+    assert gather("") == [""] * 64
+    assert len(requests) == 4, "the answer, whether all texts are there, the texts, and the answer"
