@@ -14,6 +14,7 @@ hook for a later bucket of this backward.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -217,6 +218,10 @@ class HookWork(Work):
                 f"communication hook {self._hook.name} failed in bucket {self._bucket.index()}: {self._failure}"
             ) from self._failure
 
+    def wait_for(self, seconds: float) -> None:
+        if self.only_starts:
+            self.ends_within(seconds)
+
     def done(self) -> bool:
         if self._ended.is_set():
             return True
@@ -258,13 +263,17 @@ class HookQueue:
     def close(self, backend: Backend) -> None:
         """Wait for a hook that still waits for other ranks, at most 10 s, before `backend` leaves the world. Local.
 
-        If its collective failed later, while the interpreter ends, C++ would abort the process.
+        If its collective failed later, while the interpreter ends, C++ would abort the process. So the process waits
+        again before it ends. A rank whose hook has raised stays connected as long as it keeps the exception, whose
+        traceback refers to the process group.
         """
         if self._thread is threading.current_thread() or self._ends_within(_LOOK_AGAIN_SECONDS):
             return
         backend.abort_process_groups()
         if not self._ends_within(_LAST_HOOK_SECONDS):
             backend.keep_process_groups()
+            # The script may end soon, and the other ranks with it.
+            atexit.register(self._ends_within, _LAST_HOOK_SECONDS)
 
     def _ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for all hooks. Return whether they have ended."""

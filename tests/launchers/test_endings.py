@@ -22,6 +22,53 @@ if sys.argv[1] == "exit" and hvd.rank() == 1:
 hvd.allreduce(torch.ones(4))
 """
 
+HELD_ERROR = """\
+import atexit, os, pathlib, select, sys, time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import dualdist as hvd
+
+
+def raising(*args, **kwargs):
+    raise ArithmeticError("on purpose")
+
+
+def followed(*args, all_reduce=dist.all_reduce, **kwargs):
+    work = all_reduce(*args, **kwargs)
+    work.get_future().add_done_callback(ended.append)
+    return work
+
+
+class Last:
+    def __del__(self, wait=select.select):
+        wait([first], [], [])  # rank 0 ends at the latest while the interpreter of this one does
+        for _ in range(0 if ended else 500):
+            wait([], [], [], 0.01)  # until C++ ends the process
+
+
+ended, ending = [], pathlib.Path(sys.argv[1])
+hvd.init(backend="torch", transport="gloo")
+first = os.pidfd_open(hvd.broadcast_object(os.getpid(), 0))
+rank, weight = hvd.rank(), torch.nn.Parameter(torch.zeros(2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm_hook=allreduce_hook)
+with mock.patch.object(dist, "all_reduce", followed if rank else raising):
+    try:
+        weight.sum().backward()
+    except (ArithmeticError, hvd.HorovodInternalError) as error:
+        held = error
+hvd.shutdown()
+if rank == 0:
+    while not ending.exists():
+        time.sleep(0.01)
+    os._exit(0)
+sys.last = Last()
+atexit.register(ending.touch)
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
@@ -100,3 +147,14 @@ def test_init_method_joins_processes_without_a_launcher(method: str, tmp_path: P
     )
     ended = launch("python", str(script), f"file://{tmp_path}/meeting" if method == "file" else "tcp")
     assert (ended.code, ended.output) == (0, "")
+
+
+def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(tmp_path: Path) -> None:
+    """The collective of the other rank fails only when that rank ends, since the error keeps its process group.
+
+    A forked rank would end without the end of its interpreter, in which C++ aborts.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(HELD_ERROR)
+    ended = launch("torchrun", str(script), str(tmp_path / "ending"), forks=False)
+    assert ended.code == 0, ended.output
