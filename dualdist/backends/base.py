@@ -182,8 +182,13 @@ class Backend(ABC):
         """
         return step()
 
-    def check_start(self) -> None:  # noqa: B027 - most launchers end the other ranks themselves
-        """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local."""
+    def check_start(  # noqa: B027 - most launchers end the other ranks themselves
+        self, cause: BaseException | None = None
+    ) -> None:
+        """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local.
+
+        cause: an error of this rank that may be the consequence. Then this waits a moment for the news.
+        """
 
     def finish_start(self) -> None:  # noqa: B027 - most backends do nothing then
         """From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`. Local.
@@ -195,8 +200,8 @@ class Backend(ABC):
         """In a forked process, keep its exit from affecting the parent's world. Local."""
 
     @abstractmethod
-    def new_group(self, ranks: Sequence[int]) -> Group:
-        """Return a communicator over `ranks`. Collective over the world, also for ranks outside the group."""
+    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+        """Return `count` communicators over `ranks`. Collective over the world, also for ranks outside the groups."""
 
     def new_members_group(self, ranks: Sequence[int]) -> Group:
         """Return a communicator over `ranks`. Collective over `ranks` alone. By default no backend can do that."""

@@ -1,4 +1,4 @@
-"""Steps without a timeout of their own."""
+"""Steps without a timeout of their own. Each runs in another thread, which is abandoned when it takes too long."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
-__all__ = ("in_time",)
+from .patience import CHECK_SECONDS, Patience
+
+__all__ = ("in_thread", "in_time", "patiently")
 
 T = TypeVar("T")
 
 
-def in_time(step: Callable[[], T], seconds: float) -> T:
-    """Return `step()`. Raises TimeoutError after `seconds`.
-
-    The step runs in another thread, which is abandoned then.
-    """
+def in_thread(step: Callable[[], T]) -> Future[T]:
+    """Start `step` in another thread, and return the future of its result."""
     outcome: Future[T] = Future()
 
     def work() -> None:
@@ -27,9 +26,25 @@ def in_time(step: Callable[[], T], seconds: float) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=work, name="dualdist-step", daemon=True).start()
+    return outcome
+
+
+def in_time(step: Callable[[], T], seconds: float) -> T:
+    """Return `step()`. Raises TimeoutError after `seconds`."""
+    outcome = in_thread(step)
     try:
         return outcome.result(seconds)
     except FutureTimeoutError:
         if outcome.done():
             return outcome.result()
         raise TimeoutError(f"It did not end in {seconds:g} s.") from None
+
+
+def patiently(outcome: Future[T], patience: Patience) -> T:
+    """Return the result of a step. Raises StallError or HorovodInternalError when `patience` ends before."""
+    while not outcome.done():
+        try:
+            return outcome.result(CHECK_SECONDS)
+        except FutureTimeoutError:
+            patience.check()
+    return outcome.result()

@@ -112,8 +112,8 @@ class LocalBackend(Backend):
             dist.destroy_process_group()
         self._opened = False
 
-    def new_group(self, ranks: Sequence[int]) -> Group:
-        return _LocalGroup(ranks, self.rank)
+    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+        return [_LocalGroup(ranks, self.rank) for _ in range(count)]
 
     @property
     def store(self) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -40,8 +39,7 @@ _ADVICE = {
 (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous)."""
 
 
-@dataclass(frozen=True)
-class SharedStore:
+class SharedStore(NamedTuple):
     """A store that all processes of a world share, and the addresses of these processes."""
 
     store: dist.Store

@@ -110,6 +110,7 @@ class TorchBackend(Backend):
         self.runs_ahead = device is not None
         self._config = config
         self.address = shared.addresses.own
+        self._nodes = shared.addresses.nodes
         self._store = shared.store
         self._settings = settings
         self._timeout = timedelta(seconds=settings.start_timeout_seconds)
@@ -208,12 +209,13 @@ class TorchBackend(Backend):
                 "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
             )
 
-    def new_group(self, ranks: Sequence[int]) -> Group:
-        def connect() -> Group:
-            self._groups.append(self._new_group(ranks))
-            return self._on_host(self._groups[-1])
+    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+        def connect() -> list[Group]:
+            for _ in range(count):
+                self._groups.append(self._new_group(ranks))
+            return self._on_host(self._groups[-count:])
 
-        return self.start_step(connect, f"group {len(self._groups)}")
+        return self.start_step(connect, f"groups {len(self._groups)}")
 
     def start_step(self, step: Callable[[], T], name: str) -> T:
         limit = _step_seconds(self.transport, self._settings)
@@ -229,7 +231,7 @@ class TorchBackend(Backend):
             self._members_groups.append(self._new_group(ranks, among_members=True))
         finally:
             torch_world.group_count = before
-        return self._on_host(self._members_groups[-1])
+        return self._on_host(self._members_groups[-1:])[0]
 
     def _new_group(self, ranks: Sequence[int], among_members: bool = False) -> TorchGroup:
         with wrapped():
@@ -242,18 +244,18 @@ class TorchBackend(Backend):
         own = process_group if self.rank in ranks else None
         return TorchGroup(ranks, self.rank, own, carried_types(self._config), self.device)
 
-    def _on_host(self, group: TorchGroup) -> Group:
-        """Return `group`, or one that does the same in shared memory within each host. Collective over the members."""
+    def _on_host(self, groups: Sequence[TorchGroup]) -> list[Group]:
+        """Return `groups`, or groups that do the same in shared memory within each host. Collective over the members.
+
+        groups: they have the same members.
+        """
         if not self._settings.shared_memory:
-            return group
+            return [*groups]
+        connect = self._connect if can_connect(self._config) else None
         with wrapped():
-            host_group = share_host(
-                group, self._timeout.total_seconds(), self._connect if can_connect(self._config) else None
-            )
-        if host_group is None:
-            return group
-        self._host_groups.append(host_group)
-        return host_group
+            host_groups = share_host(groups, self._nodes, self._timeout.total_seconds(), connect)
+        self._host_groups += host_groups
+        return [*(host_groups or groups)]
 
     def _connect(self, name: str, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
@@ -261,9 +263,9 @@ class TorchBackend(Backend):
         self._direct_groups.append(DirectGroup(kind, store, name, ranks, self.rank, self._timeout))
         return self._direct_groups[-1]
 
-    def check_start(self) -> None:
+    def check_start(self, cause: BaseException | None = None) -> None:
         if self._start_watch is not None:
-            self._start_watch.check()
+            self._start_watch.check(cause)
 
     def finish_start(self) -> None:
         if self._start_watch is not None:

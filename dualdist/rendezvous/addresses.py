@@ -38,6 +38,8 @@ class Addresses:
     """The address at which all processes reach rank 0."""
     own: str
     """The address at which the others reach this process; 127.0.0.1 when all share a host."""
+    nodes: tuple[str, ...]
+    """The host of each rank, as `own_node` returns it."""
 
 
 def find_addresses(rank: int, gather: Gather, env: Mapping[str, str]) -> Addresses:
@@ -55,10 +57,10 @@ def find_addresses(rank: int, gather: Gather, env: Mapping[str, str]) -> Address
     problems = [f"Rank {other}: {text}" for other, (_, text) in enumerate(gathered) if text]
     if problems:
         raise ConfigurationError(problems[0])
-    nodes = [node for node, _ in gathered]
+    nodes = tuple(node for node, _ in gathered)
     if len(set(nodes)) == 1:
         address = mine[0] if env.get(INTERFACE) else LOOPBACK
-        return Addresses(address, address)
+        return Addresses(address, address, nodes)
     with _listening(mine if rank == 0 else ()) as (endpoints, token):
         # Only rank 0 listens; every rank receives its endpoints and token.
         endpoints, token = json.loads(gather(json.dumps([endpoints, token]))[0])
@@ -79,7 +81,8 @@ def _choose(
     by_node = {node: reports[nodes.index(node)] for node in nodes if node != nodes[0]}
     for first in offered:
         if all(first in report for report in by_node.values()):
-            return Addresses(first, first if nodes[rank] == nodes[0] else by_node[nodes[rank]][first])
+            own = first if nodes[rank] == nodes[0] else by_node[nodes[rank]][first]
+            return Addresses(first, own, tuple(nodes))
     reached = [f"{node} reached {', '.join(report) or 'none'}" for node, report in by_node.items()]
     raise ConfigurationError(
         f"Every host must reach one address of rank 0's host {nodes[0]} ({', '.join(offered) or 'which has none'}), "

@@ -94,7 +94,7 @@ class Context:
         """Open a channel for a process set of `ranks` and return its ID. Collective over the world."""
         set_id = self._next_set
         self._next_set += 1
-        self._open_channel(set_id, ranks, [self.backend.new_group(ranks) for _ in range(2)])
+        self._open_channel(set_id, ranks, self.backend.new_groups(ranks, 2))
         return set_id
 
     def add_members_channel(self, ranks: Sequence[int]) -> int:

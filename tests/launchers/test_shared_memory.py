@@ -21,6 +21,19 @@ print(type(channel_of(hvd.global_process_set).group).__name__)
 assert hvd.allreduce(torch.ones(1 << 20), op=hvd.Sum)[0].item() == hvd.size()
 """
 
+EXCHANGES = """\
+import os, dualdist as hvd
+from dualdist.backends.torch_group import TorchGroup
+gather, number = TorchGroup.allgather_bytes, 0
+def counted(group, message):
+    global number
+    number += 1
+    return gather(group, message)
+TorchGroup.allgather_bytes = counted
+hvd.init(backend="torch", transport="gloo")
+os.write(1, f"exchanges {number}\\n".encode())
+"""
+
 
 def test_a_killed_rank_is_an_error_of_the_others_and_leaves_no_memory(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
@@ -44,3 +57,11 @@ def test_a_variable_switches_shared_memory_off(switch: str, name: str, tmp_path:
     ended = launch("torchrun", str(path), environment={"DUALDIST_SHARED_MEMORY": switch})
     assert ended.code == 0, ended.output
     assert ended.output.count(name) == 2
+
+
+def test_a_start_needs_two_exchanges_for_shared_memory_and_one_for_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(EXCHANGES)
+    ended = launch("torchrun", str(path))
+    assert ended.code == 0, ended.output
+    assert ended.output.count("exchanges 3\n") == 2

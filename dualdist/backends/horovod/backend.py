@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
 from collections import defaultdict
@@ -30,6 +31,8 @@ from ...rendezvous import LOOPBACK, find_addresses, own_node
 from ...types import Launch, Settings
 from ..base import Backend, Group
 from ..default_group import forget_default_group
+from ..in_time import in_thread, patiently
+from ..patience import Patience
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
@@ -38,6 +41,7 @@ from .group import HorovodGroup, wrapped
 from .installed import real_horovod
 from .limited import limited, never_shut_down
 from .process_group import NAME, HorovodProcessGroup
+from .process_sets import check_process_set, known_process_sets, make_process_set
 from .rendezvous import GlooRendezvous, serve_rendezvous
 
 with real_horovod():
@@ -93,15 +97,17 @@ class HorovodBackend(Backend):
         self._groups: list[HorovodGroup] = []
         self._rendezvous = rendezvous
         self._elastic = launch.elastic
-        self._sets = _process_sets()
+        self._sets = known_process_sets()
         self._store: dist.Store | None = None
         self.address = LOOPBACK
+        self._nodes: tuple[str, ...] = (own_node(),)
         if self.size > 1:
             if rendezvous is None:
                 shared = limited(lambda: self._open_store(env), self.rank, self._timeout)
             else:
                 shared = rendezvous.shared
             self._store, self.address = shared.store, shared.addresses.own
+            self._nodes = shared.addresses.nodes
 
     def _bind_device(self, launch: Launch) -> torch.device | None:
         """Choose this rank's device and make it the current one, if NCCL transfers the data. Else return None.
@@ -243,8 +249,13 @@ class HorovodBackend(Backend):
         if self._elastic:
             self._notifications.remove_listener(listener)
 
-    def new_group(self, ranks: Sequence[int]) -> Group:
+    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+        return [self._new_group(ranks) for _ in range(count)]
+
+    def _new_group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
+        if key not in self._sets:
+            check_process_set(ranks, self._nodes)
         # Horovod reads the variables again for every process set (gloo_context.cc:InitializeForProcessSet).
         variables = {} if self._rendezvous is None else self._rendezvous.variables
         with temporary_environment(variables), wrapped():
@@ -256,18 +267,16 @@ class HorovodBackend(Backend):
         return group
 
     def _new_process_set(self, ranks: Sequence[int]) -> Any:
-        def connect() -> Any:
-            made = hvd.add_process_set(list(ranks))
-            hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
-            return made
-
-        if not self._starts:
-            return connect()
+        make = functools.partial(make_process_set, ranks)
+        made = None if self._starts else in_thread(make)
         try:
-            return self.start_step(connect, "process set")
-        except HorovodInternalError:  # Horovod may still wait for a rank
-            self._is_stuck = True
-            never_shut_down()
+            if made is None:
+                return self.start_step(make, "process set")
+            return patiently(made, Patience(self._groups[0].has_lost_member, self._timeout))
+        except HorovodInternalError:
+            if made is None or not made.done():  # Horovod may still wait
+                self._is_stuck = True
+                never_shut_down()
             raise
 
     def start_step(self, step: Callable[[], T], name: str) -> T:
@@ -275,9 +284,9 @@ class HorovodBackend(Backend):
             return self._rendezvous.watch.run(step, self._timeout)
         return limited(step, self.rank, self._timeout)
 
-    def check_start(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.watch.check()
+    def check_start(self, cause: BaseException | None = None) -> None:
+        if self._starts and self._rendezvous is not None:
+            self._rendezvous.watch.check(cause)
 
     def finish_start(self) -> None:
         if self._rendezvous is not None:
@@ -388,12 +397,3 @@ def _has_mpi_controller(launch: Launch) -> bool:
 def _has_launchers_server(env: Mapping[str, str]) -> bool:
     """Return whether the launcher serves Horovod's rendezvous."""
     return bool(env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
-
-
-def _process_sets() -> dict[tuple[int, ...], Any]:
-    """Return Horovod's process sets: the global one, and those that the script made before dualdist adopted Horovod."""
-    known = {}
-    for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items():
-        known[tuple(ranks)] = hvd.ProcessSet(ranks)
-        known[tuple(ranks)].process_set_id = number
-    return known

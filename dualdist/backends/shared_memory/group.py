@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from ...rendezvous import own_node
 from ..base import Group, Work
 from .hierarchy import Hierarchy, Layout
 from .memory import Memory, box_bytes, make_memory
@@ -23,9 +21,7 @@ __all__ = ("HierarchicalGroup", "HostGroup", "share_host")
 
 logger = logging.getLogger("dualdist")
 
-_NO_ADDRESS = bytes(ADDRESS_BYTES)
 _CONNECT_SECONDS = 30.0
-_TOKEN_BYTES = 8
 _SMALL_BYTES = 1 << 20
 """Up to this size, of the tensors of all members together, one round is faster than two."""
 
@@ -119,77 +115,98 @@ class HierarchicalGroup(HostGroup):
 
 
 def share_host(
-    inner: Group, timeout: float, connect: Callable[[str, Sequence[int]], Group] | None = None
-) -> HostGroup | None:
-    """Return a group that uses shared memory, or None if no host has several members of `inner`. Collective.
+    inners: Sequence[Group],
+    nodes: Sequence[str],
+    timeout: float,
+    connect: Callable[[str, Sequence[int]], Group] | None = None,
+) -> list[HostGroup]:
+    """Return a group that uses shared memory for each of `inners`, which have the same members. Collective.
 
-    timeout: seconds until a collective fails. connect(name, ranks): returns a group over `ranks`, collective over these
-    alone. Without it, None is also returned if the members are on several hosts.
+    nodes: the host of each rank of the world. timeout: seconds until a collective fails. connect(name, ranks): returns
+    a group over `ranks`, collective over these alone. The result is empty if no host has several members, if members
+    are on several hosts but `connect` is None, or if memory cannot be shared.
     """
-    if inner.rank < 0 or inner.size < 2:
-        return None
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    node = hashlib.sha256(own_node().encode()).digest()
-    answers = inner.allgather_bytes(token + node)
-    hosts = _by_node([answer[_TOKEN_BYTES:] for answer in answers])
-    own = next(places for places in hosts if inner.rank in places)
-    if len(hosts) == inner.size or (len(hosts) > 1 and connect is None):
-        return None
-    found = _share_memory(inner, own, timeout)
-    if found is None:
-        return None
-    mesh, memory = found
-    works = Works(mesh, "dualdist-shared-memory", timeout)
-    place, size = own.index(inner.rank), len(own)
-    if len(hosts) == 1 or connect is None:
-        return HostGroup(inner, memory, Rounds(mesh, memory, place, size), works)
-    layout = Layout.of(hosts, box_bytes(max(map(len, hosts))))
-    network = None
-    if place < layout.num_slices:
-        owners = sorted(inner.ranks[places[place]] for places in hosts)
-        network = connect(f"slice {place} of {answers[0][:_TOKEN_BYTES].hex()}", owners)
-    hierarchy = Hierarchy(mesh, memory, place, size, layout, network)
-    return HierarchicalGroup(inner, memory, hierarchy, works, network)
+    first = inners[0]
+    if first.rank < 0 or first.size < 2:
+        return []
+    hosts = _by_node([nodes[rank] for rank in first.ranks])
+    own = next(places for places in hosts if first.rank in places)
+    if len(hosts) == first.size or (len(hosts) > 1 and connect is None):
+        return []
+    place, size = own.index(first.rank), len(own)
+    groups: list[HostGroup] = []
+    for number, shared in enumerate(_share_memory(first, own, len(inners), timeout)):
+        inner, works = inners[number], Works(shared.mesh, "dualdist-shared-memory", timeout)
+        if len(hosts) == 1 or connect is None:
+            rounds = Rounds(shared.mesh, shared.memory, place, size)
+            groups.append(HostGroup(inner, shared.memory, rounds, works))
+            continue
+        layout = Layout.of(hosts, box_bytes(max(map(len, hosts))))
+        network = None
+        if place < layout.num_slices:
+            owners = sorted(inner.ranks[places[place]] for places in hosts)
+            network = connect(f"slice {place} of {shared.name}", owners)
+        hierarchy = Hierarchy(shared.mesh, shared.memory, place, size, layout, network)
+        groups.append(HierarchicalGroup(inner, shared.memory, hierarchy, works, network))
+    return groups
 
 
-def _by_node(nodes: Sequence[bytes]) -> list[list[int]]:
+def _by_node(nodes: Sequence[str]) -> list[list[int]]:
     """Return the members of each host, as places in the group."""
-    hosts: dict[bytes, list[int]] = {}
+    hosts: dict[str, list[int]] = {}
     for place, node in enumerate(nodes):
         hosts.setdefault(node, []).append(place)
     return list(hosts.values())
 
 
-def _share_memory(inner: Group, own: Sequence[int], timeout: float) -> tuple[Mesh, Memory] | None:
-    """Connect the members `own` of this host, and map their memory. Collective over `inner`.
+class _Shared(NamedTuple):
+    """What the members of a host share."""
 
-    Returns None on all members if that fails on any of them.
+    name: str
+    """The same on all members of the group, on all hosts, and used once."""
+    mesh: Mesh
+    memory: Memory
+
+
+def _share_memory(inner: Group, own: Sequence[int], count: int, timeout: float) -> list[_Shared]:
+    """Connect the members `own` of this host, and map their memory, `count` times. Collective over `inner`.
+
+    Returns none on all members if that fails on any of them.
     """
-    mesh = memory = descriptor = problem = None
-    address, place = _NO_ADDRESS, own.index(inner.rank)
+    ranks, place, size = [inner.ranks[member] for member in own], own.index(inner.rank), len(own)
+    meshes: list[Mesh] = []
+    memories: list[Memory] = []
+    descriptors: list[int] = []
+    problem = None
+    no_addresses = addresses = bytes(count * ADDRESS_BYTES)
     with contextlib.ExitStack() as stack:
         try:
-            mesh = Mesh([inner.ranks[member] for member in own], place, min(timeout, _CONNECT_SECONDS))
-            if place == 0:
-                descriptor = make_memory(len(own))
-                stack.callback(os.close, descriptor)
-            address = mesh.address
+            for _ in range(count):
+                meshes.append(Mesh(ranks, place, min(timeout, _CONNECT_SECONDS)))
+                if place == 0:
+                    descriptors.append(make_memory(size))
+                    stack.callback(os.close, descriptors[-1])
+            addresses = b"".join(mesh.address for mesh in meshes)
         except OSError as error:
             problem = error
-        addresses = inner.allgather_bytes(address)
-        if mesh is not None and _NO_ADDRESS not in addresses:
+        answers = inner.allgather_bytes(addresses)
+        if no_addresses not in answers:
             try:
-                received = mesh.connect([addresses[member] for member in own], descriptor)
-                if descriptor is None:
-                    stack.callback(os.close, received)
-                memory = Memory(received, place, len(own))
+                for number, mesh in enumerate(meshes):
+                    at = slice(number * ADDRESS_BYTES, (number + 1) * ADDRESS_BYTES)
+                    made = descriptors[number] if place == 0 else None
+                    descriptor = mesh.connect([answers[member][at] for member in own], made)
+                    if made is None:
+                        stack.callback(os.close, descriptor)
+                    memories.append(Memory(descriptor, place, size))
             except OSError as error:
                 problem = error
-    have_failed = b"\0" in inner.allgather_bytes(bytes([memory is not None]))
-    if mesh is not None and memory is not None and not have_failed:
-        return mesh, memory
-    if mesh is not None:
+    have_failed = b"\0" in inner.allgather_bytes(bytes([len(memories) == count]))
+    if not have_failed:
+        names = [f"{answers[0].hex()}.{number}" for number in range(count)]
+        return list(map(_Shared, names, meshes, memories))
+    for mesh in meshes:
         mesh.close()
     if problem is not None:
         logger.warning("Ranks of one host use the network, because they cannot share memory: %s.", problem)
-    return None
+    return []

@@ -1,0 +1,47 @@
+"""Process sets of some ranks of two hosts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..helpers.forks import BIN
+from ..helpers.namespace_hosts import Network
+from ..helpers.requirements import need_modules
+from ..helpers.script_launch import finish
+
+SCRIPT = """\
+import itertools, os, sys, torch, dualdist as hvd
+
+hvd.init(backend=sys.argv[1], transport="gloo")
+for size in (2, 3):
+    for ranks in itertools.combinations(range(4), size):
+        members = hvd.add_process_set(ranks)
+        if hvd.rank() in ranks:
+            total = hvd.allreduce(torch.tensor(10.0 ** hvd.rank()), op=hvd.Sum, process_set=members)
+            assert total.item() == sum(10.0**rank for rank in ranks), (ranks, total)
+hvd.barrier()  # a rank that leaves ends Horovod on all ranks
+os.write(1, b"all right\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [("dualdist run", "torch"), ("dualdist run", "horovod"), ("horovodrun", "horovod")],
+)
+def test_any_ranks_of_two_hosts_are_a_process_set(
+    launcher: str, backend: str, network: Network, tmp_path: Path
+) -> None:
+    need_modules("horovod")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = {
+        "dualdist run": [sys.executable, "-m", "dualdist", "run"],
+        "horovodrun": [f"{BIN}/horovodrun", "--gloo", "--network-interfaces", "net0"],
+    }[launcher]
+    hosts = ["-H", "alpha:2,beta:2", "-np", "4"]
+    ended = finish(network.hosts[0].command(*command, *hosts, sys.executable, str(script), backend))
+    assert ended.code == 0, ended.output
+    assert ended.output.count("all right") == 4, ended.output
