@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from ...helpers.forks import use_forks
-from .faults import ENDINGS, Fault, draw
+from .faults import CUT, ENDINGS, Fault, draw
 from .judge import allowed_seconds, faults_of
 from .world import Outcome, run_world
 
@@ -24,7 +24,7 @@ def run_one(fault: Fault, folder: Path) -> tuple[list[str], Outcome]:
     """Run a fault, and a second time without it if the first run did not finish. Return what is wrong."""
     outcome = run_world(fault, folder, allowed_seconds(fault))
     wrong = faults_of(fault, outcome)
-    if wrong or fault.kind not in (*ENDINGS, "all killed"):
+    if wrong or fault.kind not in (*ENDINGS, CUT, "all killed"):
         return wrong, outcome
     resumed = dataclasses.replace(fault, kind="none")
     second = run_world(resumed, folder, 0.0)

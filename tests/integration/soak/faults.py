@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-__all__ = ("CALL", "DEATHS", "DIRECT", "ENDINGS", "INIT", "SHUTDOWN", "START", "STEPS", "Fault", "draw")
+__all__ = (
+    "BACKWARD",
+    "CALL",
+    "CUT",
+    "DEATHS",
+    "DIRECT",
+    "ENDINGS",
+    "INIT",
+    "LINKS",
+    "SAVE",
+    "SHUTDOWN",
+    "SLOW",
+    "START",
+    "STEPS",
+    "Fault",
+    "draw",
+)
 
 STEPS = 6
 """Training steps of a run."""
@@ -36,6 +52,9 @@ OTHERS = (
     "threads",
 )
 
+CUT, SLOW = LINKS = ("cut links", "slow links")
+"""Faults of the links between two hosts."""
+
 DIRECT = ("torch", "horovod")
 """Worlds without a launcher: nothing ends the other ranks when one has died, so each must notice it."""
 LAUNCHED = ("run", "torch-gloo", "torch-mpi", "horovod-gloo", "horovod-mpi")
@@ -60,10 +79,13 @@ class Fault:
     """Whether the other ranks stay until each has its error."""
     asynchronous: bool
     """Whether checkpoints are saved in the background."""
+    hosts: int = 1
+    """How many hosts the ranks of a direct world are on, in turn."""
 
     def __str__(self) -> str:
         where = f"{self.place}{f' of step {self.step}' if self.place in (CALL, BACKWARD, SAVE) else ''}"
-        meeting = f" ({self.method})" if self.world in DIRECT else ""
+        hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
+        meeting = f" ({self.method}{hosts})" if self.world in DIRECT else ""
         return f"{self.kind} on rank {self.rank} of {self.size} {where} + {self.seconds:.3f} s, {self.world}{meeting}"
 
     def to_json(self) -> str:
@@ -81,7 +103,7 @@ def draw(seed: int) -> Fault:
     size = numbers.choice((2, 3, 3, 4))
     kind = numbers.choice(ENDINGS if numbers.random() < 0.65 else OTHERS)
     place = numbers.choice(list(PLACES) if kind in ENDINGS else [CALL, BACKWARD, SAVE])
-    return Fault(
+    fault = Fault(
         seed,
         world,
         size,
@@ -93,4 +115,16 @@ def draw(seed: int) -> Fault:
         numbers.uniform(0, PLACES[place]),
         stays=numbers.random() < 0.5,
         asynchronous=numbers.random() < 0.5,
+    )
+    if numbers.random() >= 0.1:
+        return fault
+    place = numbers.choice([CALL, BACKWARD, SAVE])
+    return replace(
+        fault,
+        world=numbers.choice(DIRECT),
+        method="tcp",
+        kind=numbers.choice(LINKS),
+        place=place,
+        seconds=numbers.uniform(0, PLACES[place]),
+        hosts=2,
     )

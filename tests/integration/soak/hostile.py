@@ -10,8 +10,11 @@ from collections.abc import Iterable
 
 import psutil
 
-__all__ = ("Attack",)
+__all__ = ("OPEN_MPI_PORTS", "Attack")
 
+OPEN_MPI_PORTS = range(61000, 61500)
+"""Are spared. A rank that accepts a connection there waits without an end for its first bytes (Open MPI 4.1.4,
+mca_btl_tcp_recv_blocking)."""
 PAUSE_SECONDS = 0.02
 SECONDS = 0.2
 OPENINGS = (
@@ -71,6 +74,6 @@ def _listening(pids: Iterable[int]) -> list[tuple[str, int]]:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             for entry in psutil.Process(pid).net_connections("tcp4"):
-                if entry.status == psutil.CONN_LISTEN:
+                if entry.status == psutil.CONN_LISTEN and entry.laddr.port not in OPEN_MPI_PORTS:
                     found.append((entry.laddr.ip, entry.laddr.port))
     return found

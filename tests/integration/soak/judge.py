@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 
-from .faults import DEATHS, DIRECT, ENDINGS, INIT, SHUTDOWN, START, Fault
+from .faults import CUT, DEATHS, DIRECT, ENDINGS, INIT, SHUTDOWN, SLOW, START, Fault
 from .world import Outcome
 
 __all__ = ("allowed_seconds", "faults_of", "names")
@@ -18,7 +18,13 @@ __all__ = ("allowed_seconds", "faults_of", "names")
 SOON, LATE = 6.0, 35.0
 """Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
 HOROVODS = ("gloo::IoException", "HTTP request failed")
-OWN = {"wrong arguments": 30.0, "damaged checkpoint": 60.0, "hostile connections": 60.0, "fork": 30.0}
+OWN = {
+    "wrong arguments": 30.0,
+    "damaged checkpoint": 60.0,
+    "hostile connections": 60.0,
+    "fork": 30.0,
+    SLOW: 60.0,
+}
 TRAINED = (
     "wrong arguments",
     "damaged checkpoint",
@@ -26,6 +32,7 @@ TRAINED = (
     "fork",
     "full disk",
     "threads",
+    SLOW,
     "none",
 )
 """Faults that no rank may notice in its training."""
@@ -33,7 +40,7 @@ TRAINED = (
 
 def allowed_seconds(fault: Fault) -> float:
     """Return how long the ranks may take to report after the fault."""
-    if fault.kind == "SIGSTOP" or fault.place in (START, INIT) or fault.world.startswith("horovod"):
+    if fault.kind in ("SIGSTOP", CUT) or fault.place in (START, INIT) or fault.world.startswith("horovod"):
         return LATE
     return 15.0 if fault.kind in ENDINGS else OWN.get(fault.kind, 30.0)
 

@@ -15,7 +15,7 @@ import torch
 
 import dualdist as hvd
 
-from .faults import ENDINGS, SAVE, Fault
+from .faults import ENDINGS, LINKS, SAVE, Fault
 
 __all__ = ("Injected", "Strike")
 
@@ -35,7 +35,7 @@ class Strike:
     """
 
     def __init__(self, fault: Fault, rank: int, report: Callable[..., None]) -> None:
-        here = (*ENDINGS, "fork", "signal handler")
+        here = (*ENDINGS, *LINKS, "fork", "signal handler")
         self._fault = fault
         self._is_here = rank == fault.rank and fault.kind in here
         self._report = report
@@ -70,6 +70,8 @@ class Strike:
                 return
             self._is_here = False
             self._report("struck", "")
+        if self._fault.kind in LINKS:
+            return  # the soak does it
         if self._fault.kind in SIGNALS:
             os.kill(os.getpid(), SIGNALS[self._fault.kind])
         else:

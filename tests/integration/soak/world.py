@@ -20,8 +20,9 @@ from typing import Any
 from ...helpers.forks import fork_variables, forked
 from ...helpers.process_watch import Watched
 from ...helpers.world import ROOT, WORLD_KINDS
-from .faults import DIRECT, INIT, START, Fault
-from .hostile import Attack
+from .faults import CUT, DIRECT, INIT, LINKS, START, Fault
+from .hostile import OPEN_MPI_PORTS, Attack
+from .links import LinkFault, first_address, host_of
 
 __all__ = ("Outcome", "run_world")
 
@@ -91,6 +92,7 @@ def run_world(fault: Fault, folder: Path, seconds: float) -> Outcome:
                 shutil.rmtree(temporary)
                 temporary.mkdir()
             _end(outcome, processes, run.pids, mark)
+            run.close()
     (folder / "reports").unlink(missing_ok=True)
     outcome.output = (folder / "output").read_text(errors="replace")
     outcome.left += [str(path) for path in temporary.iterdir()]
@@ -104,7 +106,7 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
     worker = [sys.executable, "-m", "tests.integration.soak.rank"]
     # Horovod's operations do not notice that another rank has given up, as long as its process lives.
     stalls = "12" if fault.world.startswith("horovod") else "60"
-    is_stop, is_start = fault.kind == "SIGSTOP", fault.place in (START, INIT)
+    is_stop, is_start = fault.kind in ("SIGSTOP", CUT), fault.place in (START, INIT)
     environment = {
         **{
             name: value
@@ -115,7 +117,10 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(folder / "t"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "OMPI_MCA_btl_tcp_port_min_v4": str(OPEN_MPI_PORTS.start),
+        "OMPI_MCA_btl_tcp_port_range_v4": str(len(OPEN_MPI_PORTS)),
         "DUALDIST_STALL_TIMEOUT_SECONDS": "8" if is_stop else stalls,
         "DUALDIST_START_TIMEOUT_SECONDS": "8" if is_stop or is_start else "60",
         "FAULT": fault.to_json(),
@@ -128,11 +133,11 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
         method = (
             f"file://{folder}/meeting-{secrets.token_hex(4)}"
             if fault.method == "file"
-            else f"tcp://127.0.0.1:{port}"
+            else f"tcp://{'127.0.0.1' if fault.hosts == 1 else first_address()}:{port}"
         )
         given = {"init_method": method, "world_size": fault.size, "backend": fault.world}
         return [
-            (forked(worker), {**environment, "INIT": json.dumps({**given, "rank": rank})})
+            (_placed(worker, fault, rank), {**environment, "INIT": json.dumps({**given, "rank": rank})})
             for rank in range(fault.size)
         ]
     if fault.world == "run":
@@ -153,6 +158,11 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
     return [(forked(command), {**environment, **kind.environment})]
 
 
+def _placed(worker: list[str], fault: Fault, rank: int) -> list[str]:
+    """Return the command that starts a rank of a direct world on its host."""
+    return forked(worker) if fault.hosts == 1 else [*host_of(rank).command(*worker)]
+
+
 class _Run:
     """Receives the reports of one run."""
 
@@ -163,6 +173,7 @@ class _Run:
         self._ranks: dict[Any, int] = {}
         """Connection -> process ID."""
         self._attack = Attack(fault.seed) if fault.kind == "hostile connections" else None
+        self._links = LinkFault(fault.kind) if fault.kind in LINKS else None
         self.pids: set[int] = set()
 
     def receive(self, listener: Listener, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -202,7 +213,11 @@ class _Run:
             self._outcome.reports.setdefault(pid, ("ended", "", time.monotonic()))
             return
         if kind == "struck":
-            self._outcome.struck, self._outcome.faulty = time.monotonic(), pid
+            self._outcome.struck = time.monotonic()
+            if self._links is None:
+                self._outcome.faulty = pid
+            else:
+                self._links.strike()
             return
         self._outcome.reports[pid] = kind, text, time.monotonic()
         if not self._fault.stays and kind == "error":
@@ -224,6 +239,11 @@ class _Run:
         if self._fault.kind == "SIGSTOP" and faulty is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(faulty, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Undo the fault, after all processes have ended."""
+        if self._links is not None:
+            self._links.close()
 
     def _release(self, connection: Connection[Any, Any]) -> None:
         with contextlib.suppress(OSError, ValueError):
