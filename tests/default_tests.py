@@ -1,8 +1,8 @@
 """Which tests run by default, in which worlds, and why. `pytest --all` runs every test in every world.
 
 What a backend or a transport does itself may differ in each world. By default it runs with two ranks on each transport,
-and with three over Gloo. What is written once, above the backends, may differ with the kind of backend and with the
-number of ranks alone.
+and with three on one. What is written once, above the backends, may differ with the kind of backend and with the number
+of ranks alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ("ABOVE_THE_BACKENDS", "DEFAULT_WORLDS", "EACH_TRANSPORT", "ONLY_WITH_
 DEFAULT_WORLDS = ("local-1", "torch-gloo-2", "torch-gloo-3", "horovod-gloo-2")
 """One process, both backends, and a number of ranks that is no power of two."""
 
-EACH_TRANSPORT = (*DEFAULT_WORLDS, "torch-mpi-2", "horovod-mpi-2", "horovod-gloo-3")
+EACH_TRANSPORT = (*DEFAULT_WORLDS, "torch-mpi-2", "horovod-mpi-2")
 """For the files that are not in ABOVE_THE_BACKENDS."""
 
 ABOVE_THE_BACKENDS: Mapping[str, str] = MappingProxyType(
@@ -27,6 +27,8 @@ ABOVE_THE_BACKENDS: Mapping[str, str] = MappingProxyType(
         "behaviours/test_checkpoint.py": "files, and what the ranks agree on with objects",
         "behaviours/test_checkpoint_failures.py": "files, and errors that the ranks report with objects",
         "behaviours/test_checkpointed_layers.py": "the order in which backward runs",
+        "behaviours/test_comm_hooks.py": "functions that are called in a thread; test_mpi_with_torch.py and "
+        "test_torch_suite.py call the process groups of the backends",
         "behaviours/test_commits.py": "files, and what the ranks agree on with objects",
         "behaviours/test_elastic.py": "states and restarts; test_lifecycle.py leaves and joins worlds everywhere",
         "behaviours/test_elastic_sampler.py": "the state of a sampler",
@@ -58,14 +60,31 @@ ABOVE_THE_BACKENDS: Mapping[str, str] = MappingProxyType(
 
 ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
     {
-        r"launchers/test_bench\.py::test_(contestant_that_fails|interrupted_bench.*SIGINT|collectives)": "each starts "
-        "many worlds; the comparison of trainers and the other signal run by default",
-        r"launchers/test_frameworks\.py::.*\[(.*-)?horovod\]": "the frameworks call the same wrapper on each backend",
-        r"launchers/test_mpis\.py::.*-3\]": "two processes of each MPI run by default",
-        r"launchers/test_part_of_world\.py::.*\[(all|reversed)-": "a part of a communicator and a list of "
-        "ranks run by default",
-        r"launchers/test_stopped_start\.py::.*\[torch-gloo": "ranks over MPI run by default",
+        r".*\[(.*-)?(torch-mpi|horovod-gloo|horovod-mpi)-3(-.*)?\]": "three ranks run by default on torch over Gloo",
+        r"behaviours/test_fused_batch_norm\.py::.*\[(local-1|torch-gloo-2)-": "three ranks run by default, and Horovod",
+        r"behaviours/test_hook_threads\.py::.*-mpi-2[-\]]": "threads of one process; Gloo runs by default",
+        r"behaviours/test_wrong_arguments\.py::.*\[torch-gloo-3-": "errors of three ranks are those of two",
+        r"integration/test_checkpoint_kills\.py::": "launchers/test_elastic.py kills and resumes jobs by default",
         r"integration/test_installed_types\.py::": "ci/check checks the types of the package itself",
+        r"integration/test_torch_suite\.py::test_results.*(over_mpi|\[3\])": "two ranks over Gloo run by default",
+        r"launchers/test_bench\.py::test_(step|contestant_that_fails|interrupted_bench|collectives)": "each starts "
+        "many worlds, and no user of the package runs them",
+        r"launchers/test_doctor_world\.py::.*\[(srun|dualdist run)\]": "torchrun and mpirun run by default",
+        r"launchers/test_endings\.py::.*keeps_the_error": "test_comm_hooks.py leaves such a world by default",
+        r"launchers/test_frameworks\.py::.*(horovod\]|(fabric|ignite)-torch\]|averages|compiled|metrics)": "the "
+        "frameworks call the same wrapper, on each backend; Accelerate and Lightning run by default",
+        r"launchers/test_hosts\.py::.*(horovodrun with t|dualdist run with h|torchrun with h.* over)": "the same "
+        "launchers with the other backend run by default",
+        r"launchers/test_mpis\.py::.*(-3\]|wheel|, gloo)": "two processes of Debian's MPIs run by default",
+        r"launchers/test_part_of_world\.py::.*\[(all-|reversed-|split-torch|list-horovod)": "a part of a communicator "
+        "and a list of ranks run by default",
+        r"launchers/test_process_sets_of_hosts\.py::.*(torch|horovodrun)": "the other one makes the same sets",
+        r"launchers/test_start\.py::.*(\[torch-file-before|a_wait_after_the_start)": "the same start over TCP, and all "
+        "other waits, run by default",
+        r"launchers/test_stopped_process_set\.py::.*\[mpirun": "the same wait with the other controller",
+        r"launchers/test_stopped_start\.py::.*\[(torch-gloo|torch-mpi-d|.*\.backends)": "a stop before init, "
+        "and on Horovod one during it, run by default over MPI",
+        r"parity/test_training\.py::.*\[torch-gloo-2-": "three ranks run by default, and two on Horovod",
     }
 )
 """Patterns of tests, with their files below tests/, which take long and differ little from others."""
