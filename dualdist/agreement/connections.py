@@ -47,7 +47,7 @@ class Connections:
         address: str,
         timeout: float,
         connect_timeout: float | None = None,
-        check_start: Callable[[], None] = lambda: None,
+        check_start: Callable[[BaseException | None], None] = lambda cause: None,
     ) -> None:
         """Connect to the peers. Collective over `ranks`; a rank that is not a member gets no connections.
 
@@ -58,7 +58,7 @@ class Connections:
             address: the IPv4 address at which the other members reach this process.
             timeout: seconds to wait for the other members in each exchange.
             connect_timeout: seconds to wait for their connections; None: the same.
-            check_start: raises HorovodInternalError if a rank of the world has ended during its start.
+            check_start: as for Meeting.
 
         Raises:
             HorovodInternalError: a peer cannot be reached.

@@ -26,12 +26,13 @@ class Meeting:
         ranks: Sequence[int],
         place: int,
         timeout: float,
-        check_start: Callable[[], None] = lambda: None,
+        check_start: Callable[[BaseException | None], None] = lambda cause: None,
     ) -> None:
         """Make a meeting.
 
         ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls.
-        check_start: raises HorovodInternalError if a rank of the world has ended during its start.
+        check_start: raises HorovodInternalError if a rank of the world has ended during its start. It takes the error
+        that this may have caused, or None.
         """
         self._store = store
         self._key = key
@@ -74,19 +75,21 @@ class Meeting:
         """
         if self._store.check([f"{self._key}/failure"]):
             raise HorovodInternalError(self._store.get(f"{self._key}/failure").decode())
-        self._check_start()
+        self._check_start(None)
         if time.monotonic() > self._deadline:
-            raise self.failure(missing, f"nothing arrived for {self._timeout:g} s")
+            raise self.failure(missing, TimeoutError(f"nothing arrived for {self._timeout:g} s"))
 
-    def failure(self, missing: Iterable[int], reason: object) -> HorovodInternalError:
+    def failure(self, missing: Iterable[int], cause: OSError | RuntimeError) -> HorovodInternalError:
         """Return the error of a member that cannot connect to those at `missing`, after sending it to the others.
 
-        If another member has failed already, return its error instead.
+        If another member has failed already, return its error instead. Raises HorovodInternalError if `cause` is the
+        consequence of the end of a rank during the start.
         """
+        self._check_start(cause)
         ranks = sorted(self._ranks[place] for place in missing)
         text = (
             f"Rank {self._ranks[self._place]} could not connect to rank{'s' * (len(ranks) > 1)} "
-            f"{', '.join(map(str, ranks))} of {list(self._ranks)}: {reason}. Look at their output."
+            f"{', '.join(map(str, ranks))} of {list(self._ranks)}: {cause}. Look at their output."
         )
         # Without the store, rank 0 has ended.
         with contextlib.suppress(RuntimeError):

@@ -108,8 +108,6 @@ class StartWatch:
                 self._find_silent(seconds)
             self._changed.clear()
         cause = outcome[0][1] if outcome else None
-        if isinstance(cause, RuntimeError):
-            self._changed.wait(_SETTLE_SECONDS)
         if cause is not None or not outcome:
             self.check(cause)
         if cause is not None:
@@ -117,7 +115,14 @@ class StartWatch:
         return outcome[0][0]  # type: ignore[return-value]
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise HorovodInternalError, because of `cause`, if a rank has ended."""
+        """Raise HorovodInternalError, because of `cause`, if a rank has ended.
+
+        If `cause` may be the consequence of a death, wait a moment for the report.
+        """
+        if isinstance(cause, (OSError, RuntimeError)):
+            self._changed.clear()
+            if self._lost is None:
+                self._changed.wait(_SETTLE_SECONDS)
         if self._lost is not None:
             what = (
                 "did not arrive"

@@ -23,7 +23,14 @@ def end(*arguments, **options):
 def stop(*arguments, **options):
     os.kill(os.getpid(), signal.SIGSTOP)
 
-def connect_of(rank, folder):
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+def connect_of(rank, folder, is_last):
     connections = context.Connections
     def connect(*arguments, **options):
         (folder / str(rank)).touch()
@@ -31,6 +38,8 @@ def connect_of(rank, folder):
             while not all((folder / other).exists() for other in "02"):
                 pass
             end()
+        while rank == 2 and is_last and is_alive(processes[0].pid):
+            pass
         return connections(*arguments, **options)
     return connect
 
@@ -50,8 +59,8 @@ def join(rank, backend, address, moment, folder):
             horovod.torch.init = stop
         elif moment == "while torch makes a group":
             torch.distributed.new_group = end
-    if moment == "while ranks connect":
-        context.Connections = connect_of(rank, pathlib.Path(folder))
+    if moment.startswith("while ranks connect"):
+        context.Connections = connect_of(rank, pathlib.Path(folder), moment.endswith("before rank 2"))
     try:
         hvd.init(backend=backend, init_method=address, rank=rank, world_size=3)
     except Exception as error:
@@ -130,6 +139,18 @@ SECONDS, MANY_SECONDS = 10, 100
             "tcp",
             "while ranks connect",
             "HorovodInternalError: Rank . could not connect to (rank 1 of|the other ranks: rank 1 has ended)",
+        ),
+        (
+            "torch",
+            "tcp",
+            "while ranks connect, rank 0 before rank 2",
+            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
+        ),
+        (
+            "horovod",
+            "tcp",
+            "while ranks connect, rank 0 before rank 2",
+            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
         ),
     ],
 )
