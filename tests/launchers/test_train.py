@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..helpers.script_launch import LAUNCHERS, launch
+from ..helpers.script_launch import LAUNCHERS, finish, launch
 
 TRAIN = "examples/train.py"
 
@@ -103,6 +103,15 @@ def test_a_wrong_option_is_told_by_rank_0_alone() -> None:
     ended = launch("mpirun-torch", TRAIN, "--batch-size", "0")
     assert ended.code == 2
     assert ended.output.count("--batch-size") == 1
+    assert "Traceback" not in ended.output
+
+
+def test_a_rank_that_fails_alone_tells_what_is_wrong() -> None:
+    own_epochs = f'exec python {TRAIN} --epochs "$((1 - RANK))"'
+    ended = finish(["python", "-m", "dualdist", "run", "-np", "2", "sh", "-c", own_epochs], {}, seconds=100)
+    assert ended.code == 2
+    (line,) = (line for line in ended.output.splitlines() if "train.py: error" in line)
+    assert "--epochs" in line
     assert "Traceback" not in ended.output
 
 
