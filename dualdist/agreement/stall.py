@@ -20,6 +20,7 @@ from ..types import Settings
 from .call import Call
 from .status import Contact, StatusServer, ask
 from .survey import ABSENT, BEHIND, ENDED, INTERRUPTED, LEFT, SILENT, WAITING, State, Survey
+from .suspension import Suspension
 
 __all__ = ("StallWatch",)
 
@@ -82,7 +83,9 @@ class StallWatch:
         """The same from ranks for which this one was not missing: they waited for the same call."""
         self._failures: dict[tuple[str, str], str] = {}
         """(channel, step) -> what another rank was the first to report with `report_failure`."""
-        self._pause = min(5.0, max(0.02, settings.stall_warn_seconds / 8))
+        shortest = min(settings.stall_warn_seconds, settings.stall_timeout_seconds)
+        self._pause = min(5.0, max(0.02, shortest / 8))
+        self._suspension = Suspension(settings.stall_timeout_seconds)
         self._stopping = threading.Event()
         self._server = StatusServer(address, self._answer) if size > 1 else None
         self._contacts: Sequence[Contact] = ()
@@ -159,6 +162,17 @@ class StallWatch:
         """Return what another member of `channel` was the first to report about `step`; None if nothing."""
         return self._failures.get((channel, step))
 
+    @property
+    def suspended(self) -> str:
+        """A sentence for errors, if the others may have given up because this process did not run; else empty."""
+        seconds = self._suspension.longest
+        if seconds is None:
+            return ""
+        return (
+            f"\nRank {self._rank} itself did not run for {seconds:.0f} s: its process was stopped, or its machine. "
+            "Other ranks may have given up because of that."
+        )
+
     def is_crossed(self, channel: str) -> bool:
         """Return whether another rank gave up its call on `channel` while this rank waited for another call there."""
         return channel in self._crossed
@@ -233,9 +247,16 @@ class StallWatch:
         return number, has_key, call, next(elsewhere, ""), self._interrupted.get(channel)
 
     def _check_repeatedly(self) -> None:
-        while not self._stopping.wait(self._pause):
+        while not self._waits():
             self._report()
             self._log()
+
+    def _waits(self) -> bool:
+        """Pause. Return whether the watch ends."""
+        self._suspension.expect_tick(self._pause)
+        ends = self._stopping.wait(self._pause)
+        self._suspension.tick()
+        return ends
 
     def _report(self) -> None:
         """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -111,9 +112,14 @@ def error_while_stopped(where: str, folder: Path) -> str:
         started = None if where == "data afterwards" else folder
         call = functools.partial(stop_in, group, call, processes[STOPPED], started)
     if hvd.rank() == STOPPED:
-        with contextlib.suppress(hvd.HorovodInternalError):
-            stop() if where == "call" else call()
-        return ""
+        if where != "call":
+            with contextlib.suppress(hvd.HorovodInternalError):
+                call()
+            return ""
+        stop()
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            call()
+        return str(raised.value)
     with pytest.raises(hvd.StallError) as caught:
         call()
     marker = folder / "done"
@@ -150,3 +156,7 @@ def test_errors_name_a_stopped_rank_and_no_other(name: str, tmp_path: Path) -> N
             assert first.startswith(f"{call}(") and first.endswith("missing ranks: [1].")
             assert stopped == "  rank 1: no answer: stopped, or cut off from the network"
             assert waiting.startswith(f"  ranks 0, 2: waiting in {call}(") and f"at {__file__}:" in waiting
+    error = results[STOPPED]["call"]
+    assert re.search(r"^Rank 1 itself did not run for \d+ s: its process was stopped", error, re.MULTILINE), (
+        error
+    )
