@@ -41,7 +41,7 @@ class ConfigurationError(ValueError):
 
 
 class BackendUnavailableError(ConfigurationError):
-    """The backend or transport is known, but cannot run on this machine."""
+    """The backend or transport is known, but cannot run on this machine, or cannot connect a process set."""
 
 
 class WorldMismatchError(ConfigurationError):

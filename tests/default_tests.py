@@ -68,7 +68,7 @@ ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
         r"integration/test_installed_types\.py::": "ci/check checks the types of the package itself",
         r"integration/test_torch_suite\.py::test_results.*(over_mpi|\[3\])": "two ranks over Gloo run by default",
         r"launchers/test_bench\.py::test_(step|contestant_that_fails|interrupted_bench|collectives)": "each starts "
-        "many worlds, and no user of the package runs them",
+        "many worlds; the other tests of `dualdist bench` run by default",
         r"launchers/test_doctor_world\.py::.*\[(srun|dualdist run)\]": "torchrun and mpirun run by default",
         r"launchers/test_endings\.py::.*keeps_the_error": "test_comm_hooks.py leaves such a world by default",
         r"launchers/test_frameworks\.py::.*(horovod\]|(fabric|ignite)-torch\]|averages|compiled|metrics)": "the "
@@ -78,7 +78,7 @@ ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
         r"launchers/test_mpis\.py::.*(-3\]|wheel|, gloo)": "two processes of Debian's MPIs run by default",
         r"launchers/test_part_of_world\.py::.*\[(all-|reversed-|split-torch|list-horovod)": "a part of a communicator "
         "and a list of ranks run by default",
-        r"launchers/test_process_sets_of_hosts\.py::.*(torch|horovodrun)": "the other one makes the same sets",
+        r"launchers/test_process_sets_of_hosts\.py::.*(torch|horovodrun)": "by default, Horovod makes these sets once",
         r"launchers/test_start\.py::.*(\[torch-file-before|a_wait_after_the_start)": "the same start over TCP, and all "
         "other waits, run by default",
         r"launchers/test_stopped_process_set\.py::.*\[mpirun": "the same wait with the other controller",

@@ -31,8 +31,8 @@ class Meeting:
         """Make a meeting.
 
         ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls.
-        check_start: raises HorovodInternalError if a rank of the world has ended during its start. It takes the error
-        that this may have caused, or None.
+        check_start: raises HorovodInternalError if a rank of the world has ended during its start. Its argument is
+        the error of this rank that such an end may have caused, or None.
         """
         self._store = store
         self._key = key

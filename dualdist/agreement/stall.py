@@ -163,14 +163,14 @@ class StallWatch:
         return self._failures.get((channel, step))
 
     @property
-    def suspended(self) -> str:
-        """A sentence for errors, if the others may have given up because this process did not run; else empty."""
+    def suspension_note(self) -> str:
+        """A line to append to an error if the others may have given up because this process did not run; else empty."""
         seconds = self._suspension.longest
         if seconds is None:
             return ""
         return (
-            f"\nRank {self._rank} itself did not run for {seconds:.0f} s: its process was stopped, or its machine. "
-            "Other ranks may have given up because of that."
+            f"\nRank {self._rank} itself did not run for {seconds:.0f} s: its process was stopped, or a thread "
+            "kept Python's global lock. Other ranks may have given up because of that."
         )
 
     def is_crossed(self, channel: str) -> bool:
@@ -247,12 +247,12 @@ class StallWatch:
         return number, has_key, call, next(elsewhere, ""), self._interrupted.get(channel)
 
     def _check_repeatedly(self) -> None:
-        while not self._waits():
+        while not self._ends_after_pause():
             self._report()
             self._log()
 
-    def _waits(self) -> bool:
-        """Pause. Return whether the watch ends."""
+    def _ends_after_pause(self) -> bool:
+        """Wait for one pause. Return whether the watch has ended meanwhile."""
         self._suspension.expect_tick(self._pause)
         ends = self._stopping.wait(self._pause)
         self._suspension.tick()

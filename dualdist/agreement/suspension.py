@@ -1,4 +1,4 @@
-"""Notices that this process did not run for a while: it was stopped (SIGSTOP), or its machine was."""
+"""Notices that no thread of Python could run for a while, as in a process that was stopped (SIGSTOP)."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Backend(ABC):
     ) -> None:
         """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local.
 
-        cause: an error of this rank that may be the consequence. Then this waits a moment for the news.
+        cause: an error of this rank that the end of another may have caused. If given, wait up to 1 s for its report.
         """
 
     def finish_start(self) -> None:  # noqa: B027 - most backends do nothing then
@@ -201,7 +201,11 @@ class Backend(ABC):
 
     @abstractmethod
     def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
-        """Return `count` communicators over `ranks`. Collective over the world, also for ranks outside the groups."""
+        """Return `count` communicators over `ranks`. Collective over the world, also for ranks outside the groups.
+
+        Raises StallError if a rank does not arrive in time, and BackendUnavailableError if the backend cannot connect
+        `ranks`.
+        """
 
     def new_members_group(self, ranks: Sequence[int]) -> Group:
         """Return a communicator over `ranks`. Collective over `ranks` alone. By default no backend can do that."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from .patience import CHECK_SECONDS, Patience
 
-__all__ = ("in_thread", "in_time", "patiently")
+__all__ = ("in_thread", "in_time", "wait_for")
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ def in_time(step: Callable[[], T], seconds: float) -> T:
         raise TimeoutError(f"It did not end in {seconds:g} s.") from None
 
 
-def patiently(outcome: Future[T], patience: Patience) -> T:
-    """Return the result of a step. Raises StallError or HorovodInternalError when `patience` ends before."""
+def wait_for(outcome: Future[T], patience: Patience) -> T:
+    """Return the result of a step. Raises StallError or HorovodInternalError when `patience` runs out first."""
     while not outcome.done():
         try:
             return outcome.result(CHECK_SECONDS)

@@ -263,9 +263,9 @@ class HookQueue:
     def close(self, backend: Backend) -> None:
         """Wait for a hook that still waits for other ranks, at most 10 s, before `backend` leaves the world. Local.
 
-        If its collective failed later, while the interpreter ends, C++ would abort the process. So the process waits
-        again before it ends. A rank whose hook has raised stays connected as long as it keeps the exception, whose
-        traceback refers to the process group.
+        If its collective failed later, while the interpreter ends, C++ would abort the process. If it still waits
+        then, the process waits up to 10 s more at exit. A rank whose hook has raised stays connected as long as it
+        keeps the exception, whose traceback refers to the process group.
         """
         if self._thread is threading.current_thread() or self._ends_within(_LOOK_AGAIN_SECONDS):
             return

@@ -122,8 +122,8 @@ def forget_world() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set and return it. Collective: every rank of the world must call it, members or not.
 
-    Raises ValueError if the set is registered already, is empty or contains a rank that does not exist, and
-    BackendUnavailableError if the installed Horovod cannot connect its ranks.
+    Raises ValueError if the set is registered already, is empty or contains a rank that does not exist;
+    BackendUnavailableError if the installed Horovod cannot connect its ranks; StallError if a rank stops in this call.
     """
     with reporting(call_kinds.ADD_PROCESS_SET):
         added = _checked(process_set)

@@ -46,8 +46,10 @@ def followed(*args, all_reduce=dist.all_reduce, **kwargs):
 class Last:
     def __del__(self, wait=select.select):
         wait([first], [], [])  # rank 0 ends at the latest while the interpreter of this one does
-        for _ in range(0 if ended else 500):
-            wait([], [], [], 0.01)  # until C++ ends the process
+        for _ in range(500):
+            if ended:
+                break
+            wait([], [], [], 0.01)  # C++ has 5 s to abort the process
 
 
 ended, ending = [], pathlib.Path(sys.argv[1])
@@ -152,7 +154,7 @@ def test_init_method_joins_processes_without_a_launcher(method: str, tmp_path: P
 def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(tmp_path: Path) -> None:
     """The collective of the other rank fails only when that rank ends, since the error keeps its process group.
 
-    A forked rank would end without the end of its interpreter, in which C++ aborts.
+    The ranks are not forks: a fork skips the end of the interpreter, in which C++ would abort.
     """
     script = tmp_path / "script.py"
     script.write_text(HELD_ERROR)

@@ -34,7 +34,7 @@ os.write(1, b"all right\\n")
 def test_any_ranks_of_two_hosts_are_a_process_set(
     launcher: str, backend: str, network: Network, tmp_path: Path
 ) -> None:
-    need_modules("horovod")
+    need_modules(backend)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = {

@@ -30,6 +30,5 @@ def test_the_others_raise_an_error_that_names_it(launcher: str, tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ended = launch(launcher, str(script), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "3"})
-    assert ended.code != 0
     assert "stalled; missing ranks: [1].\n" in ended.output, ended.output
     assert "rank 1: no answer: stopped, or cut off from the network\n" in ended.output

@@ -33,7 +33,7 @@ elif rank == 1:
 try:
     hvd.init()
 except Exception as error:
-    if rank != 1:  # mpirun lets it go on before it ends it
+    if rank != 1:  # mpirun continues the stopped rank before it ends it
         os.write(1, f"<{rank}: {type(error).__name__}: {error}>\\n".encode())
 (folder / str(rank)).touch()
 while not all((folder / other).exists() for other in "02"):  # mpirun ends all when one has ended

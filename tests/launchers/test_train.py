@@ -106,7 +106,7 @@ def test_a_wrong_option_is_told_by_rank_0_alone() -> None:
     assert "Traceback" not in ended.output
 
 
-def test_a_rank_that_fails_alone_tells_what_is_wrong() -> None:
+def test_a_rank_that_fails_alone_names_the_wrong_option() -> None:
     own_epochs = f'exec python {TRAIN} --epochs "$((1 - RANK))"'
     ended = finish(["python", "-m", "dualdist", "run", "-np", "2", "sh", "-c", own_epochs], {}, seconds=100)
     assert ended.code == 2

@@ -35,7 +35,7 @@ def test_every_set_of_one_host_connects() -> None:
 
 
 def test_a_name_that_two_connections_have_is_no_name() -> None:
-    """Ranks 0 and 3 call theirs 0, as rank 7 calls its own, which is alone."""
+    """Ranks 0 and 3 name their connection 0. Rank 7, which has no peer, also uses the name 0."""
     assert not process_sets.can_connect((0, 3, 7), ("a", "a", "a", "b", "b", "b", "c", "c", "c"))
 
 

@@ -31,7 +31,7 @@ from ...rendezvous import LOOPBACK, find_addresses, own_node
 from ...types import Launch, Settings
 from ..base import Backend, Group
 from ..default_group import forget_default_group
-from ..in_time import in_thread, patiently
+from ..in_time import in_thread, wait_for
 from ..patience import Patience
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
@@ -272,8 +272,8 @@ class HorovodBackend(Backend):
         try:
             if made is None:
                 return self.start_step(make, "process set")
-            return patiently(made, Patience(self._groups[0].has_lost_member, self._timeout))
-        except HorovodInternalError:
+            return wait_for(made, Patience(self._groups[0].has_lost_member, self._timeout))
+        except BaseException:  # KeyboardInterrupt, too
             if made is None or not made.done():  # Horovod may still wait
                 self._is_stuck = True
                 never_shut_down()

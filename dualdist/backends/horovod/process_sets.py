@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import BackendUnavailableError
@@ -16,7 +16,7 @@ with real_horovod():
 __all__ = ("can_connect", "check_process_set", "known_process_sets", "make_process_set")
 
 _REPAIRED = ".patch"
-"""In the version of a build by ci/install-horovod that connects every process set."""
+"""Part of the version of builds by ci/install-horovod, which connect every process set."""
 
 
 def known_process_sets() -> dict[tuple[int, ...], Any]:
@@ -65,9 +65,9 @@ def can_connect(ranks: Sequence[int], nodes: Sequence[str]) -> bool:
     return all(len(own) == 1 or own.count(own[0]) == len(own) == uses[own[0]] for own in names.values())
 
 
-def _local_ranks(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[int, int]:
+def _local_ranks(ranks: Sequence[int], nodes: Sequence[str]) -> dict[int, int]:
     """Return rank -> its place among those of `ranks` that are on its host."""
-    counts: dict[Hashable, int] = defaultdict(int)
+    counts: dict[str, int] = defaultdict(int)
     local_ranks = {}
     for rank in ranks:
         local_ranks[rank] = counts[nodes[rank]]

@@ -135,8 +135,9 @@ def share_host(
         return []
     place, size = own.index(first.rank), len(own)
     groups: list[HostGroup] = []
-    for number, shared in enumerate(_share_memory(first, own, len(inners), timeout)):
-        inner, works = inners[number], Works(shared.mesh, "dualdist-shared-memory", timeout)
+    shared_memory = _share_memory(first, own, len(inners), timeout)
+    for inner, shared in zip(inners, shared_memory, strict=False):  # it may be empty
+        works = Works(shared.mesh, "dualdist-shared-memory", timeout)
         if len(hosts) == 1 or connect is None:
             rounds = Rounds(shared.mesh, shared.memory, place, size)
             groups.append(HostGroup(inner, shared.memory, rounds, works))
@@ -171,7 +172,7 @@ class _Shared(NamedTuple):
 def _share_memory(inner: Group, own: Sequence[int], count: int, timeout: float) -> list[_Shared]:
     """Connect the members `own` of this host, and map their memory, `count` times. Collective over `inner`.
 
-    Returns none on all members if that fails on any of them.
+    Returns an empty list on all members if that fails on any of them.
     """
     ranks, place, size = [inner.ranks[member] for member in own], own.index(inner.rank), len(own)
     meshes: list[Mesh] = []

@@ -80,7 +80,7 @@ class Fault:
     asynchronous: bool
     """Whether checkpoints are saved in the background."""
     hosts: int = 1
-    """How many hosts the ranks of a direct world are on, in turn."""
+    """Number of hosts. In a direct world, rank r runs on host r % hosts."""
 
     def __str__(self) -> str:
         where = f"{self.place}{f' of step {self.step}' if self.place in (CALL, BACKWARD, SAVE) else ''}"

@@ -13,8 +13,8 @@ import psutil
 __all__ = ("OPEN_MPI_PORTS", "Attack")
 
 OPEN_MPI_PORTS = range(61000, 61500)
-"""Are spared. A rank that accepts a connection there waits without an end for its first bytes (Open MPI 4.1.4,
-mca_btl_tcp_recv_blocking)."""
+"""Ports that the attack spares: a rank that accepts a connection there waits for ever for its first bytes (Open MPI
+4.1.4, mca_btl_tcp_recv_blocking)."""
 PAUSE_SECONDS = 0.02
 SECONDS = 0.2
 OPENINGS = (

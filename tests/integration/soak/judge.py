@@ -63,6 +63,8 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
             wrong.append(f"not an error of the package: {text}")
         if kind == "ended" and fault.world in DIRECT and fault.kind != "all killed" and not is_horovods:
             wrong.append("a rank ended without a report")
+        if kind == "error" and fault.kind == CUT and not re.search(r"\brank", text):
+            wrong.append(f"names no rank: {text}")
         if kind == "error" and fault.kind in ENDINGS and not names(text, fault, is_horovods):
             wrong.append(f"does not name rank {fault.rank}: {text}")
     if fault.kind in TRAINED:

@@ -13,7 +13,7 @@ from .faults import CUT
 __all__ = ("LinkFault", "first_address", "host_of")
 
 RATE = "8mbit"
-"""Of slow links. A step sends about 0.3 MB."""
+"""Rate of slow links. A step sends about 0.3 MB."""
 
 
 @functools.cache

@@ -71,7 +71,7 @@ class Strike:
             self._is_here = False
             self._report("struck", "")
         if self._fault.kind in LINKS:
-            return  # the soak does it
+            return  # the soak's own process changes the links
         if self._fault.kind in SIGNALS:
             os.kill(os.getpid(), SIGNALS[self._fault.kind])
         else:
