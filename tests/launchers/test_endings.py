@@ -160,3 +160,25 @@ def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(tmp_pat
     script.write_text(HELD_ERROR)
     ended = launch("torchrun", str(script), str(tmp_path / "ending"), forks=False)
     assert ended.code == 0, ended.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ending"), [("mpirun", "raise"), ("mpirun", "hvd.shutdown()"), ("mpirun-torch", "raise")]
+)
+def test_a_job_ends_when_a_rank_has_stopped(launcher: str, ending: str, tmp_path: Path) -> None:
+    """Horovod's thread, which its shutdown waits for, waits in MPI for the stopped rank."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, torch, dualdist as hvd\n"
+        "hvd.init()\n"
+        "if hvd.rank() == 1:\n"
+        "    signal.raise_signal(signal.SIGSTOP)\n"
+        "try:\n"
+        "    hvd.allreduce(torch.ones(1))\n"
+        "except hvd.StallError:\n"
+        "    os.write(1, b'stalled\\n')\n"
+        f"    {ending}\n"
+    )
+    ended = launch(launcher, str(script), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "2"}, forks=False)
+    assert "stalled\n" in ended.output, ended.output
+    assert ended.code != 0

@@ -16,6 +16,7 @@ from ..base import Group, Work
 from ..patience import Patience
 from . import gate
 from .installed import real_horovod
+from .limited import limit_shutdown_at_exit
 
 with real_horovod():
     import horovod.torch as hvd
@@ -102,6 +103,10 @@ class HorovodGroup(Group):
         """Start one of Horovod's operations. args: all arguments but the process set."""
         start = functools.partial(operation, *args, process_set=self._set)
         return _HorovodWork(start, output, Patience(self.has_lost_member, self.timeout))
+
+    def abort(self) -> None:
+        if hvd.mpi_enabled():
+            limit_shutdown_at_exit()
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         name = f"{self._prefix}.allreduce.{tag}"

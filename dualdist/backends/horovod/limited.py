@@ -1,4 +1,4 @@
-"""Steps of the start in which Horovod waits for the other ranks, for which it has no timeout."""
+"""Steps in which Horovod waits for other ranks, for which it has no timeout: those of the start, and the shutdown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ...errors import StallError
 from ...process_exit import skip_destructors_at_exit
+from ...rendezvous import mpi
 from ...rendezvous.mpi_start import missing_on_host, waited
 from ..in_time import in_time
 from .installed import real_horovod
@@ -15,9 +16,11 @@ from .installed import real_horovod
 with real_horovod():
     import horovod.torch as hvd
 
-__all__ = ("limited", "never_shut_down")
+__all__ = ("limit_shutdown_at_exit", "limited", "never_shut_down")
 
 T = TypeVar("T")
+
+_SHUTDOWN_SECONDS = 5.0
 
 
 def limited(step: Callable[[], T], rank: int, seconds: float) -> T:
@@ -33,3 +36,21 @@ def never_shut_down() -> None:
     """Let this process end without Horovod's shutdown, which waits for ranks that have ended."""
     atexit.unregister(hvd.mpi_ops._basics.shutdown)
     skip_destructors_at_exit()
+
+
+def limit_shutdown_at_exit() -> None:
+    """After a failure, let Horovod's shutdown take at most 5 s when this process ends. Local.
+
+    Its background thread may wait in MPI for a rank that has stopped.
+    """
+    for function in (hvd.mpi_ops._basics.shutdown, _shut_down):
+        atexit.unregister(function)
+    atexit.register(_shut_down)
+
+
+def _shut_down() -> None:
+    try:
+        in_time(hvd.shutdown, _SHUTDOWN_SECONDS)
+    except TimeoutError:
+        mpi.record_failure("Horovod's shutdown")
+        skip_destructors_at_exit()
