@@ -155,6 +155,8 @@ def text(name: str, value: Any, fix: str = "Pass a string.") -> str:
 
 def path(name: str, value: Any) -> Path:
     """Return `value`, a string or another path of text, as a Path."""
+    if value == "":
+        raise wrong(name, "a path", value, "Pass a string or a Path.")
     return converted(name, value, Path, "a path", "Pass a string or a Path.")
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import socket
+import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,34 @@ def test_what_is_not_a_regular_file_is_refused_without_waiting(
     for read in (verified, read_manifest):
         with pytest.raises(DamagedCheckpointError, match=r"a\.pt is not: it is a .*, not a regular file"):
             read(path)
+
+
+@pytest.mark.parametrize("make", [make_fifo, make_socket, make_link_to_a_device, Path.mkdir])
+def test_what_is_not_a_regular_file_is_not_replaced(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("a.pt")
+    make(path)
+    kind = stat.S_IFMT(path.stat().st_mode)
+    with (
+        pytest.raises(FileExistsError, match="There is a folder or a special file"),
+        replacing(path, FileSystem()),
+    ):
+        pass
+    assert stat.S_IFMT(path.stat().st_mode) == kind
+    assert list(tmp_path.iterdir()) == [tmp_path / path]
+
+
+def test_a_link_stays_and_leads_to_the_new_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    target.write_bytes(b"old")
+    link.symlink_to("folder/target")
+    with replacing(link, FileSystem()) as file:
+        file.write(b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
 
 
 def test_a_newer_format_is_an_error_but_not_damage(tmp_path: Path) -> None:

@@ -66,8 +66,14 @@ def replacing(path: Path, file_system: FileSystem) -> Iterator[NewFile]:
 
     The block writes to a temporary name in the same folder. Then the file is synced, renamed to `path`, and the folder
     is synced. At any moment `path` is either what it was before or the complete new file. After an exception the
-    temporary file is removed, if the file system permits. Raises OSError.
+    temporary file is removed, if the file system permits. If `path` is a symbolic link, what it leads to is replaced.
+    Raises OSError, also if `path` is there, but no regular file.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError(
+            errno.EEXIST, "There is a folder or a special file, which is not replaced", str(path)
+        )
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     descriptor = file_system.create(temporary)
     file = NewFile(descriptor, file_system)
