@@ -8,6 +8,7 @@ from typing import Any
 
 from .checks import configuration, flag, integer, items, path, text, wrong
 from .collectives.join import stand_in
+from .errors import ConfigurationError
 from .launch.copies import without_copies
 from .rendezvous.mpi_start import limited_start
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
@@ -28,7 +29,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> None:
-    """Join the world. Collective: every launched process must call it. A second call does nothing.
+    """Join the world. Collective: every launched process must call it. A second call only checks its arguments.
 
     Args:
         comm: an mpi4py communicator or a list of ranks of the launcher. None: all ranks. Its processes form the world,
@@ -42,14 +43,16 @@ def init(
             "env://".
 
     Raises:
-        ConfigurationError: an argument or the environment is wrong, or the backend is not installed.
+        ConfigurationError: an argument or the environment is wrong, or the backend is not installed; or a world is
+            joined already, with another `backend`, `transport`, `rank` or `world_size`.
         WorldMismatchError: the backend joined a different world from the one that the launcher started.
         NotInitializedError: this process was forked from one that had joined a world.
     """
-    if is_initialized() and not is_forked():
-        return
     with configuration():
         comm, sets = _checked(comm, process_sets, backend, transport)
+    if is_initialized() and not is_forked():
+        _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
+        return
     arguments = {
         "comm": comm,
         "process_sets": process_sets if isinstance(process_sets, str) else sets,
@@ -96,6 +99,24 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
         if value is not None:
             text(name, value)
     return comm, sets
+
+
+def _check_joined(**given: str | int | None) -> None:
+    """Raise ConfigurationError unless the joined world is as `given`; None: as it is."""
+    joined = current().backend
+    own = {
+        "backend": joined.name,
+        "transport": joined.transport,
+        "rank": joined.rank,
+        "world_size": joined.size,
+    }
+    for name, value in given.items():
+        if value not in (None, own[name]):
+            rule, fix = (
+                f"{own[name]!r}, as in the world that is joined",
+                "Call shutdown() before you join another one.",
+            )
+            raise wrong(name, rule, value, fix, ConfigurationError)
 
 
 def shutdown() -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,7 +33,20 @@ def test_init_again_does_nothing() -> None:
     before = (hvd.rank(), hvd.size())
     hvd.init()
     hvd.init(process_sets=[[0]])
+    hvd.init(
+        backend=hvd.backend_name(), transport=hvd.transport_name(), rank=hvd.rank(), world_size=hvd.size()
+    )
     assert (hvd.rank(), hvd.size()) == before
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("name", "value"), [("backend", "another"), ("transport", "another"), ("rank", 7), ("world_size", 7)]
+)
+def test_init_again_with_another_setting_raises(name: str, value: Any) -> None:
+    with pytest.raises(hvd.ConfigurationError, match=f"`{name}` must be .*, as in the world that is joined"):
+        hvd.init(**{name: value})
+    hvd.barrier()
 
 
 @everywhere
