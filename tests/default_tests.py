@@ -71,7 +71,7 @@ ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
         "many worlds; the other tests of `dualdist bench` run by default",
         r"launchers/test_doctor_world\.py::.*\[(srun|dualdist run)\]": "torchrun and mpirun run by default",
         r"launchers/test_endings\.py::.*keeps_the_error": "test_comm_hooks.py leaves such a world by default",
-        r"launchers/test_endings\.py::.*has_stopped.*(mpirun-torch|shutdown)": "an error that is not caught ends Horovod",
+        r"launchers/test_endings\.py::.*has_stopped.*(mpirun-torch|shutdown)": "another ending runs by default",
         r"launchers/test_frameworks\.py::.*(horovod\]|(fabric|ignite)-torch\]|averages|compiled|metrics)": "the "
         "frameworks call the same wrapper, on each backend; Accelerate and Lightning run by default",
         r"launchers/test_hosts\.py::.*(horovodrun with t|dualdist run with h|torchrun with h.* over)": "the same "

@@ -74,11 +74,11 @@ class Guard:
         if found is not None:
             stalled = f"{call} at {call.where} stalled; {found}"
             self._broken = stalled.splitlines()[0]
-            return StallError(f"{stalled}{self._watch.suspension_note}")
+            return StallError(stalled)
         failed = self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
         text = f"{failed} Look for the first error of another rank, or for a failure of the network"
         survey = self._watch.survey(name, number, call.key, has_failed=True)
         if not survey.missing:
-            return HorovodInternalError(f"{text}.{self._watch.suspension_note}")
+            return HorovodInternalError(f"{text}.")
         self._broken = f"{failed.rstrip('.')}; {str(survey).splitlines()[0]}"
-        return HorovodInternalError(f"{text}; {survey}{self._watch.suspension_note}")
+        return HorovodInternalError(f"{text}; {survey}")

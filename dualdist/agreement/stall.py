@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ..types import Settings
 from .call import Call
 from .status import Contact, StatusServer, ask
-from .survey import ABSENT, BEHIND, ENDED, INTERRUPTED, LEFT, SILENT, WAITING, State, Survey
+from .survey import ABSENT, BEHIND, ENDED, INTERRUPTED, LEFT, SILENT, SUSPENDED, WAITING, State, Survey
 from .suspension import Suspension
 
 __all__ = ("StallWatch",)
@@ -124,20 +124,23 @@ class StallWatch:
         self._interrupted[channel] = error[:_LONGEST_CALL]
 
     def survey(self, channel: str, number: int, key: Key, *, has_failed: bool = False) -> Survey:
-        """Return what the members of `channel` are doing, seen from a call with this number and key."""
+        """Return what the members of `channel` are doing, seen from a call with this number and key.
+
+        has_failed: the backend has failed; otherwise the call has stalled.
+        """
         members = self._members[channel]
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
         with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(members)), "dualdist-survey") as pool:
             states = pool.map(lambda rank: self._state(rank, channel, number, key, seconds), members)
-            return Survey(dict(zip(members, states, strict=True)))
+            return Survey(dict(zip(members, states, strict=True)), has_failed)
 
     def give_notice(self, channel: str, survey: Survey) -> None:
         """Let the ranks that answered know that this rank gives up its call on `channel`, and why."""
         if channel in self._waiting:
             self._given_up[channel] = self._waiting[channel]
         notice = ["notice", channel, str(survey), survey.missing]
-        for rank in survey.ranks(WAITING, LEFT, ABSENT, BEHIND):
+        for rank in survey.ranks(WAITING, LEFT, ABSENT, BEHIND, SUSPENDED):
             if rank != self._rank:
                 self._try_to_ask(rank, notice)
 
@@ -162,17 +165,6 @@ class StallWatch:
         """Return what another member of `channel` was the first to report about `step`; None if nothing."""
         return self._failures.get((channel, step))
 
-    @property
-    def suspension_note(self) -> str:
-        """A line to append to an error if the others may have given up because this process did not run; else empty."""
-        seconds = self._suspension.longest
-        if seconds is None:
-            return ""
-        return (
-            f"\nRank {self._rank} itself did not run for {seconds:.0f} s: its process was stopped, or a thread "
-            "kept Python's global lock. Other ranks may have given up because of that."
-        )
-
     def is_crossed(self, channel: str) -> bool:
         """Return whether another rank gave up its call on `channel` while this rank waited for another call there."""
         return channel in self._crossed
@@ -193,7 +185,7 @@ class StallWatch:
     def _state(self, rank: int, channel: str, number: int, key: Key, seconds: float) -> State:
         try:
             own = rank == self._rank
-            began, has_key, call, elsewhere, interrupted = (
+            began, has_key, call, elsewhere, interrupted, suspended = (
                 self._position(channel, key)
                 if own
                 else ask(self._contacts[rank], ["position", channel, key], seconds)
@@ -204,11 +196,13 @@ class StallWatch:
             return State(SILENT)
         if interrupted is not None:
             return State(INTERRUPTED, interrupted)
-        if began == number and has_key:
-            return State(WAITING, call)
         has_left = began > number or (began == number and not call)
         if has_left:
             return State(LEFT, call or elsewhere)
+        if suspended is not None:
+            return State(SUSPENDED, call or elsewhere, suspended)
+        if began == number and has_key:
+            return State(WAITING, call)
         return State(BEHIND, call) if call else State(ABSENT, elsewhere)
 
     def _try_to_ask(self, rank: int, question: Any) -> None:
@@ -234,17 +228,19 @@ class StallWatch:
             return self._position(channel, (kind, name))
         return None
 
-    def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str, str | None]:
+    def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str, str | None, float | None]:
         """Return how many calls began on `channel`, whether one with `key` waits, a call there, and one elsewhere.
 
-        The last item is the error that has ended a call on `channel` on this rank alone, None without one.
+        Then follow the error that has ended a call on `channel` on this rank alone, and for how many seconds this
+        process has not run recently; None without one.
         """
         waits = dict(self._waiting)
         here = waits.pop(channel, self._given_up.get(channel))
         elsewhere = (f"{_shown(wait.call)} of process {name.split(',')[0]}" for name, wait in waits.items())
         number, call = self._numbers.get(channel, 0), "" if here is None else _shown(here.call)
         has_key = here is not None and here.has(key)
-        return number, has_key, call, next(elsewhere, ""), self._interrupted.get(channel)
+        interrupted, suspended = self._interrupted.get(channel), self._suspension.recent
+        return number, has_key, call, next(elsewhere, ""), interrupted, suspended
 
     def _check_repeatedly(self) -> None:
         while not self._ends_after_pause():

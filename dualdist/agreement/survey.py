@@ -8,12 +8,24 @@ from dataclasses import dataclass
 
 from .verdict import shown_ranks
 
-__all__ = ("ABSENT", "BEHIND", "ENDED", "INTERRUPTED", "LEFT", "SILENT", "WAITING", "State", "Survey")
+__all__ = (
+    "ABSENT",
+    "BEHIND",
+    "ENDED",
+    "INTERRUPTED",
+    "LEFT",
+    "SILENT",
+    "SUSPENDED",
+    "WAITING",
+    "State",
+    "Survey",
+)
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
 """A rank waits in the call, has left it, has not made it yet, does not answer, or its process has ended."""
-BEHIND, INTERRUPTED = "behind", "interrupted"
-"""A rank waits in another call of the same process set, or an exception has ended a call on this rank alone."""
+BEHIND, INTERRUPTED, SUSPENDED = "behind", "interrupted", "suspended"
+"""A rank waits in another call of the same process set, an exception has ended a call on this rank alone, or its
+process did not run for so long that the others gave up."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,8 @@ class State:
     kind: str
     call: str = ""
     """The call in which the rank waits, if it waits; for INTERRUPTED, the exception."""
+    seconds: float = 0.0
+    """For SUSPENDED: how long its process did not run."""
 
     def __str__(self) -> str:
         if self.kind == SILENT:
@@ -32,6 +46,8 @@ class State:
         if self.kind == INTERRUPTED:
             return f"interrupted by an exception: {self.call}"
         where = f"waiting in {self.call}" if self.call else "in no collective"
+        if self.kind == SUSPENDED:
+            return f"did not run for {self.seconds:.0f} s: stopped, or a thread kept Python's global lock; now {where}"
         return f"done with this call, {where}" if self.kind == LEFT else where
 
 
@@ -40,6 +56,8 @@ class Survey:
     """What each member is doing, by its global rank."""
 
     states: Mapping[int, State]
+    has_failed: bool = False
+    """Whether the backend has failed, so that the call did not wait for ranks that are late."""
 
     def ranks(self, *kinds: str) -> list[int]:
         """Return the ranks whose state is of one of `kinds`."""
@@ -49,9 +67,13 @@ class Survey:
     def missing(self) -> list[int]:
         """The ranks that have not made the call, or that died or stopped in it.
 
-        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too.
+        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too. Ranks
+        may have ended because one has stopped, and they may come later if the backend has failed because one has ended.
         """
-        gone = self.ranks(SILENT, ENDED, INTERRUPTED)
+        causes = (SILENT, INTERRUPTED, SUSPENDED) if self.ranks(SUSPENDED) else (SILENT, INTERRUPTED, ENDED)
+        gone = self.ranks(*causes)
+        if gone and self.has_failed:
+            return sorted(gone)
         absent = self.ranks(ABSENT) if gone else self.ranks(ABSENT, BEHIND)
         return sorted([*absent, *gone])
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 __all__ = ("Suspension",)
 
 
 class Suspension:
-    """Measures the time between the regular ticks of a thread."""
+    """Measures how late the regular ticks of a thread come."""
 
     def __init__(self, seconds: float) -> None:
         """seconds: how long a suspension lasts at least."""
         self._seconds = seconds
-        self._longest = 0.0
-        self._next = float("inf")
+        self._next = math.inf
+        self._last, self._ended = 0.0, -math.inf
+        """How long the last suspension was, and when it ended."""
 
     def expect_tick(self, pause: float) -> None:
         """Expect `tick` after `pause` seconds. A suspension before the next `tick` delays it."""
@@ -22,13 +24,15 @@ class Suspension:
 
     def tick(self) -> None:
         """Take note of the delay. Until the next `expect_tick`, none is measured."""
-        self._longest, self._next = max(self._longest, self._delay()), float("inf")
+        now = time.monotonic()
+        if now - self._next >= self._seconds:
+            self._last, self._ended = now - self._next, now
+        self._next = math.inf
 
     @property
-    def longest(self) -> float | None:
-        """The longest suspension until now in seconds; None without one. Correct before the delayed tick, too."""
-        longest = max(self._longest, self._delay())
-        return longest if longest >= self._seconds else None
-
-    def _delay(self) -> float:
-        return time.monotonic() - self._next
+    def recent(self) -> float | None:
+        """How long the last suspension was, in seconds; None without one, or if it ended some time ago."""
+        now = time.monotonic()
+        if now - self._next >= self._seconds:  # the thread has not had the time to tick
+            return now - self._next
+        return self._last if now - self._ended < 2 * self._seconds else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -153,3 +154,28 @@ def test_long_calls_are_shortened(watches: Sequence[StallWatch]) -> None:
     number = watches[1].begin("set 0", Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),)))
     text = str(watches[0].survey("set 0", number, (call_kinds.OPTIMIZER.name, None)))
     assert "...) at ?:0" in text and len(text) < 1000
+
+
+def test_ranks_that_are_late_are_not_missing_when_the_backend_fails_because_one_has_ended(
+    watches: Sequence[StallWatch],
+) -> None:
+    for watch in watches[:3]:
+        number = watch.begin("set 0", LOSS)
+    watches[2].close()
+    assert watches[0].survey("set 0", number, LOSS.key).missing == [2, 3, 4]
+    assert watches[0].survey("set 0", number, LOSS.key, has_failed=True).missing == [2]
+
+
+def test_a_rank_whose_process_did_not_run_is_missing(watches: Sequence[StallWatch]) -> None:
+    for watch in watches:
+        number = watch.begin("set 0", LOSS)
+    with mock.patch.object(watches[1]._suspension, "_next", time.monotonic() - 700):  # the timeout is 600 s
+        assert watches[0].survey("set 0", number, LOSS.key).missing == [1]
+        watches[2].close()
+        survey = watches[1].survey("set 0", number, LOSS.key)
+    assert survey.missing == [1]
+    assert (
+        f"  rank 1: did not run for 700 s: stopped, or a thread kept Python's global lock; now waiting in {TEXT}"
+        in str(survey)
+    )
+    assert watches[0].survey("set 0", number, LOSS.key).missing == [2]
