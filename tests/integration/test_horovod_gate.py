@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,9 @@ import dualdist as hvd
 from ..behaviours.test_mismatch import check_next_calls_work
 from ..behaviours.test_signal_handlers import interrupted
 from ..helpers.world import WORLDS, started
+
+LONGER_THAN_A_WAIT = 1.0
+"""Seconds. A thread waits 0.1 s at a time until Horovod accepts an operation."""
 
 
 @contextlib.contextmanager
@@ -41,7 +45,10 @@ def sums_where_a_handler_interrupts() -> tuple[list[float], list[float]]:
     def allreduce() -> None:
         handled.set()
         sums.append(hvd.allreduce(torch.full((5000,), 2.0), op=hvd.Sum, name="in a handler"))
+        while time.monotonic() < begun + LONGER_THAN_A_WAIT:
+            pass
 
+    begun = time.monotonic()
     if hvd.rank() == 0:
         with busy_until(handled), interrupted("has_answered", allreduce):
             weight.sum().backward()

@@ -20,55 +20,62 @@ from .installed import real_horovod
 with real_horovod():
     import horovod.torch as hvd
 
-__all__ = ("ask", "has_answered")
+__all__ = ("Question", "ask")
+
+
+class Question:
+    """A question whether Horovod accepts an operation.
+
+    A signal handler may ask another one inside of each call here. After a handler that takes longer than `seconds`,
+    SimpleQueue.get(timeout=seconds) would wait for ever; inside of Event.wait, the handler would stop the answers.
+    """
+
+    def __init__(self) -> None:
+        self._answer = threading.Lock()
+        """Locked until there is an answer."""
+        self._answer.acquire()
+        self._is_known = False
+
+    def answer(self) -> None:
+        """Let `has_answered` return True."""
+        self._answer.release()
+
+    def has_answered(self, seconds: float) -> bool:
+        """Wait at most `seconds`, and return whether there is an answer."""
+        if not self._is_known and self._answer.acquire(timeout=seconds):
+            self._is_known = True
+        return self._is_known
 
 
 class _Gate:
     """Locks and unlocks the mutex in a thread of its own, once for each question."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._number = self._answered = 0
+        self._asked: queue.SimpleQueue[Question] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="dualdist-horovod", daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
         while True:
-            number = self._asked.get()
+            question = self._asked.get()
             hvd.mpi_ops._basics.MPI_LIB_CTYPES.horovod_number_of_process_sets()  # locks the mutex
-            self._answers.put(number)
+            question.answer()
 
-    def ask(self) -> int:
-        self._number += 1
-        self._asked.put(self._number)
-        return self._number
-
-    def has_answered(self, number: int, seconds: float) -> bool:
-        while self._answered < number:  # a signal handler may see the answer first
-            try:
-                self._answered = max(self._answered, self._answers.get(timeout=seconds))
-            except queue.Empty:
-                return self._answered >= number
-        return True
+    def ask(self) -> Question:
+        question = Question()
+        self._asked.put(question)
+        return question
 
 
 _gate: _Gate | None = None
 _one_at_a_time = threading.RLock()
-"""Reentrant: a signal handler may make a collective while this thread waits."""
+"""Reentrant: a signal handler may make a collective while this thread starts one."""
 
 
-def ask() -> int:
-    """Ask when Horovod accepts an operation, and return the number of the question. Does not wait."""
+def ask() -> Question:
+    """Ask when Horovod accepts an operation. Does not wait."""
     global _gate
     with _one_at_a_time:
         if _gate is None or not _gate.thread.is_alive():  # a forked process has no threads
             _gate = _Gate()
         return _gate.ask()
-
-
-def has_answered(number: int, seconds: float) -> bool:
-    """Wait at most `seconds`, and return whether Horovod accepts the operation for which `ask` returned `number`."""
-    assert _gate is not None
-    with _one_at_a_time:
-        return _gate.has_answered(number, seconds)

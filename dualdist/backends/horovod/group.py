@@ -62,7 +62,7 @@ class _HorovodWork(Work):
 
     def _has_started(self, seconds: float) -> bool:
         """Wait at most `seconds` until Horovod accepts the operation, and return whether it has started."""
-        if self._handle is None and gate.has_answered(self._question, seconds):
+        if self._handle is None and self._question.has_answered(seconds):
             with wrapped():
                 self._handle = self._start()
         return self._handle is not None
