@@ -10,7 +10,6 @@ pass under one name. It lacks four things:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -39,7 +38,7 @@ from ..temporary_environment import temporary_environment
 from ..torch_devices import bind_device
 from .group import HorovodGroup, wrapped
 from .installed import real_horovod
-from .limited import limited, never_shut_down
+from .limited import forget_shutdown, limited, never_shut_down
 from .process_group import NAME, HorovodProcessGroup
 from .process_sets import check_process_set, known_process_sets, make_process_set
 from .rendezvous import GlooRendezvous, serve_rendezvous
@@ -349,7 +348,7 @@ class HorovodBackend(Backend):
             self._rendezvous.close()
 
     def abandon(self) -> None:
-        atexit.unregister(hvd.mpi_ops._basics.shutdown)  # it waits for a thread that only the parent has
+        forget_shutdown()  # it waits for a thread that only the parent has
 
     @property
     def store(self) -> dist.Store | None:

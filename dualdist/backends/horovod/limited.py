@@ -16,7 +16,7 @@ from .installed import real_horovod
 with real_horovod():
     import horovod.torch as hvd
 
-__all__ = ("limit_shutdown_at_exit", "limited", "never_shut_down")
+__all__ = ("forget_shutdown", "limit_shutdown_at_exit", "limited", "never_shut_down")
 
 T = TypeVar("T")
 
@@ -34,8 +34,14 @@ def limited(step: Callable[[], T], rank: int, seconds: float) -> T:
 
 def never_shut_down() -> None:
     """Let this process end without Horovod's shutdown, which waits for ranks that have ended."""
-    atexit.unregister(hvd.mpi_ops._basics.shutdown)
+    forget_shutdown()
     skip_destructors_at_exit()
+
+
+def forget_shutdown() -> None:
+    """Take back what calls Horovod's shutdown when this process ends. Local."""
+    for function in (hvd.mpi_ops._basics.shutdown, _shut_down):
+        atexit.unregister(function)
 
 
 def limit_shutdown_at_exit() -> None:
@@ -43,8 +49,7 @@ def limit_shutdown_at_exit() -> None:
 
     Its background thread may wait in MPI for a rank that has stopped.
     """
-    for function in (hvd.mpi_ops._basics.shutdown, _shut_down):
-        atexit.unregister(function)
+    forget_shutdown()
     atexit.register(_shut_down)
 
 
