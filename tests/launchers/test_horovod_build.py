@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ..helpers.script_launch import launch
 
-SCRIPT = """\
+START_OF_MANY = """\
 import os, sys, threading, torch, dualdist as hvd
 import horovod.torch as horovod
 
@@ -31,11 +33,46 @@ thread.join()
 os.write(1, b"all right\\n")
 """
 
+START_BESIDE_A_STOPPED_RANK = """\
+import os, pathlib, signal, torch, dualdist as hvd
+import horovod.torch as horovod
+
+hvd.init(backend="horovod")
+others = hvd.allgather_object(os.getpid())
+tensors = [torch.tensor(1.0) for _ in range(5000)]
+
+
+def start():
+    return [horovod.allreduce_async_(tensor, op=horovod.Sum, name=f"{n}") for n, tensor in enumerate(tensors)]
+
+
+if hvd.rank() == 0:
+    while "T (stopped)" not in pathlib.Path(f"/proc/{others[1]}/status").read_text():
+        pass
+    handles = start()  # takes many cycles of Horovod
+    os.kill(others[1], signal.SIGCONT)
+else:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    handles = start()
+assert [horovod.synchronize(handle).item() for handle in handles] == [2.0] * 5000
+os.write(1, b"all right\\n")
+"""
+
 
 def test_other_threads_can_run_while_an_operation_starts(tmp_path: Path) -> None:
     """Otherwise a start that waits for an unreachable rank would stop them, too."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(START_OF_MANY)
     ended = launch("torchrun-horovod", str(script))
+    assert ended.code == 0, ended.output
+    assert ended.output.count("all right") == 2, ended.output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun-horovod", "mpirun"])
+def test_an_operation_starts_while_horovod_waits_for_another_rank(tmp_path: Path, launcher: str) -> None:
+    """Otherwise a rank that comes late waits for its start, because the others start nothing and only wait."""
+    script = tmp_path / "script.py"
+    script.write_text(START_BESIDE_A_STOPPED_RANK)
+    ended = launch(launcher, str(script))
     assert ended.code == 0, ended.output
     assert ended.output.count("all right") == 2, ended.output

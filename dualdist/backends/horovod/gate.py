@@ -6,8 +6,10 @@ HOROVOD_DYNAMIC_PROCESS_SETS its background thread holds the same mutex while it
 timeout: no thread could answer questions about this rank. Therefore another thread locks the mutex first, without
 Python's global lock. Between two cycles of Horovod, that takes less than a millisecond.
 
-The thread that starts the operation can still stop if another rank is lost between the answer and the start. A Horovod
-that was built by ci/install-horovod does not keep Python's global lock then, so that the other threads go on.
+The thread that starts the operation can still stop if another rank is lost between the answer and the start.
+
+A Horovod that was built by ci/install-horovod keeps neither of the two while it waits for other ranks. Only while it
+connects a new process set does the mutex stay locked.
 """
 
 from __future__ import annotations
