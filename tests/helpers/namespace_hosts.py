@@ -21,6 +21,8 @@ from .requirements import need, need_programs, need_root, program
 __all__ = ("Host", "Network", "running_network")
 
 SECONDS = 20.0
+LINKS = ("net0", "net1")
+"""The interfaces that reach the other host."""
 SUBNETS = {"dead0": "10.251.7", "net0": "10.252.7", "net1": "10.253.7"}
 """The first three numbers of each interface's addresses."""
 
@@ -78,14 +80,27 @@ class Network:
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
         """Take every link between the hosts down meanwhile; nobody is told."""
+        with self._changed("ip link set {} down", "ip link set {} up"):
+            yield
+
+    @contextlib.contextmanager
+    def slow(self, rate: str) -> Iterator[None]:
+        """Limit what the last host sends over each link meanwhile. rate: as for `tc`, such as "8mbit"."""
+        limit = f"tc qdisc add dev {{}} root tbf rate {rate} burst 64kb latency 400ms"
+        with self._changed(limit, "tc qdisc del dev {} root"):
+            yield
+
+    @contextlib.contextmanager
+    def _changed(self, change: str, repair: str) -> Iterator[None]:
+        """Run `change` for each link on the last host, and `repair` afterwards."""
         last = self.hosts[-1]
-        for interface in ("net0", "net1"):
-            last.run("ip", "link", "set", interface, "down")
+        for link in LINKS:
+            last.run(*change.format(link).split())
         try:
             yield
         finally:
-            for interface in ("net0", "net1"):
-                last.run("ip", "link", "set", interface, "up")
+            for link in LINKS:
+                last.run(*repair.format(link).split())
 
 
 @contextlib.contextmanager
@@ -101,7 +116,7 @@ def running_network(names: tuple[str, ...] = ("alpha", "beta")) -> Iterator[Netw
         for name, text in {"sshd_config": SSHD, "ssh_config": SSH}.items():
             (folder / name).write_text(text.format(folder=folder))
         switch = Host("switch", _hold(stack), 0)
-        for interface in ("net0", "net1"):
+        for interface in LINKS:
             switch.run("ip", "link", "add", interface, "type", "bridge")
             switch.run("ip", "link", "set", interface, "up")
         hosts = tuple(Host(name, _hold(stack), 1 + place) for place, name in enumerate(names))
@@ -132,7 +147,7 @@ def _wire(host: Host, switch: Host) -> None:
         switch.run(
             "ip", "link", "add", port, "type", "veth", "peer", "name", interface, "netns", f"{host.pid}"
         )
-        if interface != "dead0":
+        if interface in LINKS:
             switch.run("ip", "link", "set", port, "master", interface)
         switch.run("ip", "link", "set", port, "up")
         host.run("ip", "address", "add", f"{host.address(interface)}/24", "dev", interface)

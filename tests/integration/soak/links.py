@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Iterator
 
-from ...helpers.namespace_hosts import SUBNETS, Host, Network, running_network
+from ...helpers.namespace_hosts import Host, Network, running_network
 from .faults import CUT
 
 __all__ = ("LinkFault", "first_address", "host_of")
@@ -45,21 +44,8 @@ class LinkFault:
     def strike(self) -> None:
         """Cut the links, or slow them down."""
         network = _network()
-        self._stack.enter_context(network.cut() if self._kind == CUT else _slow(network))
+        self._stack.enter_context(network.cut() if self._kind == CUT else network.slow(RATE))
 
     def close(self) -> None:
         """Repair the links."""
         self._stack.close()
-
-
-@contextlib.contextmanager
-def _slow(network: Network) -> Iterator[None]:
-    last = network.hosts[-1]
-    links = [interface for interface in SUBNETS if interface != "dead0"]
-    for link in links:
-        last.run(*f"tc qdisc add dev {link} root tbf rate {RATE} burst 64kb latency 400ms".split())
-    try:
-        yield
-    finally:
-        for link in links:
-            last.run(*f"tc qdisc del dev {link} root".split())
