@@ -24,14 +24,17 @@ LONGER_THAN_A_WAIT = 1.0
 
 @contextlib.contextmanager
 def busy_until(event: threading.Event) -> Iterator[None]:
-    """Let Horovod's mutex be locked until `event` is set, as while its background thread waits for other ranks."""
+    """Let Horovod's mutex be locked until `event` is set, as while it connects a new process set."""
     import horovod.torch
+
+    from dualdist.backends.horovod import gate
 
     basics = horovod.torch.mpi_ops._basics
     library: Any = basics.MPI_LIB_CTYPES
     basics.MPI_LIB_CTYPES = SimpleNamespace(horovod_number_of_process_sets=event.wait)
     try:
-        yield
+        with gate.closed():
+            yield
     finally:
         basics.MPI_LIB_CTYPES = library
 

@@ -44,8 +44,10 @@ def test_a_name_that_two_connections_have_is_no_name() -> None:
     [
         ("0.28.1", False, True),
         ("0.28.1+torch2.13.0.openmpi4.1.4.cpu.iface", False, True),
+        ("0.28.1+torch2.13.0.openmpi4.1.4.cpu.patch1", False, True),
         ("0.28.1", True, False),
         ("0.28.1+torch2.13.0.openmpi4.1.4.cpu.patch2", False, False),
+        ("0.28.1+torch2.15.0.cu132.nompi.cpu.patch12", False, False),
     ],
 )
 def test_only_a_gloo_controller_that_was_not_repaired_is_refused(

@@ -8,21 +8,24 @@ Python's global lock. Between two cycles of Horovod, that takes less than a mill
 
 The thread that starts the operation can still stop if another rank is lost between the answer and the start.
 
-A Horovod that was built by ci/install-horovod keeps neither of the two while it waits for other ranks. Only while it
-connects a new process set does the mutex stay locked.
+A Horovod that was built by ci/install-horovod keeps neither of the two while it waits for other ranks, so that nobody
+needs to ask. Only while it connects a new process set does the mutex stay locked: then the gate is closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from collections.abc import Iterator
 
 from .installed import real_horovod
+from .repairs import STARTS_WHILE_WAITING, has_repair, horovods_version
 
 with real_horovod():
     import horovod.torch as hvd
 
-__all__ = ("Question", "ask")
+__all__ = ("Question", "ask", "closed")
 
 
 class Question:
@@ -72,12 +75,30 @@ class _Gate:
 _gate: _Gate | None = None
 _one_at_a_time = threading.RLock()
 """Reentrant: a signal handler may make a collective while this thread starts one."""
+_is_repaired = has_repair(STARTS_WHILE_WAITING, horovods_version())
+_closed: set[object] = set()
+"""An item for each `closed` block."""
+_OPEN = Question()
+_OPEN.answer()
 
 
 def ask() -> Question:
     """Ask when Horovod accepts an operation. Does not wait."""
     global _gate
+    if _is_repaired and not _closed:
+        return _OPEN
     with _one_at_a_time:
         if _gate is None or not _gate.thread.is_alive():  # a forked process has no threads
             _gate = _Gate()
         return _gate.ask()
+
+
+@contextlib.contextmanager
+def closed() -> Iterator[None]:
+    """Ask Horovod before every operation in the block, in which it connects a new process set."""
+    key = object()
+    _closed.add(key)
+    try:
+        yield
+    finally:
+        _closed.discard(key)

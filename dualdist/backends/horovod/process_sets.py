@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import BackendUnavailableError
+from . import gate
 from .installed import real_horovod
+from .repairs import CONNECTS_ALL_PROCESS_SETS, has_repair, horovods_version
 
 with real_horovod():
     import horovod.torch as hvd
 
 __all__ = ("can_connect", "check_process_set", "known_process_sets", "make_process_set")
-
-_REPAIRED = ".patch"
-"""Part of the version of builds by ci/install-horovod, which connect every process set."""
 
 
 def known_process_sets() -> dict[tuple[int, ...], Any]:
@@ -30,8 +28,9 @@ def known_process_sets() -> dict[tuple[int, ...], Any]:
 
 def make_process_set(ranks: Sequence[int]) -> Any:
     """Have Horovod make a process set. Collective over the world. Waits without an end for a rank that is lost."""
-    made = hvd.add_process_set(list(ranks))
-    hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
+    with gate.closed():
+        made = hvd.add_process_set(list(ranks))
+        hvd.barrier()  # otherwise the call fails on a slow rank when another rank leaves right after it
     return made
 
 
@@ -40,8 +39,8 @@ def check_process_set(ranks: Sequence[int], nodes: Sequence[str]) -> None:
 
     nodes: the host of each rank of the world. Every rank raises the same error.
     """
-    version = importlib.metadata.version("horovod")
-    if _REPAIRED in version or hvd.mpi_enabled() or can_connect(ranks, nodes):
+    version = horovods_version()
+    if has_repair(CONNECTS_ALL_PROCESS_SETS, version) or hvd.mpi_enabled() or can_connect(ranks, nodes):
         return
     raise BackendUnavailableError(
         f"Horovod {version} cannot connect a process set of ranks {list(ranks)}: with its Gloo controller on several "
