@@ -329,7 +329,9 @@ class GradSync(Combiner):
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Collective when there are any."""
         self._note_arrived()
-        unseen = any(self._params[index].tensor.grad is not None for index in self._unhooked)
+        tensors = [self._params[index].tensor for index in self._unhooked]
+        # A frozen parameter may have the gradient that other ranks have combined.
+        unseen = any(tensor.requires_grad and tensor.grad is not None for tensor in tensors)
         if not self._reducer.reduced or unseen or any(param.passes for param in self._params):
             self._combine()
         self.watch()

@@ -78,3 +78,17 @@ def test_parameters_may_be_frozen_and_thawed_between_steps() -> None:
         ((body + head) * mine).sum().backward()
         optimizer.step()
         assert (body.item(), head.item()) == pytest.approx((-number * mean, -mean))
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_parameter_may_be_frozen_on_one_rank_only() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    body, head = nn.Parameter(torch.zeros(1), requires_grad=rank > 0), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([body, head], lr=1.0))
+    for number in (1, 2, 3):
+        optimizer.zero_grad()
+        ((body + head) * number).sum().backward()
+        optimizer.step()
+        assert head.grad is not None and head.grad.item() == number
+    assert (body.item(), head.item()) == pytest.approx((-6 * (size - 1) / size, -6))
