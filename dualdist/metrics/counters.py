@@ -208,7 +208,10 @@ class ConfusionMatrix(Metric):
 
 
 def compute(metrics: Mapping[str, Metric]) -> dict[str, torch.Tensor]:
-    """Return the values of several metrics of one process set, by name. Collective: one allreduce for all of them."""
+    """Return the values of several metrics of one process set, by name. Collective: one allreduce for all of them.
+
+    The ranks match the metrics by name, in any order. Raises CollectiveMismatchError when they have other names.
+    """
     fix = 'Pass a dictionary, such as {"loss": loss}.'
     for name, metric in mapping("metrics", metrics, fix=fix).items():
         instance(f"metrics[{name!r}]", metric, Metric, "a Metric", fix)
@@ -217,6 +220,9 @@ def compute(metrics: Mapping[str, Metric]) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"`metrics` must be one or more metrics of one process set, but are {dict(metrics)} instead."
         )
-    counters = [metric._local.cpu() for metric in metrics.values()]
-    totals = grouped_allreduce(counters, op=types.Sum, process_set=process_set)
-    return {name: metrics[name]._value(total) for name, total in zip(metrics, totals, strict=True)}
+    names = sorted(metrics, key=repr)
+    counters = [metrics[name]._local.cpu() for name in names]
+    called = f"metrics.compute({', '.join(map(repr, names))})"
+    summed = grouped_allreduce(counters, name=called, op=types.Sum, process_set=process_set)
+    totals = dict(zip(names, summed, strict=True))
+    return {name: metric._value(totals[name]) for name, metric in metrics.items()}

@@ -115,6 +115,19 @@ def test_several_metrics_are_computed_together() -> None:
         metrics.compute({})
 
 
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_several_metrics_are_matched_by_name() -> None:
+    first, second = metrics.Mean(), metrics.Mean()
+    first.update(1.0, 1)
+    second.update(100.0, 1)
+    named = {"first": first, "second": second}
+    found = metrics.compute(named if hvd.rank() == 0 else dict(reversed(named.items())))
+    assert (found["first"].item(), found["second"].item()) == (1.0, 100.0)
+    with pytest.raises(hvd.CollectiveMismatchError, match=r"metrics\.compute\('other'\)"):
+        metrics.compute({"other": first} if hvd.rank() == 0 else {"first": first})
+
+
 @everywhere
 def test_a_state_holds_the_samples_of_all_ranks_once() -> None:
     metric = metrics.Mean()
