@@ -152,6 +152,10 @@ class Channel:
         """Let `failure(step)` return `text` on the other members, which may be waiting. Takes a few seconds at most."""
         self._watch.report_failure(self._gradients_name, step, text)
 
+    def deadline(self) -> float:
+        """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""
+        return self._connections.deadline()
+
     def failure(self, step: str) -> str | None:
         """Return what another member has reported about `step` of the exchange over `gradients`. Local."""
         return self._watch.failure(self._gradients_name, step)

@@ -158,7 +158,8 @@ class StallWatch:
     def report_failure(self, channel: str, step: str, text: str) -> None:
         """Let `failure(channel, step)` return `text` on the other members of `channel`. Waits a few seconds at most."""
         others = [rank for rank in self._members[channel] if rank != self._rank]
-        with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-report") as pool:
+        pool = ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-report")
+        with pool, contextlib.suppress(RuntimeError):  # the interpreter ends, and the connections with it
             pool.map(lambda rank: self._try_to_ask(rank, ["failure", channel, step, text]), others)
 
     def failure(self, channel: str, step: str) -> str | None:

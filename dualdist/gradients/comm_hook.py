@@ -37,6 +37,8 @@ _LOOK_AGAIN_SECONDS = 0.1
 """How often a rank that waits for its hook checks whether that of another rank has raised."""
 _OWN_ERROR_SECONDS = 1.0
 """How long a rank then still waits for its own hook, which may raise too. Its own error says more."""
+_LATER_SECONDS = 1.0
+"""How much later than the collectives of a hook the hook itself has stalled: their errors say more."""
 _LAST_HOOK_SECONDS = 10.0
 _TORCH = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _ONLY_START = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -81,6 +83,9 @@ class Failures(Protocol):
 
     def failure(self, step: str) -> str | None:
         """Return what another rank has reported about `step`, None if nothing."""
+
+    def deadline(self) -> float:
+        """Return when a wait that begins now has stalled, on the clock of `time.monotonic`."""
 
 
 class HookWork(Work):
@@ -198,8 +203,16 @@ class HookWork(Work):
 
     def wait(self) -> None:
         """Wait for the result. Raises HorovodInternalError when the communication or another rank's hook has failed."""
+        deadline = self._failures.deadline() + _LATER_SECONDS
         while not self.ends_within(_LOOK_AGAIN_SECONDS):
             if self._failure_elsewhere() is not None and not self.ends_within(_OWN_ERROR_SECONDS):
+                break
+            if time.monotonic() > deadline:
+                self._failure = HorovodInternalError(
+                    f"communication hook {self._hook.name} has not set its future of bucket {self._bucket.index()} "
+                    "before the stall timeout"
+                )
+                self._report()
                 break
         else:
             self.finish()

@@ -74,12 +74,19 @@ class Reducer:
 
     # Membership and layout
 
-    def enter_world(self, params: Sequence[TrackedParameter], member: object) -> None:
+    def enter_world(
+        self, params: Sequence[TrackedParameter], member: object, options: SyncOptions | None = None
+    ) -> None:
         """Compare the options and the layout of `params` between the ranks. Collective over the process set.
 
-        member: a GradSync; it takes part with zeros after this rank has called `join`. Raises CollectiveMismatchError.
+        Args:
+            member: a GradSync; it takes part with zeros after this rank has called `join`.
+            options: new ones, which are not in use yet. None: those in use.
+
+        Raises:
+            CollectiveMismatchError: the ranks differ, or another rank called something else.
         """
-        options = self._options
+        options = options or self._options
         if options.comm_hook is not None:
             current().backend.open_process_group()
         call = Call(options.owner, options.describe(params), site=call_site())
@@ -99,13 +106,11 @@ class Reducer:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""
         if self._options.comm_hook is not None:
             raise RuntimeError("A communication hook can be registered only once.")
-        before, self._options = self._options, replace(self._options, comm_hook=hook)
-        try:
-            if self.is_known:
-                self.enter_world(params, member)
-        except BaseException:
-            self._options = before
-            raise
+        options = replace(self._options, comm_hook=hook)
+        if self.is_known:
+            self.enter_world(params, member, options)
+        # Until now, another rank may have combined gradients without a hook.
+        self._options = options
 
     def forget_world(self, backend: Backend) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""

@@ -260,6 +260,22 @@ def test_different_hooks_are_an_error_on_every_rank() -> None:
 
 @pytest.mark.ranks(2, 3)
 @everywhere
+def test_a_hook_of_one_rank_only_is_an_error_on_every_rank() -> None:
+    model = hvd.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    inputs = torch.full((1, 2), hvd.rank() + 1.0)
+    with pytest.raises(hvd.CollectiveMismatchError):
+        if hvd.rank() == 0:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        else:
+            model(inputs).sum().backward()
+    model.zero_grad()
+    model(inputs).sum().backward()
+    (weight,) = model.parameters()
+    assert weight.grad is not None and weight.grad.tolist() == [[mean()] * 2]
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
 def test_another_call_on_one_rank_is_an_error_and_the_next_call_works() -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(
