@@ -155,7 +155,7 @@ def text(name: str, value: Any, fix: str = "Pass a string.") -> str:
 
 def path(name: str, value: Any) -> Path:
     """Return `value`, a string or another path of text, as a Path."""
-    if value == "":
+    if value == "" or (isinstance(value, str) and "\0" in value):
         raise wrong(name, "a path", value, "Pass a string or a Path.")
     return converted(name, value, Path, "a path", "Pass a string or a Path.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +249,26 @@ def test_a_missing_or_mismatched_file_is_an_error_on_every_rank(tmp_path: Path) 
 
 
 @everywhere
+def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
+    run = folder(tmp_path) / "run"
+    with CheckpointManager(run, {"epoch": 1}, every_steps=1) as manager:
+        manager.step()
+        if hvd.rank() == 0:
+            shutil.rmtree(run)
+        hvd.barrier()
+        with pytest.raises(hvd.CheckpointError, match=r"was not saved: .* No checkpoint is complete in"):
+            manager.step()
+
+
+@everywhere
 def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
     last = hvd.rank() == hvd.size() - 1
     with pytest.raises(
         (ValueError, hvd.CheckpointError), match="`keep` must be at least 1 or None, but is 0"
     ):
         CheckpointManager(folder(tmp_path), {}, keep=0 if last else 1)
+    with pytest.raises((ValueError, hvd.CheckpointError), match="`directory` must be a path, but is 'a"):
+        CheckpointManager("a\0b" if last else folder(tmp_path), {})
     for best in ("accuracy", ("accuracy", "high"), ("accuracy",), 3):
         with pytest.raises(
             (ValueError, hvd.CheckpointError), match="`best` must be a metric and 'max' or 'min'"

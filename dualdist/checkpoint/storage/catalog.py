@@ -130,7 +130,7 @@ class Catalog:
         self._entries = [known for known in self._entries if known.path in kept]
 
     def _newest(self) -> str:
-        newest = next(self.newest_first(), None)
+        newest = next((entry for entry in self.newest_first() if entry.path.is_file()), None)
         if newest is None:
             return f"No checkpoint is complete in {self.folder}."
         return f"The newest complete checkpoint is that of step {newest.manifest.step}, {newest.path}."
