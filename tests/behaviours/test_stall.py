@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -172,28 +171,3 @@ def check_errors(results: list[tuple[str, list[str]]]) -> None:
     for error, _ in waiting:
         assert "stalled" in error and "missing ranks: [2]" in error and f"{__file__}:" in error
     assert [messages for _, messages in [*waiting[1:], last]] == [[], []]
-
-
-def wait_for_a_hook() -> str:
-    """Combine a gradient with a hook that never sets its future on the last rank. Return the error."""
-
-    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        if not is_last():
-            future.set_result(bucket.buffer())
-        return future
-
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm_hook=hook)
-    with pytest.raises(hvd.HorovodInternalError) as caught:
-        weight.sum().backward()
-        optimizer.step()
-        hvd.barrier()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("short_timeouts", ["torch-gloo-3", "horovod-gloo-3"], indirect=True)
-def test_a_hook_that_never_ends_is_an_error(short_timeouts: World) -> None:
-    *others, last = short_timeouts.run(wait_for_a_hook)
-    assert "communication hook wait_for_a_hook.<locals>.hook has not set its future of bucket 0" in last
-    assert all("barrier()" in error for error in others)
