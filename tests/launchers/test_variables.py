@@ -57,3 +57,19 @@ def test_a_number_of_threads_that_the_user_has_set_is_not_warned_of(tmp_path: Pa
     script.write_text("import torch, dualdist as hvd\ntorch.set_num_threads(1000)\nhvd.init()\n")
     ended = launch("torchrun", str(script))
     assert (ended.code, ended.output.count("OMP_NUM_THREADS")) == (0, 0), ended.output
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_open_mpi_leaves_the_core_to_training_while_horovod_waits(tmp_path: Path, chosen: str | None) -> None:
+    """Unless the user has chosen otherwise. Open MPI reads the variable when it starts, into the named global."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ctypes, os, dualdist as hvd\n"
+        "hvd.init(backend='horovod', transport='mpi')\n"
+        "yields = ctypes.c_bool.in_dll(ctypes.CDLL('libmpi.so.40'), 'ompi_mpi_yield_when_idle')\n"
+        "os.write(1, f'<{yields.value}>\\n'.encode())\n"
+    )
+    environment = {} if chosen is None else {"OMPI_MCA_mpi_yield_when_idle": chosen}
+    ended = launch("mpirun", str(script), environment=environment)
+    assert ended.code == 0, ended.output
+    assert re.findall(r"<(.*)>", ended.output) == [str(chosen is None)] * 2

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from ... import accelerator
 from ...errors import BackendUnavailableError, HorovodInternalError
 from ...launch import DeviceView
-from ...launch.copies import names_of_copies
 from ...rendezvous import LOOPBACK, find_addresses, own_node
 from ...types import Launch, Settings
 from ..base import Backend, Group
@@ -42,6 +41,7 @@ from .limited import forget_shutdown, limited, never_shut_down
 from .process_group import NAME, HorovodProcessGroup
 from .process_sets import check_process_set, known_process_sets, make_process_set
 from .rendezvous import GlooRendezvous, serve_rendezvous
+from .start_variables import start_variables
 
 with real_horovod():
     import horovod.torch as hvd
@@ -149,16 +149,13 @@ class HorovodBackend(Backend):
             cls._kept = False
             return cls(launch, settings, env, None, adopted=False)
         with contextlib.ExitStack() as undo:
-            variables: dict[str, str | None] = dict.fromkeys(names_of_copies(os.environ))
-            variables |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
+            variables = start_variables(os.environ, transport)
             rendezvous = None
-            if transport == "mpi":
-                variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-            elif cls._needs_rendezvous(launch, env, transport):
+            if cls._needs_rendezvous(launch, env, transport):
                 rendezvous = serve_rendezvous(launch, env, settings)
                 undo.callback(rendezvous.close)
                 variables |= rendezvous.variables
-            elif _has_launchers_server(env):
+            elif transport != "mpi" and _has_launchers_server(env):
                 cls._launchers_server_used = True
             with temporary_environment(variables), wrapped():
                 seconds = settings.start_timeout_seconds
@@ -185,6 +182,8 @@ class HorovodBackend(Backend):
     @classmethod
     def _needs_rendezvous(cls, launch: Launch, env: Mapping[str, str], transport: str | None) -> bool:
         """Return whether rank 0 must serve Horovod's rendezvous, because the launcher does not."""
+        if transport == "mpi":
+            return False
         if _has_mpi_controller(launch):
             return transport == "gloo" or not cls.can_start(launch, env)
         if launch.elastic:  # the launcher prepares its server for the new world
