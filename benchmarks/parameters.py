@@ -1,0 +1,41 @@
+"""Measures broadcast_parameters of ResNet-50, beside one broadcast of as many bytes.
+
+torchrun --nproc-per-node 2 benchmarks/parameters.py
+mpirun -np 2 python benchmarks/parameters.py --backend horovod
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from models import MODELS
+from turns import compare_in_turns
+
+import dualdist as hvd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure broadcast_parameters.")
+    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
+    parser.add_argument("--transport", help="such as gloo or mpi")
+    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init(backend=settings.backend, transport=settings.transport)
+    network, _ = MODELS["resnet50"].make()
+    state = network.state_dict()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    flat = torch.zeros(num_bytes // 4)
+    if hvd.rank() == 0:
+        print(f"{len(state)} tensors, {num_bytes / 1e6:.0f} MB, {hvd.size()} processes")
+    functions = {
+        "one broadcast": lambda: hvd.broadcast_(flat, 0),
+        "broadcast_parameters": lambda: hvd.broadcast_parameters(state, 0),
+    }
+    compare_in_turns(functions, settings.rounds)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Takes turns with two functions in the same processes, and prints the ratio of their times."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import dualdist as hvd
+
+__all__ = ("compare_in_turns",)
+
+
+def compare_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> None:
+    """Print rank 0's milliseconds per call, and the ratio of the second function to the first. Collective.
+
+    A ratio is the median over the rounds, then the smallest and the greatest. One round more is the warm-up.
+    """
+    order, shuffler = list(functions), random.Random(0)  # the same on all ranks
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        shuffler.shuffle(order)
+        for name in order:
+            hvd.barrier()
+            began = time.perf_counter()
+            functions[name]()
+            hvd.barrier()
+            taken[name].append(1e3 * (time.perf_counter() - began))
+    if hvd.rank() != 0:
+        return
+    first, second = functions
+    for name in functions:
+        print(f"{name}: {statistics.median(taken[name][1:]):.1f} ms")
+    ratios = [taken[second][place] / taken[first][place] for place in range(1, rounds + 1)]
+    print(f"{second} / {first}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
