@@ -6,23 +6,15 @@ mpirun -np 2 python benchmarks/parameters.py --backend horovod
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from models import MODELS
-from turns import compare_in_turns
+from turns import compare_in_turns, join_world
 
 import dualdist as hvd
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure broadcast_parameters.")
-    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
-    parser.add_argument("--transport", help="such as gloo or mpi")
-    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
-    settings = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init(backend=settings.backend, transport=settings.transport)
+    rounds = join_world("Measure broadcast_parameters.")
     network, _ = MODELS["resnet50"].make()
     state = network.state_dict()
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -33,7 +25,7 @@ def main() -> None:
         "one broadcast": lambda: hvd.broadcast_(flat, 0),
         "broadcast_parameters": lambda: hvd.broadcast_parameters(state, 0),
     }
-    compare_in_turns(functions, settings.rounds)
+    compare_in_turns(functions, rounds)
     hvd.shutdown()
 
 

@@ -6,12 +6,11 @@ mpirun -np 2 python benchmarks/sync_batch_norm.py --transport mpi
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
 from models import MODELS
-from turns import compare_in_turns
+from turns import compare_in_turns, join_world
 
 import dualdist as hvd
 
@@ -20,20 +19,14 @@ STEPS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what SyncBatchNorm adds to a training step.")
-    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
-    parser.add_argument("--transport", help="such as gloo or mpi")
-    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
-    settings = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init(backend=settings.backend, transport=settings.transport)
+    rounds = join_world("Measure what SyncBatchNorm adds to a training step.")
     functions = {
         "BatchNorm": steps(lambda model: model),
         "SyncBatchNorm": steps(hvd.SyncBatchNorm.convert_sync_batchnorm),
     }
     if hvd.rank() == 0:
         print(f"{STEPS} steps, {hvd.size()} processes")
-    compare_in_turns(functions, settings.rounds)
+    compare_in_turns(functions, rounds)
     hvd.shutdown()
 
 
