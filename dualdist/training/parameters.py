@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..agreement import call_kinds
@@ -94,20 +95,23 @@ def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group `tensors`: each large one is a message of its own, the others are packed. Equal on all ranks."""
-    packed: list[torch.Tensor] = []
-    num_bytes = 0
+    """Group `tensors`: each large one is a message of its own, the others are packed. Equal on all ranks.
+
+    A message has one dtype and one device, so that torch packs it in one call: most of a model's tensors are small.
+    """
+    packed: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
         if tensor.nbytes >= _LARGE_BYTES:
             yield [tensor]
             continue
-        if packed and (num_bytes > _PACKED_BYTES or packed[0].device != tensor.device):
-            yield packed
-            packed, num_bytes = [], 0
-        packed.append(tensor)
-        num_bytes += tensor.nbytes
-    if packed:
-        yield packed
+        kind = tensor.dtype, tensor.device
+        packed.setdefault(kind, []).append(tensor)
+        num_bytes[kind] += tensor.nbytes
+        if num_bytes[kind] > _PACKED_BYTES:
+            yield packed.pop(kind)
+            del num_bytes[kind]
+    yield from packed.values()
 
 
 def _send(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Callable[[], None]:
@@ -117,7 +121,7 @@ def _send(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Callable[
     if len(own) == 1:
         message = as_bytes(own[0], group)
     elif group.rank == root:
-        message = torch.cat([as_bytes(tensor, group) for tensor in own])
+        message = as_bytes(_flatten_dense_tensors(own), group)
     else:
         device = group.wire_device(own[0].device)
         message = torch.empty(sum(tensor.nbytes for tensor in own), dtype=torch.uint8, device=device)
@@ -135,9 +139,9 @@ def _send(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Callable[
 
 @torch.no_grad()
 def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    parts = message.split([tensor.nbytes for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(from_bytes(part, tensor.shape, tensor))
+    flat = from_bytes(message, (-1,), tensors[0])
+    for tensor, part in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+        tensor.copy_(part)
 
 
 @dataclass(frozen=True)
