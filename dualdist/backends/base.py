@@ -19,7 +19,7 @@ import torch
 from ..errors import BackendUnavailableError, HorovodInternalError
 from ..types import Launch, Settings
 
-__all__ = ("Backend", "FailedWork", "Group", "Work")
+__all__ = ("Backend", "CombinedWork", "FailedWork", "Group", "Work")
 
 T = TypeVar("T")
 
@@ -53,6 +53,20 @@ class FailedWork(Work):
 
     def done(self) -> bool:
         return True
+
+
+class CombinedWork(Work):
+    """Several collectives in progress."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
 
 
 class Group(ABC):
@@ -89,6 +103,10 @@ class Group(ABC):
     @abstractmethod
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         """Start overwriting `tensor` (1-D, uint8) with that of member `root`, an index in `ranks`."""
+
+    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+        """Start `broadcast_` of each of `tensors`."""
+        return CombinedWork([self.broadcast_(tensor, root) for tensor in tensors])
 
     @abstractmethod
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:

@@ -121,10 +121,18 @@ class TorchGroup(Group):
             return self._started(self._pg.allreduce([tensor], options), tensor)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
+        return self._broadcast([tensor], root)
+
+    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+        if getattr(self._pg, "broadcasts_lists", False):
+            return self._broadcast(list(tensors), root)
+        return super().broadcast_all_(tensors, root)
+
+    def _broadcast(self, tensors: list[torch.Tensor], root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
         with wrapped():
-            return self._started(self._pg.broadcast([tensor], options), tensor)
+            return self._started(self._pg.broadcast(tensors, options), tensors[0])
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         with wrapped():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ __all__ = ("broadcast_optimizer_state", "broadcast_parameters")
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
-_MOST_IN_FLIGHT = 4
+_BATCH_BYTES = 128 << 20
+"""About how many bytes of messages start together, and therefore how much memory the packed ones may take."""
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -84,62 +85,68 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """Broadcast `tensors` in place, several messages at a time."""
-    in_flight: deque[Callable[[], None]] = deque()
+    """Broadcast `tensors` in place, a batch of messages at a time."""
+    for batch in _batches(tensors):
+        _broadcast(group, batch, root)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+    """Yield the messages for `tensors`, several at a time. Equal on all ranks."""
+    batch: list[list[torch.Tensor]] = []
+    num_bytes = 0
     for message in _messages(tensors):
-        if len(in_flight) == _MOST_IN_FLIGHT:
-            in_flight.popleft()()
-        in_flight.append(_send(group, message, root))
-    for finish in in_flight:
-        finish()
+        batch.append(message)
+        num_bytes += sum(tensor.nbytes for tensor in message)
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group `tensors`: each large one is a message of its own, the others are packed. Equal on all ranks.
-
-    A message has one dtype and one device, so that torch packs it in one call: most of a model's tensors are small.
-    """
+    """Yield the tensors of one message at a time: a large one alone, or small ones of one dtype on one device."""
     packed: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
+        kind = tensor.dtype, tensor.device
         if tensor.nbytes >= _LARGE_BYTES:
             yield [tensor]
-            continue
-        kind = tensor.dtype, tensor.device
-        packed.setdefault(kind, []).append(tensor)
-        num_bytes[kind] += tensor.nbytes
+        elif tensor.nbytes:
+            packed.setdefault(kind, []).append(tensor)
+            num_bytes[kind] += tensor.nbytes
         if num_bytes[kind] > _PACKED_BYTES:
             yield packed.pop(kind)
             del num_bytes[kind]
     yield from packed.values()
 
 
-def _send(group: Group, tensors: Sequence[torch.Tensor], root: int) -> Callable[[], None]:
-    """Start the broadcast of `tensors` as one message. Return the function that waits and writes what has arrived."""
+def _broadcast(group: Group, batch: Sequence[Sequence[torch.Tensor]], root: int) -> None:
+    """Send the messages of `batch` at the same time, and write what has arrived."""
     # .data, because a buffer that autograd has saved, such as batch norm's, may change before backward.
-    own = [tensor.data for tensor in tensors]
-    if len(own) == 1:
-        message = as_bytes(own[0], group)
-    elif group.rank == root:
-        message = as_bytes(_flatten_dense_tensors(own), group)
-    else:
-        device = group.wire_device(own[0].device)
-        message = torch.empty(sum(tensor.nbytes for tensor in own), dtype=torch.uint8, device=device)
-    work = group.broadcast_(message, root) if message.numel() else None
+    messages = [[tensor.data for tensor in tensors] for tensors in batch]
+    sent = [_packed(tensors, group, root) for tensors in messages]
+    group.broadcast_all_(sent, root).wait()
+    if group.rank != root:
+        for data, tensors in zip(sent, messages, strict=True):
+            _unpack(data, tensors)
 
-    def finish() -> None:
-        if work is None:
-            return
-        work.wait()
-        if group.rank != root and message.data_ptr() != own[0].data_ptr():
-            _unpack(message, own)
 
-    return finish
+def _packed(tensors: Sequence[torch.Tensor], group: Group, root: int) -> torch.Tensor:
+    """Return the numbers of `tensors` as ((n,), uint8), on ranks other than `root` only memory for them."""
+    if len(tensors) == 1:
+        return as_bytes(tensors[0], group)
+    if group.rank == root:
+        return as_bytes(_flatten_dense_tensors(tensors), group)
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=group.wire_device(tensors[0].device))
 
 
 @torch.no_grad()
-def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    flat = from_bytes(message, (-1,), tensors[0])
+def _unpack(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    if data.data_ptr() == tensors[0].data_ptr():
+        return
+    flat = from_bytes(data, (-1,), tensors[0])
     for tensor, part in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
         tensor.copy_(part)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import HorovodInternalError
-from ..base import Group, Work
+from ..base import CombinedWork, Group, Work
 from ..patience import Patience
 from . import gate
 from .installed import real_horovod
@@ -30,7 +30,7 @@ _SLEEP_SHARE = 1 / 8
 _START_SECONDS = 0.1
 """How long to wait at a time until Horovod accepts an operation. It usually takes less than a millisecond."""
 _BROADCAST_NAMES = 8
-"""Horovod allows one operation of a name at a time. As many broadcasts can be in progress."""
+"""Horovod allows one operation of a name at a time. As many calls of `broadcast_` can be in progress."""
 
 
 @contextlib.contextmanager
@@ -113,8 +113,16 @@ class HorovodGroup(Group):
         return self._start(functools.partial(hvd.allreduce_async_, op=op), tensor, None, name)
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
-        name = f"{self._prefix}.broadcast.{next(self._broadcasts)}"
-        return self._start(hvd.broadcast_async_, tensor, self.ranks[root], name)
+        return self._broadcast(tensor, root, f"broadcast.{next(self._broadcasts)}")
+
+    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+        works = [
+            self._broadcast(tensor, root, f"broadcast_all.{number}") for number, tensor in enumerate(tensors)
+        ]
+        return CombinedWork(works)
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work:
+        return self._start(hvd.broadcast_async_, tensor, self.ranks[root], f"{self._prefix}.{name}")
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         return self._start(hvd.allgather_async, tensor, f"{self._prefix}.allgather", output=output)

@@ -33,6 +33,8 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     supports_splitting = False
     supports_coalescing = False
+    broadcasts_lists = True
+    """Whether `broadcast` takes more than one tensor. Gloo's and NCCL's do not."""
 
     def __init__(self, store: Any, communicator: Any, name: str, backend: str, timeout: timedelta) -> None:
         self._communicator: Communicator | None = Communicator(communicator)
@@ -208,7 +210,9 @@ class MpiProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def broadcast(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
-        return self._start("broadcast", [self._usable.broadcast(tensors[0], opts.rootRank)], tensors, opts)
+        communicator = self._usable
+        operations = [communicator.broadcast(tensor, opts.rootRank) for tensor in tensors]
+        return self._start("broadcast", operations, tensors, opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MpiWork:
         communicator = self._usable

@@ -61,6 +61,9 @@ class HostGroup(Group):
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._inner.broadcast_(tensor, root)
 
+    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+        return self._inner.broadcast_all_(tensors, root)
+
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         return self._inner.allgather(output, tensor)
 
