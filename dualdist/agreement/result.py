@@ -10,6 +10,9 @@ __all__ = ("Result",)
 
 T = TypeVar("T")
 
+_WAIT_SECONDS = 0.5
+"""A signal that arrives just before a wait or in another thread does not interrupt it: its handler runs afterwards."""
+
 
 class Result(Generic[T]):
     """What `compute` returns or raises, once `run` has called it in another thread.
@@ -53,9 +56,9 @@ class Result(Generic[T]):
 
     def get(self) -> T:
         """Wait for the result, and return it or raise its exception."""
-        if not self._ended:
-            with self._running:
-                pass
+        while not self._ended:
+            if self._running.acquire(timeout=_WAIT_SECONDS):
+                self._running.release()
         if self._error is not None:
             raise self._error
         return self._value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -63,3 +64,25 @@ def test_a_signal_handler_may_wait_for_another_result_at_any_moment() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
     assert len(answers) > 100 and set(answers) == {"handler"}
+
+
+@pytest.mark.timeout(60)
+def test_the_handler_of_a_signal_that_another_thread_received_runs_during_the_wait() -> None:
+    result, ended = Result(lambda: 7), threading.Event()
+    main = threading.get_ident()
+
+    def receive() -> None:
+        while sys._current_frames()[main].f_code is not Result.get.__code__:
+            pass
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+        ended.wait()
+
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: result.run())
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        assert result.get() == 7
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGUSR2, former)
