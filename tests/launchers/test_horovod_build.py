@@ -76,3 +76,25 @@ def test_an_operation_starts_while_horovod_waits_for_another_rank(tmp_path: Path
     ended = launch(launcher, str(script))
     assert ended.code == 0, ended.output
     assert ended.output.count("all right") == 2, ended.output
+
+
+DIFFERENT_BUILDS = """\
+import importlib.metadata, os, dualdist as hvd
+
+versions = {"horovod": f"0.28.1+patch{os.environ['RANK']}"}
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: versions.get(name) or version(name)
+try:
+    hvd.init(backend="horovod")
+except hvd.ConfigurationError as error:
+    os.write(1, f"<{error}>\\n".encode())
+"""
+
+
+def test_ranks_with_different_builds_are_an_error_that_names_them(tmp_path: Path) -> None:
+    """Here only the version differs: one machine has one build."""
+    script = tmp_path / "script.py"
+    script.write_text(DIFFERENT_BUILDS)
+    ended = launch("torchrun-horovod", str(script))
+    told = "Horovod must be the same build on all ranks, but is 0.28.1+patch0 on rank 0 and 0.28.1+patch1 on rank 1"
+    assert ended.output.count(f"<{told} instead.") == 2, ended.output

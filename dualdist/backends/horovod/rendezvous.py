@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...errors import ConfigurationError
 from ...launch import Place, nodes, topology
 from ...rendezvous import check_interfaces, interface_of, own_node
 from ...rendezvous.http_store import HttpStore, horovods_scopes
@@ -18,6 +19,7 @@ from ...types import Launch, Settings
 from ..start_watch import StartWatch
 from ..store import SharedStore, open_store
 from ..store_gather import store_gather
+from .repairs import horovods_version
 
 __all__ = ("GlooRendezvous", "serve_rendezvous")
 
@@ -52,9 +54,10 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
     check_interfaces("HOROVOD_GLOO_IFACE", env)
     shared = open_store(launch, env, timeout)
     gather = store_gather(shared.store, launch.rank, launch.size, timeout)
-    places: list[Place] = [
-        tuple(json.loads(text)) for text in gather(json.dumps([own_node(), launch.local_rank]))
-    ]
+    own_part = json.dumps([horovods_version(), own_node(), launch.local_rank])
+    versions, *columns = zip(*map(json.loads, gather(own_part)), strict=True)
+    _check_builds(versions)
+    places: list[Place] = list(zip(*columns, strict=True))
     names, worlds = nodes(places), topology(places)
     is_first = launch.rank == 0
     server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None
@@ -77,6 +80,16 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         "HOROVOD_CROSS_SIZE": str(own.cross_size),
     }
     return GlooRendezvous(shared, variables, watch, server)
+
+
+def _check_builds(versions: Sequence[str]) -> None:
+    """Raise ConfigurationError if the ranks have different builds of Horovod, which would wait for each other."""
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            raise ConfigurationError(
+                f"Horovod must be the same build on all ranks, but is {versions[0]} on rank 0 and {version} on rank "
+                f"{rank} instead. Install the same on every host, with ci/install-horovod for example."
+            )
 
 
 def _gloo_timeout(settings: Settings) -> str:
