@@ -32,8 +32,9 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",  # Open MPI 4
     "PRTE_MCA_hwloc_default_binding_policy": "none",  # Open MPI 5
+    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-"""The same threads and processors for all: torchrun limits threads, mpirun binds each process to a core."""
+"""The same for all: torchrun limits threads, mpirun binds each process to a core, dualdist lets Open MPI yield."""
 
 Figures = Mapping[str, float]
 

@@ -15,14 +15,14 @@ from turns import compare_in_turns, join_world
 import dualdist as hvd
 
 STEPS = 4
-"""In each turn."""
+"""Of training, in each call."""
 
 
 def main() -> None:
     rounds = join_world("Measure what SyncBatchNorm adds to a training step.")
     functions = {
-        "BatchNorm": steps(lambda model: model),
-        "SyncBatchNorm": steps(hvd.SyncBatchNorm.convert_sync_batchnorm),
+        "BatchNorm": trainer(lambda model: model),
+        "SyncBatchNorm": trainer(hvd.SyncBatchNorm.convert_sync_batchnorm),
     }
     if hvd.rank() == 0:
         print(f"{STEPS} steps, {hvd.size()} processes")
@@ -30,7 +30,7 @@ def main() -> None:
     hvd.shutdown()
 
 
-def steps(convert: Callable[[torch.nn.Module], torch.nn.Module]) -> Callable[[], None]:
+def trainer(convert: Callable[[torch.nn.Module], torch.nn.Module]) -> Callable[[], None]:
     """Return a function that trains some steps of a converted model."""
     network, batch = MODELS["resnet18"].make()
     model = hvd.DistributedDataParallel(convert(network))

@@ -1,4 +1,4 @@
-"""Takes turns with two functions in the processes of a launcher, and prints the ratio of their times."""
+"""Calls two functions in turns on all ranks, and prints the ratio of their times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def join_world(purpose: str) -> int:
 def compare_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> None:
     """Print rank 0's milliseconds per call, and the ratio of the second function to the first. Collective.
 
-    A ratio is the median over the rounds, then the smallest and the greatest. One round more is the warm-up.
+    functions: two, by name. The times include a barrier. A ratio is the median over the rounds, then the
+    smallest and the greatest. One round more is the warm-up.
     """
     order, shuffler = list(functions), random.Random(0)  # the same on all ranks
     taken: dict[str, list[float]] = {name: [] for name in functions}

@@ -61,7 +61,7 @@ def test_a_number_of_threads_that_the_user_has_set_is_not_warned_of(tmp_path: Pa
 
 @pytest.mark.parametrize("chosen", [None, "0"])
 def test_open_mpi_leaves_the_core_to_training_while_horovod_waits(tmp_path: Path, chosen: str | None) -> None:
-    """Unless the user has chosen otherwise. Open MPI reads the variable when it starts, into the named global."""
+    """Unless the user has chosen otherwise. Open MPI stores the choice in the named variable when it starts."""
     script = tmp_path / "script.py"
     script.write_text(
         "import ctypes, os, dualdist as hvd\n"

@@ -9,7 +9,7 @@ from dualdist.backends.horovod.start_variables import start_variables
 YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 
 
-def test_open_mpi_leaves_the_core_to_training_while_horovod_waits() -> None:
+def test_open_mpi_yields_while_it_waits() -> None:
     assert start_variables({}, "mpi")[YIELDS] == "1"
 
 
