@@ -7,7 +7,10 @@ from typing import Any
 
 from .call_kinds import Kind
 
-__all__ = ("Call",)
+__all__ = ("LONGEST_TEXT", "Call")
+
+LONGEST_TEXT = 400
+"""How many characters a message shows of a call or an exception."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Call:
         if self.name is not None:
             shown.append(f"name={self.name!r}")
         return f"{self.kind}({', '.join(shown)})"
+
+    @property
+    def brief(self) -> str:
+        """Return the call and its site for a message, without most of a long list such as a model's parameters."""
+        text = str(self)
+        return f"{text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + '...)'} at {self.where}"
 
     @property
     def where(self) -> str:

@@ -51,7 +51,7 @@ class Guard:
                 raise
             raise self._failure(call, name, number, error) from error.__cause__
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
-            self._broken = f"{call} at {call.where} was interrupted: {error!r}."
+            self._broken = f"{call.brief} was interrupted: {error!r}."
             self._watch.interrupt(name, repr(error))
             self._connections.close()
             self._abort()
@@ -72,10 +72,10 @@ class Guard:
         self._abort()
         found = found or self._watch.notice(name)
         if found is not None:
-            stalled = f"{call} at {call.where} stalled; {found}"
+            stalled = f"{call.brief} stalled; {found}"
             self._broken = stalled.splitlines()[0]
             return StallError(stalled)
-        failed = self._broken = f"{call} at {call.where} failed: {str(error).rstrip('.')}."
+        failed = self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
         text = f"{failed} Look for the first error of another rank, or for a failure of the network"
         survey = self._watch.survey(name, number, call.key, has_failed=True)
         if not survey.missing:

@@ -32,7 +32,7 @@ def nothing_matches(awaited: Mapping[int, Sequence[Call]], others: Mapping[int, 
     awaited, others: by rank, the calls for which its script waits, and its other pending calls.
     """
     rows = [
-        f"  {shown_ranks([rank])} has started {call} at {call.where}"
+        f"  {shown_ranks([rank])} has started {call.brief}"
         for rank, calls in others.items()
         for call in calls
     ]
@@ -50,10 +50,7 @@ def nothing_matches(awaited: Mapping[int, Sequence[Call]], others: Mapping[int, 
 
 def calls_failed(failed: Mapping[int, Entry]) -> str:
     """Return the message for calls, by rank, that failed before they could start."""
-    rows = [
-        f"  rank {rank} failed in {entry.call} at {entry.call.where}: {entry.error}"
-        for rank, entry in failed.items()
-    ]
+    rows = [f"  rank {rank} failed in {entry.call.brief}: {entry.error}" for rank, entry in failed.items()]
     return "\n".join(["The call failed on another rank before it could start:", *rows])
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..types import Settings
-from .call import Call
+from .call import LONGEST_TEXT, Call
 from .status import Contact, StatusServer, ask
 from .survey import ABSENT, BEHIND, ENDED, INTERRUPTED, LEFT, SILENT, SUSPENDED, WAITING, State, Survey
 from .suspension import Suspension
@@ -32,9 +32,6 @@ _FAILED_SECONDS = 2.0
 """The same when the backend has failed: an elastic job continues soon."""
 _MOST_QUESTIONS = 32
 """How many ranks to ask at a time."""
-_LONGEST_CALL = 400
-"""Characters of a call in an answer. The arguments of some calls describe a whole model."""
-
 
 Key = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
@@ -121,7 +118,7 @@ class StallWatch:
 
     def interrupt(self, channel: str, error: str) -> None:
         """Record that `error` ends the call of `channel` on this rank alone."""
-        self._interrupted[channel] = error[:_LONGEST_CALL]
+        self._interrupted[channel] = error[:LONGEST_TEXT]
 
     def survey(self, channel: str, number: int, key: Key, *, has_failed: bool = False) -> Survey:
         """Return what the members of `channel` are doing, seen from a call with this number and key.
@@ -237,8 +234,8 @@ class StallWatch:
         """
         waits = dict(self._waiting)
         here = waits.pop(channel, self._given_up.get(channel))
-        elsewhere = (f"{_shown(wait.call)} of process {name.split(',')[0]}" for name, wait in waits.items())
-        number, call = self._numbers.get(channel, 0), "" if here is None else _shown(here.call)
+        elsewhere = (f"{wait.call.brief} of process {name.split(',')[0]}" for name, wait in waits.items())
+        number, call = self._numbers.get(channel, 0), "" if here is None else here.call.brief
         has_key = here is not None and here.has(key)
         interrupted, suspended = self._interrupted.get(channel), self._suspension.recent
         return number, has_key, call, next(elsewhere, ""), interrupted, suspended
@@ -287,8 +284,3 @@ class StallWatch:
                 survey.states[waiting[0]].call,
                 survey.missing,
             )
-
-
-def _shown(call: Call) -> str:
-    text = str(call)
-    return f"{text if len(text) <= _LONGEST_CALL else text[:_LONGEST_CALL] + '...)'} at {call.where}"
