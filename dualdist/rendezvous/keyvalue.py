@@ -109,6 +109,8 @@ class KeyValueServer:
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Report once, in one line, that no connection can be accepted. asyncio would log a traceback for each one."""
+        if self._stop.is_set():  # asyncio tries again even if it has closed the socket meanwhile
+            return
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
             loop.default_exception_handler(context)
