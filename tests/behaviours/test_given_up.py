@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dualdist as hvd
@@ -60,3 +61,21 @@ def test_ranks_raise_soon_when_another_has_given_up_the_call(name: str, tmp_path
         failed, *others = world.run(errors_where_rank_0_fails, tmp_path)
     assert all("the cable is cut" in error for error in failed)
     assert all("failed: " in error for errors in others for error in errors), others
+
+
+def rejoin_after_a_collective_without_rank_0() -> None:
+    if hvd.rank() != 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+    with outside_world():
+        pass
+    alone = hvd.add_process_set([0])
+    dist.barrier()
+    hvd.remove_process_set(alone)
+    check_next_calls_work()
+
+
+def test_messages_of_a_collective_given_up_do_not_reach_a_later_communicator() -> None:
+    """Open MPI gives the number of a communicator that was freed to the next one."""
+    with started(*WORLDS["torch-mpi-3"]) as world:
+        for _ in range(3):
+            world.run(rejoin_after_a_collective_without_rank_0)

@@ -8,8 +8,8 @@ moves the data while Python computes, and ends collectives that exceed the group
 supported.
 
 group.py has the process group, communicator.py the collectives as MPI requests, buffers.py the preparation of tensors
-for MPI, work.py the objects that calls return, progress.py the thread, callbacks.py the threads of callbacks, and
-startup.py the start of MPI and the rendezvous through it.
+for MPI, work.py the objects that calls return, progress.py the thread, callbacks.py the threads of callbacks, closed.py
+what remains of destroyed groups, and startup.py the start of MPI and the rendezvous through it.
 """
 
 from __future__ import annotations

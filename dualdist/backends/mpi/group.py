@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...rendezvous import mpi
+from .closed import Label, closed
 from .communicator import Communicator, Operation
 from .monitored_barrier import monitored_barrier
 from .profiling import profiler_range
@@ -36,7 +37,10 @@ class MpiProcessGroup(dist.ProcessGroup):
     broadcasts_lists = True
     """Whether `broadcast` takes more than one tensor. Gloo's and NCCL's do not."""
 
-    def __init__(self, store: Any, communicator: Any, name: str, backend: str, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, communicator: Any, label: Label, name: str, backend: str, timeout: timedelta
+    ) -> None:
+        self._label = label
         self._communicator: Communicator | None = Communicator(communicator)
         super().__init__(store, self._communicator.rank, self._communicator.size)
         self._rank, self._size = self._communicator.rank, self._communicator.size
@@ -91,18 +95,17 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Free the communicator. Collective, except on a rank that is failing: there it is freed when MPI ends."""
+        """Give up the calls in progress. Local. The communicator is freed later (closed.py), or when MPI ends."""
         communicator, self._communicator = self._communicator, None
         if communicator is None or progress.forked:
             return
         progress.leave(self)
         self.dropped.clear()
         if not self.unsettled and not mpi.is_failing():
-            with progress.calls:
-                communicator.comm.Free()
+            closed.add(self._label, communicator.comm)
 
     def abort(self) -> None:
-        """Let calls in progress raise. The communicator is freed when MPI ends. Local."""
+        """Let calls in progress raise. Local. The communicator is freed when MPI ends."""
         self.unsettled = True
         self.shutdown()
 

@@ -18,6 +18,7 @@ from ...launch import detect
 from ...rendezvous import mpi
 from ...types import Launch
 from ..store import open_store
+from .closed import closed
 from .group import MpiProcessGroup
 from .progress import progress
 from .work import FORKED
@@ -104,21 +105,23 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
     if library.Query_thread() < library.THREAD_MULTIPLE and not progress.serial:
         progress.serial, progress.calls = True, threading.RLock()
     store, world = options.store, library.COMM_WORLD
-    store.set(f"mpi/{options.group_rank}", str(world.Get_rank()))
-    ranks = [int(store.get(f"mpi/{place}")) for place in range(options.group_size)]
-    if len(set(ranks)) < len(ranks):
+    store.set(f"mpi/{options.group_rank}", closed.message(world.Get_rank()))
+    messages = [store.get(f"mpi/{place}") for place in range(options.group_size)]
+    with progress.calls:
+        label = closed.meet(messages)
+    if len(set(label.ranks)) < len(messages):
         raise BackendUnavailableError(
-            f"Every member must have an MPI rank of its own, but they have {ranks} instead. Start with mpirun."
+            f"Every member must have an MPI rank of its own, but they have {[*label.ranks]} instead. Start with mpirun."
         )
     with progress.calls:
         all_ranks = world.Get_group()
-        members = all_ranks.Incl(ranks)
+        members = all_ranks.Incl(label.ranks)
         tag = zlib.crc32(str(options.group_id).encode()) & 0x7FFF
         with mpi.unfinished():
             communicator = world.Create_group(members, tag=tag)
         members.Free()
         all_ranks.Free()
-    return MpiProcessGroup(store, communicator, str(options.group_id), NAME, options.timeout)
+    return MpiProcessGroup(store, communicator, label, str(options.group_id), NAME, options.timeout)
 
 
 def _is_single_threaded(library: Any) -> bool:
