@@ -1,4 +1,4 @@
-"""Measures broadcast_parameters of ResNet-50, beside one broadcast of as many bytes.
+"""Measures broadcast_parameters of ResNet-50, beside one broadcast of as many bytes: with dualdist, and with torch.
 
 torchrun --nproc-per-node 2 benchmarks/parameters.py
 mpirun -np 2 python benchmarks/parameters.py --backend horovod
@@ -6,7 +6,10 @@ mpirun -np 2 python benchmarks/parameters.py --backend horovod
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from models import MODELS
 from turns import compare_in_turns, join_world
 
@@ -21,10 +24,10 @@ def main() -> None:
     flat = torch.zeros(num_bytes // 4)
     if hvd.rank() == 0:
         print(f"{len(state)} tensors, {num_bytes / 1e6:.0f} MB, {hvd.size()} processes")
-    functions = {
-        "one broadcast": lambda: hvd.broadcast_(flat, 0),
-        "broadcast_parameters": lambda: hvd.broadcast_parameters(state, 0),
-    }
+    functions: dict[str, Callable[[], object]] = {"one broadcast": lambda: hvd.broadcast_(flat, 0)}
+    if dist.is_initialized():
+        functions["one of torch.distributed"] = lambda: dist.broadcast(flat, 0)
+    functions["broadcast_parameters"] = lambda: hvd.broadcast_parameters(state, 0)
     compare_in_turns(functions, rounds)
     hvd.shutdown()
 

@@ -1,4 +1,4 @@
-"""Calls two functions in turns on all ranks, and prints the ratio of their times."""
+"""Calls functions in turns on all ranks, and prints the ratios of their times."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def join_world(purpose: str) -> int:
 
 
 def compare_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> None:
-    """Print rank 0's milliseconds per call, and the ratio of the second function to the first. Collective.
+    """Print rank 0's milliseconds per call, and the ratios of the last function to the others. Collective.
 
-    functions: two, by name. The times include a barrier. A ratio is the median over the rounds, then the
+    functions: by name. The times include a barrier. A ratio is the median over the rounds, then the
     smallest and the greatest. One round more is the warm-up.
     """
     order, shuffler = list(functions), random.Random(0)  # the same on all ranks
@@ -46,8 +46,9 @@ def compare_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int)
             taken[name].append(1e3 * (time.perf_counter() - began))
     if hvd.rank() != 0:
         return
-    first, second = functions
     for name in functions:
         print(f"{name}: {statistics.median(taken[name][1:]):.1f} ms")
-    ratios = [taken[second][place] / taken[first][place] for place in range(1, rounds + 1)]
-    print(f"{second} / {first}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    *others, last = functions
+    for other in others:
+        ratios = [taken[last][place] / taken[other][place] for place in range(1, rounds + 1)]
+        print(f"{last} / {other}: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")

@@ -84,13 +84,15 @@ class Connections:
         ]
         """For each round of an exchange: of how many members to send, to which peer, and from which peer to receive."""
 
-    def allgather_messages(self, message: bytes) -> list[bytes]:
+    def allgather_messages(self, message: bytes, seconds: float | None = None) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.
+
+        seconds: to wait for the others; None: the timeout of all exchanges.
 
         Raises StallError when a member does not send in time, HorovodInternalError when one has left.
         """
         messages = [message]  # messages[j] is from the member at place rank + j, modulo size
-        deadline = self.deadline()
+        deadline = self.deadline() if seconds is None else time.monotonic() + seconds
         for count, target, source in self._rounds:
             messages += _swap(target, messages[:count], source, deadline)
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]

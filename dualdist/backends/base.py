@@ -19,9 +19,11 @@ import torch
 from ..errors import BackendUnavailableError, HorovodInternalError
 from ..types import Launch, Settings
 
-__all__ = ("Backend", "CombinedWork", "FailedWork", "Group", "Work")
+__all__ = ("Backend", "CombinedWork", "Exchange", "FailedWork", "Group", "Work")
 
 T = TypeVar("T")
+Exchange = Callable[[bytes], list[bytes]]
+"""exchange(message) returns the `message` of every member of a group, in rank order. Collective over the members."""
 
 
 class Work(ABC):
@@ -218,15 +220,17 @@ class Backend(ABC):
         """In a forked process, keep its exit from affecting the parent's world. Local."""
 
     @abstractmethod
-    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         """Return `count` communicators over `ranks`. Collective over the world, also for ranks outside the groups.
+
+        exchange: of `ranks`.
 
         Raises StallError if a rank does not arrive in time, and BackendUnavailableError if the backend cannot connect
         `ranks`.
         """
 
-    def new_members_group(self, ranks: Sequence[int]) -> Group:
-        """Return a communicator over `ranks`. Collective over `ranks` alone. By default no backend can do that."""
+    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        """Do the same. Collective over `ranks` alone. By default no backend can do that."""
         raise BackendUnavailableError(
             f"`process_group` must be a process set on {self.name}, but is another group of ranks {list(ranks)} "
             "instead. Call add_process_set(ranks) on every rank before."

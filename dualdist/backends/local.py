@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..rendezvous import LOOPBACK
 from ..types import Launch, Settings
-from .base import Backend, Group, Work
+from .base import Backend, Exchange, Group, Work
 from .default_group import forget_default_group
 from .torch_build import built_into_torch
 
@@ -112,7 +112,7 @@ class LocalBackend(Backend):
             dist.destroy_process_group()
         self._opened = False
 
-    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         return [_LocalGroup(ranks, self.rank) for _ in range(count)]
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections import Counter
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -23,11 +23,9 @@ from ..errors import BackendUnavailableError, ConfigurationError
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
 from ..types import Launch, Settings
-from .base import Backend, Group
+from .base import Backend, Exchange, Group
 from .default_group import forget_default_group
-from .direct_group import DirectGroup, can_connect
 from .open_files import allow_open_files
-from .shared_memory import HostGroup, share_host
 from .start_step import start_step
 from .start_watch import StartWatch
 from .store import SharedStore, open_store, share_store
@@ -38,24 +36,19 @@ from .torch_devices import (
     adopted_device,
     adopted_transport,
     bind_device,
-    carried_types,
     config_of,
     device_transport,
     error_handling,
     transport_timeout,
 )
-from .torch_group import TorchGroup, abort_process_group, set_timeout, wrapped
+from .torch_group import abort_process_group, set_timeout, wrapped
+from .torch_groups import TorchGroups, config_text
 from .transport_choice import Offer, agreed_transport
 from .transports import TRANSPORTS
 
 __all__ = ("TorchBackend",)
 
 T = TypeVar("T")
-
-_members_groups_made: Counter[tuple[int, ...]] = Counter()
-"""How many groups this process has made among the members alone, for each tuple of ranks."""
-_FIRST_MEMBERS_GROUP = 1_000_000
-"""Above the numbers of all groups that all ranks make together."""
 
 
 def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
@@ -71,11 +64,6 @@ def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
 def _step_seconds(transport: str, settings: Settings) -> float | None:
     """Return how long a step of the start may take; None if torch has a timeout. MPI has none for a communicator."""
     return settings.start_timeout_seconds if transport == "mpi" else None
-
-
-def _text_of(config: Mapping[str, str]) -> str:
-    """Return `config` as torch's argument `backend`."""
-    return ",".join(f"{kind}:{name}" for kind, name in config.items()) if len(config) > 1 else config["cpu"]
 
 
 def _preferred_transport(launch: Launch) -> str:
@@ -110,15 +98,20 @@ class TorchBackend(Backend):
         self.runs_ahead = device is not None
         self._config = config
         self.address = shared.addresses.own
-        self._nodes = shared.addresses.nodes
         self._store = shared.store
         self._settings = settings
         self._timeout = timedelta(seconds=settings.start_timeout_seconds)
         self._adopted = adopted
-        self._groups: list[TorchGroup] = []
-        self._members_groups: list[TorchGroup] = []
-        self._direct_groups: list[DirectGroup] = []
-        self._host_groups: list[HostGroup] = []
+        self._groups = TorchGroups(
+            self.rank,
+            config,
+            device,
+            shared.addresses.nodes,
+            shared.store,
+            self._timeout,
+            may_share=settings.shared_memory,
+        )
+        self._steps = itertools.count()
         self._start_watch: StartWatch | None = None
         """Until `finish_start`."""
         self._on_shutdown = contextlib.ExitStack()
@@ -158,7 +151,7 @@ class TorchBackend(Backend):
                 allow_open_files(launch.size)  # watched, so that its error ends the start of all ranks
             connect = functools.partial(
                 dist.init_process_group,
-                _text_of(config),
+                config_text(config),
                 # While a thread waits in a store, others cannot use it. NCCL has threads that wait. Without NCCL, one
                 # connection is enough. Each takes time: c10d's server looks up the peers' names one by one.
                 store=shared.store if device is None else shared.store.clone(),
@@ -209,59 +202,16 @@ class TorchBackend(Backend):
                 "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
             )
 
-    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
-        def connect() -> list[Group]:
-            for _ in range(count):
-                self._groups.append(self._new_group(ranks))
-            return self._on_host(self._groups[-count:])
+    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        connect = functools.partial(self._groups.make, ranks, count, exchange)
+        return self.start_step(connect, f"groups {next(self._steps)}")
 
-        return self.start_step(connect, f"groups {len(self._groups)}")
+    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        return self._groups.make_among_members(ranks, count, exchange)
 
     def start_step(self, step: Callable[[], T], name: str) -> T:
         limit = _step_seconds(self.transport, self._settings)
         return start_step(step, self._store, name, self.rank, self.size, self._start_watch, limit)
-
-    def new_members_group(self, ranks: Sequence[int]) -> Group:
-        # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
-        torch_world, key = dist.distributed_c10d._world, tuple(ranks)
-        before = torch_world.group_count
-        _members_groups_made[key] += 1
-        torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
-        try:
-            self._members_groups.append(self._new_group(ranks, among_members=True))
-        finally:
-            torch_world.group_count = before
-        return self._on_host(self._members_groups[-1:])[0]
-
-    def _new_group(self, ranks: Sequence[int], among_members: bool = False) -> TorchGroup:
-        with wrapped():
-            process_group = dist.new_group(
-                list(ranks),
-                backend=_text_of(self._config),
-                timeout=transport_timeout(self._timeout, self.device),
-                use_local_synchronization=among_members,
-            )
-        own = process_group if self.rank in ranks else None
-        return TorchGroup(ranks, self.rank, own, carried_types(self._config), self.device)
-
-    def _on_host(self, groups: Sequence[TorchGroup]) -> list[Group]:
-        """Return `groups`, or groups that do the same in shared memory within each host. Collective over the members.
-
-        groups: they have the same members.
-        """
-        if not self._settings.shared_memory:
-            return [*groups]
-        connect = self._connect if can_connect(self._config) else None
-        with wrapped():
-            host_groups = share_host(groups, self._nodes, self._timeout.total_seconds(), connect)
-        self._host_groups += host_groups
-        return [*(host_groups or groups)]
-
-    def _connect(self, name: str, ranks: Sequence[int]) -> Group:
-        """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
-        kind, store = self._config["cpu"], self._store.clone()
-        self._direct_groups.append(DirectGroup(kind, store, name, ranks, self.rank, self._timeout))
-        return self._direct_groups[-1]
 
     def check_start(self, cause: BaseException | None = None) -> None:
         if self._start_watch is not None:
@@ -279,12 +229,7 @@ class TorchBackend(Backend):
         if not self._adopted:
             dist.distributed_c10d._get_default_store().set_timeout(timeout)
             set_timeout(transport_timeout(timeout, self.device), None)
-        for group in self._groups:
-            group.set_timeout(transport_timeout(timeout, self.device))
-        for direct_group in self._direct_groups:
-            direct_group.set_timeout(timeout)
-        for host_group in self._host_groups:
-            host_group.set_timeout(timeout.total_seconds())
+        self._groups.set_timeout(timeout)
 
     def open_process_group(self) -> None:
         return  # it is the world
@@ -305,15 +250,13 @@ class TorchBackend(Backend):
                 return
             if not self._adopted:
                 forget_default_group()
-                is_aborted = any(group.is_aborted for group in [*self._groups, *self._members_groups])
-                (abort_process_group if is_aborted else dist.destroy_process_group)()
+                end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
+                end()
                 return
-            for group in [*self._groups, *self._members_groups]:
-                group.close()
+            self._groups.close()
 
     def abandon(self) -> None:
-        for group in self._host_groups:
-            group.abandon()
+        self._groups.abandon()
 
     @property
     def store(self) -> dist.Store | None:

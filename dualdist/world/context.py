@@ -14,7 +14,7 @@ import logging
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..agreement.handle_table import HandleTable
 from ..agreement.stall import StallWatch
 from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
-from ..backends.base import Group
+from ..backends.base import Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, topology
 from ..process_exit import never_delete, skip_destructors_at_exit
@@ -48,6 +48,8 @@ __all__ = (
 )
 
 logger = logging.getLogger("dualdist")
+
+NewGroups = Callable[[Sequence[int], int, Exchange], list[Group]]
 
 _context: Context | None = None
 """The world that this process has joined."""
@@ -94,7 +96,7 @@ class Context:
         """Open a channel for a process set of `ranks` and return its ID. Collective over the world."""
         set_id = self._next_set
         self._next_set += 1
-        self._open_channel(set_id, ranks, self.backend.new_groups(ranks, 2))
+        self._open_channel(set_id, ranks, self.backend.new_groups)
         return set_id
 
     def add_members_channel(self, ranks: Sequence[int]) -> int:
@@ -103,12 +105,11 @@ class Context:
         Raises BackendUnavailableError if the backend needs all ranks for that.
         """
         set_id = -1 - zlib.crc32(repr(list(ranks)).encode())  # the same on all members, without a message
-        self._open_channel(set_id, ranks, [self.backend.new_members_group(ranks) for _ in range(2)])
+        self._open_channel(set_id, ranks, self.backend.new_members_groups)
         return set_id
 
-    def _open_channel(self, set_id: int, ranks: Sequence[int], groups: Sequence[Group]) -> None:
-        backend, name = self.backend, f"set {set_id}"
-        data, gradients = groups
+    def _open_channel(self, set_id: int, ranks: Sequence[int], new_groups: NewGroups) -> None:
+        backend, name, seconds = self.backend, f"set {set_id}", self.settings.start_timeout_seconds
         connections = Connections(
             backend.store,
             name,
@@ -116,11 +117,18 @@ class Context:
             backend.rank,
             backend.address,
             self.settings.stall_timeout_seconds,
-            # All ranks have just made the groups.
-            self.settings.start_timeout_seconds,
+            seconds,  # all ranks have just met
             backend.check_start,
         )
-        make_ahead = functools.partial(backend.new_members_group, ranks) if backend.runs_ahead else None
+        try:
+            exchange = functools.partial(connections.allgather_messages, seconds=seconds)
+            data, gradients = new_groups(ranks, 2, exchange)
+        except BaseException:
+            connections.close()
+            raise
+        make_ahead = (
+            (lambda: backend.new_members_groups(ranks, 1, exchange)[0]) if backend.runs_ahead else None
+        )
         self.channels[set_id] = Channel(
             name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
         )

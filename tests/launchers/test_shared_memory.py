@@ -23,13 +23,13 @@ assert hvd.allreduce(torch.ones(1 << 20), op=hvd.Sum)[0].item() == hvd.size()
 
 EXCHANGES = """\
 import os, dualdist as hvd
-from dualdist.backends.torch_group import TorchGroup
-gather, number = TorchGroup.allgather_bytes, 0
-def counted(group, message):
+from dualdist.agreement.connections import Connections
+gather, number = Connections.allgather_messages, 0
+def counted(connections, message, seconds=None):
     global number
     number += 1
-    return gather(group, message)
-TorchGroup.allgather_bytes = counted
+    return gather(connections, message, seconds)
+Connections.allgather_messages = counted
 hvd.init(backend="torch", transport="gloo")
 os.write(1, f"exchanges {number}\\n".encode())
 """
@@ -50,7 +50,7 @@ def test_a_killed_rank_is_an_error_of_the_others_and_leaves_no_memory(tmp_path: 
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "dualdist" in name}
 
 
-@pytest.mark.parametrize(("switch", "name"), [("0", "TorchGroup"), ("1", "HostGroup")])
+@pytest.mark.parametrize(("switch", "name"), [("0", "DirectGroup"), ("1", "HostGroup")])
 def test_a_variable_switches_shared_memory_off(switch: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(TYPES)
@@ -59,9 +59,9 @@ def test_a_variable_switches_shared_memory_off(switch: str, name: str, tmp_path:
     assert ended.output.count(name) == 2
 
 
-def test_a_start_needs_two_exchanges_for_shared_memory_and_one_for_the_numbers(tmp_path: Path) -> None:
+def test_a_start_needs_two_exchanges_for_shared_memory(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(EXCHANGES)
     ended = launch("torchrun", str(path))
     assert ended.code == 0, ended.output
-    assert ended.output.count("exchanges 3\n") == 2
+    assert ended.output.count("exchanges 2\n") == 2

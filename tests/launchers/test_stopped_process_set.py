@@ -15,7 +15,7 @@ from dualdist.world.context import current
 hvd.init()
 other = hvd.allgather_object(os.getpid())[1]
 if hvd.rank() == 1:
-    current().backend.new_groups = lambda ranks, count: signal.raise_signal(signal.SIGSTOP)
+    current().backend.new_groups = lambda ranks, count, exchange: signal.raise_signal(signal.SIGSTOP)
 try:
     hvd.add_process_set([0])
 except hvd.StallError as error:

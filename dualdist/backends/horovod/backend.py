@@ -27,7 +27,7 @@ from ...errors import BackendUnavailableError, HorovodInternalError
 from ...launch import DeviceView
 from ...rendezvous import LOOPBACK, find_addresses, own_node
 from ...types import Launch, Settings
-from ..base import Backend, Group
+from ..base import Backend, Exchange, Group
 from ..default_group import forget_default_group
 from ..in_time import in_thread, wait_for
 from ..patience import Patience
@@ -247,7 +247,7 @@ class HorovodBackend(Backend):
         if self._elastic:
             self._notifications.remove_listener(listener)
 
-    def new_groups(self, ranks: Sequence[int], count: int) -> list[Group]:
+    def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         return [self._new_group(ranks) for _ in range(count)]
 
     def _new_group(self, ranks: Sequence[int]) -> Group:

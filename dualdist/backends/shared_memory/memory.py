@@ -34,11 +34,16 @@ def _arena_bytes(size: int) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size // PAGE_BYTES * PAGE_BYTES
 
 
+def _announced_bytes(size: int) -> int:
+    """Return the length of what comes before the boxes: two numbers of 8 bytes a member."""
+    return math.ceil(16 * size / PAGE_BYTES) * PAGE_BYTES
+
+
 def make_memory(size: int) -> int:
     """Return the descriptor of new memory for `size` members. Raises OSError when the system has none to give."""
     descriptor = os.memfd_create("dualdist", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, PAGE_BYTES + size * (2 * box_bytes(size) + _arena_bytes(size)))
+        os.ftruncate(descriptor, _announced_bytes(size) + size * (2 * box_bytes(size) + _arena_bytes(size)))
     except OSError:
         os.close(descriptor)
         raise
@@ -54,11 +59,12 @@ class Memory:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._place, self._arena_bytes = place, _arena_bytes(size)
         self.box_bytes = box_bytes(size)
-        boxes_end = PAGE_BYTES + 2 * size * self.box_bytes
-        self.boxes = self._bytes[PAGE_BYTES:boxes_end].view(2, size, self.box_bytes)
+        boxes_start = _announced_bytes(size)
+        boxes_end = boxes_start + 2 * size * self.box_bytes
+        self.boxes = self._bytes[boxes_start:boxes_end].view(2, size, self.box_bytes)
         """Which set, which member, which byte."""
         self.announced = memoryview(self._map)[: 16 * size].cast("q")
-        """For each set and member, where in its arena the member's tensor is; -1 for elsewhere."""
+        """For each set and member, a number that the member tells the others."""
         self._arenas_start = boxes_end
         self._free = [(boxes_end + place * self._arena_bytes, self._arena_bytes)]
         """Free ranges of this member's arena, as (start, length), ascending."""

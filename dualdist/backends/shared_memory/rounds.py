@@ -1,7 +1,7 @@
-"""Allreduce as rounds: each member writes its box, all meet, and each reads the boxes.
+"""Collectives as rounds: each member writes its box, all meet, and each reads the boxes.
 
-Small tensors take one round, in which each member reduces all boxes by itself. For larger ones each member reduces a
-share, and the others copy it, which takes two rounds and less reading.
+An allreduce of a small tensor takes one round, in which each member reduces all boxes by itself. For larger ones each
+member reduces a share, and the others copy it, which takes two rounds and less reading.
 
 There are two sets of boxes, which the rounds use in turns. So one barrier a round is enough: a member that writes a box
 again has met the others in the round between, and these had read the box before.
@@ -35,9 +35,13 @@ OPS: dict[int, Combine] = {
 _SCRATCH_BYTES = 128 << 10
 """Sums of three and more tensors are made in parts of this size, which stay in the cache."""
 
+_MESSAGE_BYTES = 8 << 20
+"""How much a broadcast sends in a round. With less, the ranks wait more often; with more, they copy in turns rather
+than at the same time (94 MB, 2 ranks)."""
+
 
 class Rounds:
-    """The allreduce of one member. All members run the same ones in the same order."""
+    """The collectives of one member. All members run the same ones in the same order."""
 
     def __init__(self, mesh: Mesh, memory: Memory, place: int, size: int) -> None:
         self._mesh, self._memory, self._place, self._size = mesh, memory, place, size
@@ -72,12 +76,60 @@ class Rounds:
         yield from self._meet()
         combine_into(tensor, boxes, OPS[op])
 
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Steps:
+        """Overwrite `tensors` (1-D, uint8) with those of the member at place `root`, which writes to all boxes."""
+        for parts in _batches(tensors, min(_MESSAGE_BYTES, self._memory.boxes[0].nbytes)):
+            lengths = [len(part) for part in parts]
+            boxes = self._memory.boxes[self._turn].view(-1)[: sum(lengths)].split(lengths)
+            if self._place == root:
+                torch._foreach_copy_(boxes, parts)
+            yield from self._meet()
+            if self._place != root:
+                torch._foreach_copy_(parts, boxes)
+
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
+        """Fill `output` ((size * n,), uint8) with every member's `tensor` ((n,), uint8), in the order of the places."""
+        start, rows = 0, output.view(self._size, -1) if len(output) else output
+        for part in tensor.split(self._memory.box_bytes):
+            boxes, end = self._memory.boxes[self._turn][:, : len(part)], start + len(part)
+            boxes[self._place].copy_(part)
+            yield from self._meet()
+            rows[:, start:end].copy_(boxes)
+            start = end
+
+    def alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Steps:
+        """Send sent[i] bytes of `tensor` to the member at place i, and receive received[i] bytes from it in `output`.
+
+        A box has a slot for each receiver.
+        """
+        announced = self._announced()
+        announced[self._place] = max(sent)
+        yield from self._meet()
+        slot = self._memory.box_bytes // self._size
+        from_members, to_members = output.split(list(received)), tensor.split(list(sent))
+        for start in range(0, max(announced), slot):
+            boxes, part = self._memory.boxes[self._turn], slice(start, start + slot)
+            for place, message in enumerate(to_members):
+                piece = message[part]
+                boxes[self._place, place * slot :][: len(piece)].copy_(piece)
+            yield from self._meet()
+            for place, message in enumerate(from_members):
+                piece = message[part]
+                piece.copy_(boxes[place, self._place * slot :][: len(piece)])
+
+    def _announced(self) -> memoryview:
+        """Return a number of each member, of the current round."""
+        first = self._turn * self._size
+        return self._memory.announced[first : first + self._size]
+
     def _find_tensors(self, tensor: torch.Tensor) -> Generator[socket | Work, None, list[torch.Tensor]]:
         """Return the tensors of all members, or none if one is not in its member's arena."""
-        first = self._turn * self._size
-        self._memory.announced[first + self._place] = self._memory.place_of(tensor)
+        announced = self._announced()
+        announced[self._place] = self._memory.place_of(tensor)
         yield from self._meet()
-        starts = self._memory.announced[first : first + self._size].tolist()
+        starts = announced.tolist()
         if min(starts) < 0:
             return []
         return [self._memory.of_member(place, start, tensor) for place, start in enumerate(starts)]
@@ -115,6 +167,21 @@ class Rounds:
         """Return which part of `length` elements each member reduces."""
         bounds = [length * place // self._size for place in range(self._size + 1)]
         return [slice(*pair) for pair in pairwise(bounds)]
+
+
+def _batches(tensors: Sequence[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of parts of `tensors` (1-D, uint8), in their order, with at most `num_bytes` in a list."""
+    parts: list[torch.Tensor] = []
+    free = num_bytes
+    for tensor in tensors:
+        while len(tensor):
+            parts.append(tensor[:free])
+            free, tensor = free - len(parts[-1]), tensor[free:]
+            if not free:
+                yield parts
+                parts, free = [], num_bytes
+    if parts:
+        yield parts
 
 
 def combine_into(into: torch.Tensor, tensors: Sequence[torch.Tensor], combine: Combine) -> None:
