@@ -99,7 +99,7 @@ class Settings:
     start_timeout_seconds: float = 60.0
     """How long `init` waits for another rank, from the arrival of the first."""
     shared_memory: bool = True
-    """Whether ranks of one host may share memory (backends/shared_memory). All ranks must have the same value."""
+    """Whether this rank shares memory with those of its host (backends/shared_memory), if they may, too."""
     timeline: str | None = None
     """The path of the timeline (agreement/timeline.py); None to write none."""
     timeline_mark_cycles: bool = False

@@ -21,6 +21,27 @@ print(type(channel_of(hvd.global_process_set).group).__name__)
 assert hvd.allreduce(torch.ones(1 << 20), op=hvd.Sum)[0].item() == hvd.size()
 """
 
+WITHOUT_MEMORY = """\
+import os, sys
+if sys.argv[1] == "switched off on one rank":
+    os.environ["DUALDIST_SHARED_MEMORY"] = str(int(os.environ["RANK"] == "0"))
+import torch, dualdist as hvd
+from dualdist.backends.shared_memory import sharing
+from dualdist.world.process_sets import channel_of
+
+def make_memory(size):
+    raise OSError("no memory")
+
+if sys.argv[1] == "no memory":
+    sharing.make_memory = make_memory
+hvd.init(backend="torch", transport="gloo")
+assert type(channel_of(hvd.global_process_set).group).__name__ == "DirectGroup"
+own = torch.arange(3.0) + hvd.rank()
+assert torch.equal(hvd.allreduce(own, op=hvd.Sum), 2 * torch.arange(3.0) + 1)
+assert torch.equal(hvd.allgather(own), torch.cat([torch.arange(3.0), torch.arange(3.0) + 1]))
+os.write(1, b"all right\\n")
+"""
+
 EXCHANGES = """\
 import os, dualdist as hvd
 from dualdist.agreement.connections import Connections
@@ -57,6 +78,15 @@ def test_a_variable_switches_shared_memory_off(switch: str, name: str, tmp_path:
     ended = launch("torchrun", str(path), environment={"DUALDIST_SHARED_MEMORY": switch})
     assert ended.code == 0, ended.output
     assert ended.output.count(name) == 2
+
+
+@pytest.mark.parametrize("why", ["no memory", "switched off on one rank"])
+def test_all_ranks_use_the_network_if_one_has_no_shared_memory(why: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(WITHOUT_MEMORY)
+    ended = launch("torchrun", str(path), why)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("all right\n") == 2, ended.output
 
 
 def test_a_start_needs_two_exchanges_for_shared_memory(tmp_path: Path) -> None:
