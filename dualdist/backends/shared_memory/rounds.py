@@ -35,7 +35,7 @@ OPS: dict[int, Combine] = {
 _SCRATCH_BYTES = 128 << 10
 """Sums of three and more tensors are made in parts of this size, which stay in the cache."""
 
-_MESSAGE_BYTES = 8 << 20
+_MESSAGE_BYTES = 4 << 20
 """How much a broadcast sends in a round. With less, the ranks wait more often; with more, they copy in turns rather
 than at the same time (94 MB, 2 ranks)."""
 
