@@ -30,12 +30,16 @@ SIZES = (64, 256, 1024, 4096, 16384)
 SECONDS = 300.0
 TEXT = "x" * 60
 """As long as what a rank sends about its host at a start."""
+OTHER_DESCRIPTORS = 2
+"""Of a rank in a world of any size: its connection to the job's store, and the socket on which it answers questions
+about its state (dualdist/agreement/status.py)."""
 
 
 class Counts(NamedTuple):
     """Of one rank and one agreement."""
 
     descriptors: int
+    """Without those of the backend and of shared memory."""
     rounds: int
     messages: int
     """Sent in one piece."""
@@ -111,7 +115,8 @@ class MemoryConnections(Connections):
     def counts(self) -> Counts:
         outgoing = [self._pipes[self.rank, peer] for peer in self._peers]
         messages = sum(pipe.messages for pipe in outgoing)
-        return Counts(len(self._peers), len(self._rounds), messages, sum(pipe.sent for pipe in outgoing))
+        descriptors = len(self._peers) + OTHER_DESCRIPTORS
+        return Counts(descriptors, len(self._rounds), messages, sum(pipe.sent for pipe in outgoing))
 
 
 def peers_of(rank: int, size: int) -> set[int]:
@@ -138,7 +143,8 @@ def computed_agreement(size: int, *, differ: bool = False) -> Counts:
     """Return the counts from the rounds of Connections.allgather_messages."""
     rounds = (size - 1).bit_length()
     texts = size - 1 if differ else rounds
-    return Counts(len(peers_of(0, size)), rounds, rounds, texts * (_HEADER.size + _MESSAGE.size))
+    descriptors = len(peers_of(0, size)) + OTHER_DESCRIPTORS
+    return Counts(descriptors, rounds, rounds, texts * (_HEADER.size + _MESSAGE.size))
 
 
 class MemoryStore:
