@@ -10,7 +10,6 @@ Horovod supports, because all three run in the same processes.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import timeit
@@ -19,6 +18,7 @@ from collections.abc import Callable
 import horovod.torch as horovod
 import torch
 import torch.distributed as dist
+from world import command_line, join_world, start_gloo
 
 import dualdist as hvd
 
@@ -27,13 +27,7 @@ LATE_SECONDS = 2.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what one call costs.")
-    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
-    parser.add_argument("--transport", help="such as gloo or mpi")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each (%(default)s)")
-    settings = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init(backend=settings.backend, transport=settings.transport)
+    settings = join_world(command_line("Measure what one call costs.", rounds=20))
     horovod.init()
     if horovod.size() != hvd.size():
         raise SystemExit(
@@ -53,22 +47,6 @@ def main() -> None:
         for function in (hvd.rank, hvd.size):
             print(f"{function.__name__}(): {timeit.timeit(function, number=10_000) * 100:.2f} us")
     hvd.shutdown()
-
-
-def start_gloo() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, beside any groups that exist already."""
-    if dist.is_initialized():
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-    store = None
-    if hvd.rank() == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = hvd.broadcast_object(store and store.port)
-    store = store or dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def compare(name: str, num_bytes: int, gloo: dist.ProcessGroup, rounds: int) -> None:

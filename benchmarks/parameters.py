@@ -11,13 +11,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from models import MODELS
-from turns import compare_in_turns, join_world
+from turns import compare_in_turns
+from world import command_line, join_world
 
 import dualdist as hvd
 
 
 def main() -> None:
-    rounds = join_world("Measure broadcast_parameters.")
+    settings = join_world(command_line("Measure broadcast_parameters.", rounds=15))
     network, _ = MODELS["resnet50"].make()
     state = network.state_dict()
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -28,7 +29,7 @@ def main() -> None:
     if dist.is_initialized():
         functions["one of torch.distributed"] = lambda: dist.broadcast(flat, 0)
     functions["broadcast_parameters"] = lambda: hvd.broadcast_parameters(state, 0)
-    compare_in_turns(functions, rounds)
+    compare_in_turns(functions, settings.rounds)
     hvd.shutdown()
 
 

@@ -16,7 +16,6 @@ is. Needs real Horovod, unless --without-horovod is given.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import random
 import statistics
@@ -27,9 +26,9 @@ from typing import Any
 
 import torch
 from hooks import HOOKS
-from latency import start_gloo
 from models import MODELS
 from torch import nn
+from world import command_line, join_world, start_gloo
 
 import dualdist as hvd
 
@@ -41,10 +40,7 @@ _TURNS = {"cnn": (10, 3), "mlp": (2, 2), "small": (10, 3)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what one training step costs.")
-    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
-    parser.add_argument("--transport", help="such as gloo or mpi")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each (%(default)s)")
+    parser = command_line("Measure what one training step costs.", rounds=8)
     parser.add_argument(
         "--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)"
     )
@@ -55,9 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--without-horovod", action="store_true", help="compare with DDP alone, on several hosts for example"
     )
-    settings = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init(backend=settings.backend, transport=settings.transport)
+    settings = join_world(parser)
     horovod = None if settings.without_horovod else importlib.import_module("horovod.torch")
     if horovod is not None:
         horovod.init()

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 from models import MODELS
-from turns import compare_in_turns, join_world
+from turns import compare_in_turns
+from world import command_line, join_world
 
 import dualdist as hvd
 
@@ -19,14 +20,14 @@ STEPS = 4
 
 
 def main() -> None:
-    rounds = join_world("Measure what SyncBatchNorm adds to a training step.")
+    settings = join_world(command_line("Measure what SyncBatchNorm adds to a training step.", rounds=15))
     functions = {
         "BatchNorm": trainer(lambda model: model),
         "SyncBatchNorm": trainer(hvd.SyncBatchNorm.convert_sync_batchnorm),
     }
     if hvd.rank() == 0:
         print(f"{STEPS} steps, {hvd.size()} processes")
-    compare_in_turns(functions, rounds)
+    compare_in_turns(functions, settings.rounds)
     hvd.shutdown()
 
 

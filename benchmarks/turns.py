@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 import dualdist as hvd
 
-__all__ = ("compare_in_turns", "join_world")
-
-
-def join_world(purpose: str) -> int:
-    """Join the world that the command line asks for, and return the number of rounds. purpose: for `--help`."""
-    parser = argparse.ArgumentParser(description=purpose)
-    parser.add_argument("--backend", choices=("torch", "horovod"), default="torch")
-    parser.add_argument("--transport", help="such as gloo or mpi")
-    parser.add_argument("--rounds", type=int, default=15, help="(%(default)s)")
-    settings = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init(backend=settings.backend, transport=settings.transport)
-    rounds: int = settings.rounds
-    return rounds
+__all__ = ("compare_in_turns",)
 
 
 def compare_in_turns(functions: Mapping[str, Callable[[], object]], rounds: int) -> None:
