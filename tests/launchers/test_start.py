@@ -14,7 +14,7 @@ SCRIPT = """\
 import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
-from dualdist.backends import prefix_store
+from dualdist.backends import prefix_store, torch_groups
 from dualdist.world import context
 
 def end(*arguments, **options):
@@ -57,8 +57,8 @@ def join(rank, backend, address, moment, folder):
         elif moment == "stopped":
             import horovod.torch
             horovod.torch.init = stop
-        elif moment == "while torch makes a group":
-            torch.distributed.new_group = end
+        elif moment == "while ranks share memory":
+            torch_groups.share_host = end
     if moment.startswith("while ranks connect"):
         context.Connections = connect_of(rank, pathlib.Path(folder), moment.endswith("before rank 2"))
     try:
@@ -113,7 +113,7 @@ SECONDS, MANY_SECONDS = 10, 100
         (
             "torch",
             "file",
-            "while torch makes a group",
+            "while ranks share memory",
             "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
         ),
         (
