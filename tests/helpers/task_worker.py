@@ -68,8 +68,10 @@ def _do(task: Task, writer: int) -> None:
     os.environ.update(task.environment)
     with open(writer, "w", buffering=1) as pipe:
         try:
+            # The first optimizer of a process imports torch._dynamo, which takes seconds: the others would wait for it.
+            trained = _model() if task.trains else None
             report = _join(task)
-            steps = _train() if task.trains else iter(())
+            steps = _train(*trained) if trained else iter(())
             next(steps, None)
             print(json.dumps(report), file=pipe)
             for _ in steps:
@@ -102,14 +104,21 @@ def _join(task: Task) -> dict[str, Any]:
     }
 
 
-def _train() -> Iterator[None]:
+def _model() -> tuple[Any, Any]:
+    """Return a model and its optimizer. Local."""
+    import torch
+
+    model = torch.nn.Linear(100, 100)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def _train(model: Any, local_optimizer: Any) -> Iterator[None]:
     """Train, a step at a time, until something fails."""
     import torch
 
     import dualdist
 
-    model = torch.nn.Linear(100, 100)
-    optimizer = dualdist.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    optimizer = dualdist.DistributedOptimizer(local_optimizer)
     while True:
         optimizer.zero_grad()
         model(torch.ones(8, 100)).square().mean().backward()
