@@ -49,10 +49,9 @@ class Closed:
         """
         ranks, tokens, known = zip(*map(json.loads, messages), strict=True)
         closed_by = dict(zip(ranks, map(frozenset, known), strict=True))
-        own = {label.token: label for label in self._communicators}
-        for label in [
-            own[token] for token in sorted(own)
-        ]:  # MPI_Comm_free is collective: the same order on all
+        for label in sorted(
+            self._communicators
+        ):  # by token: MPI_Comm_free is collective, so all use one order
             if all(label.token in closed_by.get(rank, ()) for rank in label.ranks):
                 self._communicators.pop(label).Free()
         return Label(tokens[0], tuple(ranks))
