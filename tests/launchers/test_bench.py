@@ -18,6 +18,9 @@ from dualdist.cli import bench, main
 
 from ..helpers.world import ROOT
 
+pytestmark = pytest.mark.timeout(300)  # every contestant's processes import torch and its compiler
+SECONDS = 280.0
+
 Report = dict[str, Any]
 
 
@@ -29,7 +32,7 @@ def bench_json(folder: Path, name: str, contestants: tuple[str, ...], *arguments
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=SECONDS,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report: Report = json.loads((folder / "report.json").read_text())
@@ -101,7 +104,7 @@ def test_contestant_that_fails_is_left_out(tmp_path: Path) -> None:
     chosen = ("--contestants", single, ours, "--baseline", single)
     arguments = ("--rounds", "2", *chosen, "--json", str(file))
     with started_bench(arguments, DUALDIST_STALL_WARN_SECONDS="soon") as process:
-        table, errors = process.communicate(timeout=110)
+        table, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     (line,) = (line for line in table.splitlines() if line.startswith("left out: "))
     assert line.startswith(f"left out: {ours}: in round 1: ")

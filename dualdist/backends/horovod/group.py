@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import HorovodInternalError
+from ...process_exit import skip_destructors_at_exit
 from ..base import CombinedWork, Group, Work
 from ..patience import Patience
 from . import gate
@@ -105,6 +106,7 @@ class HorovodGroup(Group):
         return _HorovodWork(start, output, Patience(self.has_lost_member, self.timeout))
 
     def abort(self) -> None:
+        skip_destructors_at_exit()  # seldom, one has waited for ever in a process whose host was cut off
         if hvd.mpi_enabled():
             limit_shutdown_at_exit()
 
