@@ -19,7 +19,7 @@ from .world import MPIRUN, ROOT
 
 __all__ = ("LAUNCHERS", "SECONDS", "Ended", "Launcher", "finish", "launch")
 
-SECONDS = 100.0
+SECONDS = 200.0
 
 
 @dataclass(frozen=True)
