@@ -32,6 +32,7 @@ class BucketMemory:
         """flat: zeros, ((bucket.length,), bucket.dtype). sparse_as_dense: whether sparse gradients are sent in it."""
         self.params = params
         self.flat = flat
+        self._places = {slot.param: place for place, slot in enumerate(bucket.slots)}
         self._tensors = [param.tensor for param in params]
         self._dtypes = [param.dtype for param in params]
         self._devices = [param.device for param in params]
@@ -80,6 +81,29 @@ class BucketMemory:
     def current_gradients(self) -> list[torch.Tensor | None]:
         """Return the parameters' gradients."""
         return [tensor.grad for tensor in self._tensors]
+
+    @torch.no_grad()
+    def take_gradients(self, indices: Sequence[int]) -> None:
+        """Move the dense gradients of some parameters here before `pack`; their values remain. indices: of parameters.
+
+        Nothing moves while a parameter has another dtype or device than expected.
+        """
+        if not self.has_unmoved_parameters():
+            return
+        places = [self._places[index] for index in indices]
+        grads = [self._tensors[place].grad for place in places]
+        moving = [
+            (place, grad)
+            for place, grad in zip(places, grads, strict=True)
+            if grad is not None and grad is not self._gradients[place] and not grad.is_sparse
+        ]
+        if moving:
+            torch._foreach_copy_(
+                [self._gradients[place] for place, _ in moving], [grad for _, grad in moving]
+            )
+        for place, _ in moving:
+            self._tensors[place].grad = self._gradients[place]
+            self.params[place].record_version()
 
     @torch.no_grad()
     def pack(

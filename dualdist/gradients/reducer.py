@@ -13,7 +13,7 @@ GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -70,7 +70,7 @@ class Reducer:
         self.divisor: int | None = None
         """What averages divide by; None: the number of ranks."""
         self.sets_early = False
-        """Whether gradients become views of a bucket when it is sent, not received. It frees backward's own tensors."""
+        """Whether gradients become views of a bucket before it is received. It frees backward's own tensors."""
 
     # Membership and layout
 
@@ -154,11 +154,19 @@ class Reducer:
 
     # Sending
 
-    def mark_ready(self, arrived: Iterable[int]) -> None:
-        """Mark the gradients that have `arrived`, by index, as complete; send complete buckets whose turn it is."""
+    def mark_ready(self, arrived: Sequence[int]) -> None:
+        """Mark the gradients that have `arrived`, by index, as complete; send complete buckets whose turn it is.
+
+        Other gradients move to their buckets early. Backward can reuse the memory that they had, while it is still in
+        the cache; what is freed at once when a bucket is sent, 25 MB, goes back to the kernel (M_TRIM_THRESHOLD in
+        mallopt(3)), and a ResNet then spends a fifth of its step in page faults.
+        """
         self.order.mark(arrived)
         while self.order.is_complete(len(self._works)):
             self._send_next()
+        if self.sets_early and self._options.comm_hook is None:
+            for place, indices in self.order.take_waiting(len(self._works)).items():
+                self._memory_of(place).take_gradients(indices)
 
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._works)

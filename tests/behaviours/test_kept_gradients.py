@@ -30,6 +30,28 @@ def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
     assert before[1:] == after[1:] == [after[0]] * 2
 
 
+@everywhere
+def test_large_gradients_are_in_their_bucket_before_it_is_complete() -> None:
+    first, last = (nn.Parameter(torch.zeros(1 << 18)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0), groups=[[first, last]])
+    seen: list[tuple[int, float]] = []
+
+    def look(_: torch.Tensor) -> None:
+        assert last.grad is not None
+        seen.append((last.grad.data_ptr(), float(last.grad[-1])))
+
+    first.register_hook(look)
+    factor, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
+    for _ in range(3):
+        optimizer.zero_grad()
+        (first.sin() + last).sum().mul(factor).backward()  # the sine delays the first one's gradient
+        look(first)
+    (_, *before), after = seen[::2], seen[1::2]
+    assert [place for place, _ in before] == [place for place, _ in after[1:]]
+    assert [value for _, value in before] == [factor] * 2
+    assert [value for _, value in after] == [mean] * 3
+
+
 KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda grad: grad,
     "detach": lambda grad: grad.detach(),

@@ -36,3 +36,14 @@ def test_only_an_order_of_all_gradients_is_learned() -> None:
     for incomplete in ([3, 2, 1], [3, 2, 1, 1], [3, 2, 1, 0, 0]):
         order.learn(incomplete)
         assert order.expected == []
+
+
+def test_large_gradients_move_while_their_bucket_is_incomplete() -> None:
+    half = 1 << 17  # of 1 MB
+    order = ArrivalOrder(lay_out([torch.empty(half) for _ in range(4)], set(), [[0, 1, 2], [3]]))
+    order.mark([3, 2])
+    assert order.take_waiting(1) == {1: [2]}
+    order.mark([1])
+    assert order.take_waiting(1) == {}
+    order.learn([3, 2, 1, 0])
+    assert order.stops == [1, 2, 4]
