@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
 
 
 def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
-    """Return how many bytes of payload a call may carry among `size` members, at most `most`."""
+    """Return how many bytes of payload each of `size` members may send with a call, at most `most`."""
     return min(most, _PAYLOAD_BYTES_OF_ALL // size)
 
 

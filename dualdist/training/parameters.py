@@ -12,12 +12,14 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..agreement import call_kinds
+from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..checks import instance, wrong
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..collectives.plans.arguments import check_root, check_tensor
 from ..collectives.plans.plan import Plan, make_call, planned
+from ..collectives.small_broadcast import overwrite, root_payload
 from ..collectives.wire import as_bytes, from_bytes
 from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
 
@@ -56,14 +58,22 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
     named = _named(params)
     for name, tensor in named:
         check_tensor(tensor, f"params[{name!r}]")
+    tensors = [tensor for _, tensor in named]
     call = make_call(
         call_kinds.BROADCAST_PARAMETERS,
         None,
+        payload=root_payload(channel.group, tensors, root),
         root_rank=root_rank,
         parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),
     )
-    tensors = [tensor for _, tensor in named]
-    return Plan(channel, call, lambda group, verdict: _overwrite(group, tensors, root), tensors)
+
+    def execute(group: Group, verdict: Verdict) -> None:
+        if not any(verdict.payloads):
+            _broadcast_batches(group, tensors, root)
+        elif group.rank != root:
+            overwrite(tensors, verdict.payloads[root])
+
+    return Plan(channel, call, execute, tensors)
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -84,7 +94,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def _overwrite(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
+def _broadcast_batches(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
     """Broadcast `tensors` in place, a batch of messages at a time."""
     for batch in _batches(tensors):
         _broadcast(group, batch, root)

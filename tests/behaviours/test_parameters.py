@@ -57,8 +57,9 @@ def test_bare_tensors_may_be_a_list() -> None:
     assert [tensor.flatten().tolist() for tensor in tensors] == [[hvd.size() - 1], [hvd.size() - 1.0] * 4]
 
 
+@pytest.mark.parametrize("rows", [3, 300])
 @everywhere
-def test_every_dtype_and_memory_layout() -> None:
+def test_every_dtype_and_memory_layout(rows: int) -> None:
     def entries(rank: int) -> dict[str, torch.Tensor]:
         table = torch.arange(12.0).reshape(3, 4) + rank
         return {
@@ -72,7 +73,7 @@ def test_every_dtype_and_memory_layout() -> None:
             "transposed": table.t(),
             "columns": table[:, ::2],
             "bytes": torch.full((3,), rank, dtype=torch.uint8),
-            "large": torch.full((300, 100), float(rank)),
+            "rows": torch.full((rows, 100), float(rank)),
         }
 
     mine = entries(hvd.rank())
@@ -107,9 +108,10 @@ def test_large_tensors_among_many_small_ones() -> None:
         assert [tensor.stride() for tensor in mine] == strides
 
 
+@pytest.mark.parametrize("length", [3, 300_000])
 @everywhere
-def test_large_tensors_may_be_overwritten_before_backward() -> None:
-    weight = torch.full((300_000,), 2.0 + hvd.rank(), requires_grad=True)
+def test_tensors_may_be_overwritten_before_backward(length: int) -> None:
+    weight = torch.full((length,), 2.0 + hvd.rank(), requires_grad=True)
     loss = (weight * weight).sum()
     hvd.broadcast_parameters({"weight": weight}, root_rank=0)
     loss.backward()

@@ -9,6 +9,7 @@ from ...agreement.verdict import Verdict
 from ...backends.base import Group
 from ...world.process_sets import ProcessSet, channel_of
 from ..movement import broadcast_into
+from ..small_broadcast import overwrite, root_payload
 from .arguments import check_root, check_tensor, dtype_name
 from .plan import Plan, make_call, planned
 
@@ -30,6 +31,7 @@ def plan_broadcast(
     call = make_call(
         call_kinds.BROADCAST,
         name,
+        payload=root_payload(channel.group, [tensor], root),
         root_rank=root_rank,
         shape=tuple(tensor.shape),
         dtype=dtype_name(tensor.dtype),
@@ -38,7 +40,10 @@ def plan_broadcast(
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
         output = tensor if in_place else tensor.detach().clone()
-        broadcast_into(group, output, root)
+        if not any(verdict.payloads):
+            broadcast_into(group, output, root)
+        elif group.rank != root:
+            overwrite([output], verdict.payloads[root])
         return output
 
     return Plan(channel, call, execute, [tensor])
