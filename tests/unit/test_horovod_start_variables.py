@@ -6,18 +6,22 @@ import pytest
 
 from dualdist.backends.horovod.start_variables import start_variables
 
-YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}
 
 
-def test_open_mpi_yields_while_it_waits() -> None:
-    assert start_variables({}, "mpi")[YIELDS] == "1"
+def test_over_mpi_horovods_thread_yields_and_runs_more_often() -> None:
+    assert FOR_MPI.items() <= start_variables({}, "mpi", uses_mpi=True).items()
+    assert not FOR_MPI.keys() & start_variables({}, "gloo", uses_mpi=False).keys()
 
 
-@pytest.mark.parametrize("chosen", ["0", "1"])
-def test_the_users_choice_for_open_mpi_is_kept(chosen: str) -> None:
-    assert YIELDS not in start_variables({YIELDS: chosen}, "mpi")
+@pytest.mark.parametrize("name", FOR_MPI)
+def test_the_users_choice_for_mpi_is_kept(name: str) -> None:
+    variables = start_variables({name: "1"}, "mpi", uses_mpi=True)
+    assert FOR_MPI.keys() & variables.keys() == FOR_MPI.keys() - {name}
 
 
 def test_variables_that_dualdist_has_copied_are_unset() -> None:
-    variables = start_variables({"HOROVOD_RANK": "1", "DUALDIST_COPIES": "HOROVOD_RANK=1"}, None)
+    variables = start_variables(
+        {"HOROVOD_RANK": "1", "DUALDIST_COPIES": "HOROVOD_RANK=1"}, None, uses_mpi=False
+    )
     assert variables["HOROVOD_RANK"] is None

@@ -149,7 +149,9 @@ class HorovodBackend(Backend):
             cls._kept = False
             return cls(launch, settings, env, None, adopted=False)
         with contextlib.ExitStack() as undo:
-            variables = start_variables(os.environ, transport)
+            chooses_mpi = transport is None and _has_mpi_controller(launch) and hvd.mpi_built()
+            uses_mpi = transport == "mpi" or chooses_mpi
+            variables = start_variables(os.environ, transport, uses_mpi=uses_mpi)
             rendezvous = None
             if cls._needs_rendezvous(launch, env, transport):
                 rendezvous = serve_rendezvous(launch, env, settings)
