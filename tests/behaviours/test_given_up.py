@@ -43,7 +43,7 @@ def errors_where_rank_0_fails(folder: Path) -> list[str]:
             if where == "reduction":
                 hvd.allreduce_(torch.ones(5000))
             elif where == "broadcast":
-                hvd.broadcast_(torch.ones(5000), 0)
+                hvd.broadcast_(torch.ones(50_000), 0)
             else:
                 optimizer.param_groups[0]["params"][0].sum().backward()
         errors.append(str(caught.value))

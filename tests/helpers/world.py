@@ -188,6 +188,7 @@ class World:
             "PYTHONPATH": path,
             # Otherwise Horovod keeps warning of calls that a test has left pending.
             "HOROVOD_STALL_CHECK_DISABLE": "1",
+            "HOROVOD_CACHE_CAPACITY": "4096",  # names; with more than 1024, Horovod warns
             "DUALDIST_STALL_WARN_SECONDS": "60",
             "DUALDIST_STALL_TIMEOUT_SECONDS": "600",
             **self.kind.environment,
