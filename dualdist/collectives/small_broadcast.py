@@ -13,6 +13,7 @@ from .wire import as_bytes, from_bytes
 __all__ = ("overwrite", "root_payload")
 
 _SENDERS, _MOST_BYTES = 1, 1 << 16
+"""The root alone sends a payload, of at most so many bytes."""
 
 
 def root_payload(group: Group, tensors: Sequence[torch.Tensor], root: int) -> bytes:
