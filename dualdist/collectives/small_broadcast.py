@@ -18,9 +18,10 @@ _SENDERS, _MOST_BYTES = 1, 1 << 16
 
 def root_payload(group: Group, tensors: Sequence[torch.Tensor], root: int) -> bytes:
     """Return the numbers of `tensors` if this is the member `root`, and if they are few and on the CPU; else b""."""
-    is_on_cpu = all(tensor.is_cpu and group.wire_device(tensor.device).type == "cpu" for tensor in tensors)
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    if group.rank != root or not is_on_cpu or num_bytes > payload_capacity(_SENDERS, _MOST_BYTES):
+    most = payload_capacity(_SENDERS, _MOST_BYTES)
+    if group.rank != root or sum(tensor.nbytes for tensor in tensors) > most:
+        return b""
+    if not all(tensor.is_cpu and group.wire_device(tensor.device).type == "cpu" for tensor in tensors):
         return b""
     return b"".join([as_bytes(tensor, group).numpy().tobytes() for tensor in tensors])
 
