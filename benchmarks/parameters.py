@@ -22,7 +22,7 @@ def main() -> None:
     network, _ = MODELS["resnet50"].make()
     state = network.state_dict()
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    flat = torch.zeros(num_bytes // 4)
+    flat = torch.ones(num_bytes // 4)
     if hvd.rank() == 0:
         print(f"{len(state)} tensors, {num_bytes / 1e6:.0f} MB, {hvd.size()} processes")
     functions: dict[str, Callable[[], object]] = {"one broadcast": lambda: hvd.broadcast_(flat, 0)}

@@ -69,7 +69,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 def has_streams(tensor: torch.Tensor) -> bool:
     """Return whether work on `tensor` is queued on streams, so that the host runs ahead of it."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu
 
 
 def new_stream(device: torch.device) -> torch.Stream:

@@ -11,7 +11,7 @@ contiguous tensors on `wire_device` and with a dtype of `reduce_dtypes`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -106,8 +106,8 @@ class Group(ABC):
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         """Start overwriting `tensor` (1-D, uint8) with that of member `root`, an index in `ranks`."""
 
-    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
-        """Start `broadcast_` of each of `tensors`."""
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
+        """Start `broadcast_` of each of `tensors`, which are taken one by one, some perhaps in `Work.wait`."""
         return CombinedWork([self.broadcast_(tensor, root) for tensor in tensors])
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -123,7 +123,7 @@ class TorchGroup(Group):
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._broadcast([tensor], root)
 
-    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
         if getattr(self._pg, "broadcasts_lists", False):
             return self._broadcast(list(tensors), root)
         return super().broadcast_all_(tensors, root)

@@ -17,7 +17,7 @@ from ..backends.base import Group
 from ..checks import instance, wrong
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
-from ..collectives.plans.arguments import check_root, check_tensor
+from ..collectives.plans.arguments import check_root, check_tensor, dtype_name
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.small_broadcast import overwrite, root_payload
 from ..collectives.wire import as_bytes, from_bytes
@@ -64,7 +64,7 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
         None,
         payload=root_payload(channel.group, tensors, root),
         root_rank=root_rank,
-        parameters=tuple((name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in named),
+        parameters=tuple((name, tuple(t.shape), dtype_name(t.dtype)) for name, t in named),
     )
 
     def execute(group: Group, verdict: Verdict) -> None:
@@ -119,15 +119,15 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     packed: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
-        kind = tensor.dtype, tensor.device
-        if tensor.nbytes >= _LARGE_BYTES:
+        if (length := tensor.nbytes) >= _LARGE_BYTES:
             yield [tensor]
-        elif tensor.nbytes:
+        elif length:
+            kind = tensor.dtype, tensor.device
             packed.setdefault(kind, []).append(tensor)
-            num_bytes[kind] += tensor.nbytes
-        if num_bytes[kind] > _PACKED_BYTES:
-            yield packed.pop(kind)
-            del num_bytes[kind]
+            num_bytes[kind] += length
+            if num_bytes[kind] > _PACKED_BYTES:
+                yield packed.pop(kind)
+                del num_bytes[kind]
     yield from packed.values()
 
 
@@ -135,8 +135,16 @@ def _broadcast(group: Group, batch: Sequence[Sequence[torch.Tensor]], root: int)
     """Send the messages of `batch` at the same time, and write what has arrived."""
     # .data, because a buffer that autograd has saved, such as batch norm's, may change before backward.
     messages = [[tensor.data for tensor in tensors] for tensors in batch]
-    sent = [_packed(tensors, group, root) for tensors in messages]
-    group.broadcast_all_(sent, root).wait()
+    sent: list[torch.Tensor] = []
+
+    def prepare() -> Iterator[torch.Tensor]:
+        for tensors in messages:
+            sent.append(_packed(tensors, group, root))
+            yield sent[-1]
+
+    # The group may read a generator in another thread, which has other streams.
+    is_on_cpu = all([tensors[0].is_cpu for tensors in messages])
+    group.broadcast_all_(prepare() if is_on_cpu else list(prepare()), root).wait()
     if group.rank != root:
         for data, tensors in zip(sent, messages, strict=True):
             _unpack(data, tensors)
@@ -153,11 +161,16 @@ def _packed(tensors: Sequence[torch.Tensor], group: Group, root: int) -> torch.T
 
 
 @torch.no_grad()
-def _unpack(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     if data.data_ptr() == tensors[0].data_ptr():
         return
     flat = from_bytes(data, (-1,), tensors[0])
-    for tensor, part in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+    parts = _unflatten_dense_tensors(flat, tensors)
+    # It rejects some dtypes on a GPU, and tensors whose conjugate or negative bit is set.
+    if all([tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors]):
+        torch._foreach_copy_(tensors, parts)
+        return
+    for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part)
 
 

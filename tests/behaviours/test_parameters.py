@@ -97,6 +97,7 @@ def test_large_tensors_among_many_small_ones() -> None:
             torch.full((100_000,), complex(rank, 1)).conj(),
             torch.full((1_000_001,), rank, dtype=torch.uint8),
             torch.tensor(rank),
+            torch.full((3,), complex(1, rank)).conj().imag,  # torch negates it when it is read
             torch.full((300_000,), float(rank), requires_grad=True),
         ]
 
@@ -106,6 +107,16 @@ def test_large_tensors_among_many_small_ones() -> None:
         hvd.broadcast_parameters(mine, root_rank=root)
         assert same(mine, entries(root))
         assert [tensor.stride() for tensor in mine] == strides
+
+
+@everywhere
+def test_tensors_may_be_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        large, small = torch.full((300, 300), float(hvd.rank())).t(), torch.full((40_000,), hvd.rank())
+        scalar = torch.tensor(hvd.rank())
+    root = hvd.size() - 1
+    hvd.broadcast_parameters([large, small, scalar], root_rank=root)
+    assert all((tensor == root).all() for tensor in (large, small, scalar))
 
 
 @pytest.mark.parametrize("length", [3, 300_000])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class HorovodGroup(Group):
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._broadcast(tensor, root, f"broadcast.{next(self._broadcasts)}")
 
-    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
         works = [
             self._broadcast(tensor, root, f"broadcast_all.{number}") for number, tensor in enumerate(tensors)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -66,10 +66,9 @@ class HostGroup(SharingGroup):
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self.broadcast_all_([tensor], root)
 
-    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
-        steps = self._rounds.broadcast([tensor.data for tensor in tensors], root)
-        is_small = sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES
-        return self._works.begin(steps) if is_small else self._works.add(steps)
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
+        # The other members copy what this one has sent, while it prepares the rest.
+        return self._works.begin(self._rounds.broadcast((tensor.data for tensor in tensors), root))
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         steps = self._rounds.allgather(output.data, tensor.data)
@@ -111,7 +110,7 @@ class ReducingGroup(SharingGroup):
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._inner.broadcast_(tensor, root)
 
-    def broadcast_all_(self, tensors: Sequence[torch.Tensor], root: int) -> Work:
+    def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
         return self._inner.broadcast_all_(tensors, root)
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:

@@ -9,7 +9,7 @@ again has met the others in the round between, and these had read the box before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise
 from socket import socket
 
@@ -76,10 +76,10 @@ class Rounds:
         yield from self._meet()
         combine_into(tensor, boxes, OPS[op])
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> Steps:
+    def broadcast(self, tensors: Iterable[torch.Tensor], root: int) -> Steps:
         """Overwrite `tensors` (1-D, uint8) with those of the member at place `root`, which writes to all boxes."""
         for parts in _batches(tensors, min(_MESSAGE_BYTES, self._memory.boxes[0].nbytes)):
-            lengths = [len(part) for part in parts]
+            lengths = [part.numel() for part in parts]
             boxes = self._memory.boxes[self._turn].view(-1)[: sum(lengths)].split(lengths)
             if self._place == root:
                 torch._foreach_copy_(boxes, parts)
@@ -169,14 +169,16 @@ class Rounds:
         return [slice(*pair) for pair in pairwise(bounds)]
 
 
-def _batches(tensors: Sequence[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
+def _batches(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Yield lists of parts of `tensors` (1-D, uint8), in their order, with at most `num_bytes` in a list."""
     parts: list[torch.Tensor] = []
     free = num_bytes
     for tensor in tensors:
-        while len(tensor):
-            parts.append(tensor[:free])
-            free, tensor = free - len(parts[-1]), tensor[free:]
+        start, length = 0, tensor.numel()
+        while start < length:
+            taken = min(free, length - start)
+            parts.append(tensor if taken == length else tensor[start : start + taken])
+            start, free = start + taken, free - taken
             if not free:
                 yield parts
                 parts, free = [], num_bytes

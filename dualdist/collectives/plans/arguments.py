@@ -30,6 +30,7 @@ __all__ = (
 )
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of `dtype`, such as "float32"."""
     return str(dtype).removeprefix("torch.")
@@ -43,7 +44,7 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
         raise ValueError(
             f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
         )
-    if tensor.is_quantized or tensor.device.type == "meta":
+    if tensor.is_quantized or tensor.is_meta:
         raise ValueError(
             f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead. "
             "Use dequantize(), or a tensor with data."
