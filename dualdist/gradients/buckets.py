@@ -13,6 +13,8 @@ __all__ = ("Bucket", "GradientSlot", "as_real", "lay_out")
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """DDP's sizes (torch/nn/parallel/distributed.py): a small first bucket starts the network early in backward."""
+LAST_BUCKET_BYTES = 1 << 20
+"""About the most in the last bucket, which is sent when backward ends: nothing is computed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,36 @@ def lay_out(
                 buckets.append(_bucket(params, same, sparse, is_complex))
         return buckets
     for same in _by_dtype_and_device(params, range(len(params))[::-1]):
-        pending: list[int] = []
-        size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
-        for index in same:
-            pending.append(index)
-            size += params[index].numel() * params[index].element_size()
-            if size >= limit:
-                buckets.append(_bucket(params, pending, sparse, is_complex))
-                pending, size, limit = [], 0, cap
-        if pending:
-            buckets.append(_bucket(params, pending, sparse, is_complex))
+        buckets += [_bucket(params, part, sparse, is_complex) for part in _by_size(params, same, cap)]
     return buckets
+
+
+def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -> list[list[int]]:
+    """Return `members`, in their order, in parts of about `cap` bytes. The first and the last one are smaller."""
+    parts: list[list[int]] = []
+    pending: list[int] = []
+    size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
+    for index in members:
+        pending.append(index)
+        size += params[index].nbytes
+        if size >= limit:
+            parts.append(pending)
+            pending, size, limit = [], 0, cap
+    if pending:
+        parts.append(pending)
+    return [*parts[:-1], *_split_at_end(params, parts[-1])]
+
+
+def _split_at_end(params: Sequence[torch.Tensor], members: list[int]) -> list[list[int]]:
+    """Split off the last parameters: one, or those with at most LAST_BUCKET_BYTES.
+
+    Do not split if that would leave less than three times LAST_BUCKET_BYTES.
+    """
+    split, late = len(members) - 1, params[members[-1]].nbytes
+    while split and late + (more := params[members[split - 1]].nbytes) <= LAST_BUCKET_BYTES:
+        split, late = split - 1, late + more
+    early = sum(params[index].nbytes for index in members[:split])
+    return [members] if early < 3 * LAST_BUCKET_BYTES else [members[:split], members[split:]]
 
 
 def _by_dtype_and_device(params: Sequence[torch.Tensor], order: Sequence[int]) -> list[list[int]]:

@@ -34,6 +34,15 @@ def test_the_first_bucket_is_small_and_the_others_large() -> None:
     assert [index for bucket in members(tensors) for index in bucket] == list(range(len(tensors)))[::-1]
 
 
+def test_what_is_sent_at_the_end_of_backward_is_small() -> None:
+    quarter = FIRST_BUCKET_BYTES // 4 // 4
+    tensors = params(*[(quarter,)] * 30)  # 1 MB in the first bucket, 6.5 MB after it
+    assert [len(bucket) for bucket in members(tensors)] == [4, 22, 4]
+    assert [len(bucket) for bucket in members(tensors[:15])] == [4, 11]  # a bucket for less is not worth it
+    embedding = params((FIRST_BUCKET_BYTES,))  # 4 MB, complete when backward ends
+    assert [len(bucket) for bucket in members([*embedding, *tensors])] == [4, 26, 1]
+
+
 def test_dtypes_do_not_share_a_bucket() -> None:
     tensors = [*params((2,)), *params((2,), dtype=torch.float16), *params((2,))]
     assert members(tensors) == [[2, 0], [1]]
