@@ -107,7 +107,10 @@ class Group(ABC):
         """Start overwriting `tensor` (1-D, uint8) with that of member `root`, an index in `ranks`."""
 
     def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
-        """Start `broadcast_` of each of `tensors`, which are taken one by one, some perhaps in `Work.wait`."""
+        """Start `broadcast_` of each of `tensors`, which may be a generator.
+
+        A backend may read it later, also in another thread or in `Work.wait`. After `wait`, all have been read.
+        """
         return CombinedWork([self.broadcast_(tensor, root) for tensor in tensors])
 
     @abstractmethod

@@ -14,7 +14,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """DDP's sizes (torch/nn/parallel/distributed.py): a small first bucket starts the network early in backward."""
 LAST_BUCKET_BYTES = 1 << 20
-"""About the most in the last bucket, which is sent when backward ends: nothing is computed meanwhile."""
+"""Target size of the last bucket. It is sent when backward has ended: no computation hides its transfer."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def lay_out(
     Args:
         sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
-        cap_mb: size of a bucket in MiB; the first bucket is smaller. None: DDP's sizes.
+        cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
     """
     is_complex = [param.is_complex() for param in params]
     params = [as_real(param) for param in params]
@@ -81,7 +81,10 @@ def lay_out(
 
 
 def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -> list[list[int]]:
-    """Return `members`, in their order, in parts of about `cap` bytes. The first and the last one are smaller."""
+    """Return `members`, in their order, in parts of about `cap` bytes.
+
+    The first part is smaller, and the last one if it is split.
+    """
     parts: list[list[int]] = []
     pending: list[int] = []
     size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
@@ -99,7 +102,7 @@ def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -
 def _split_at_end(params: Sequence[torch.Tensor], members: list[int]) -> list[list[int]]:
     """Split off the last parameters: one, or those with at most LAST_BUCKET_BYTES.
 
-    Do not split if that would leave less than three times LAST_BUCKET_BYTES.
+    Do not split if the first part would have less than three times LAST_BUCKET_BYTES.
     """
     split, late = len(members) - 1, params[members[-1]].nbytes
     while split and late + (more := params[members[split - 1]].nbytes) <= LAST_BUCKET_BYTES:

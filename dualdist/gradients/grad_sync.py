@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch._C import _current_graph_task_id
 
 from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group
 from ..types import Average
 from ..world.context import current
+from .arrivals import Arrivals
 from .combiner import Combiner
 from .comm_hook import CommHook
 from .options import SyncOptions
@@ -29,7 +28,6 @@ from .tracked_parameter import TrackedParameter
 
 __all__ = ("GradSync", "combined_elsewhere")
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
 
 
@@ -58,22 +56,9 @@ class GradSync(Combiner):
         """Called when the gradients have been combined, if not None."""
         self._compares_late = compares_late
         self._reducer = Reducer(options)
-        self._lock = threading.RLock()
-        """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
-        self._fired: set[int] = set()
-        """Parameters (by index) with a gradient that the current backward has completed."""
-        self._tasks: set[int] = set()
-        """Autograd graph tasks that call `_end_of_backward` at their end."""
-        self._task: int | None = None
-        """The newest one of `_tasks`."""
-        self._arrived: list[int] = []
-        """Parameters (by index) whose gradients the current backward has completed, in order."""
-        self._num_handled = 0
-        """How many of `_arrived` are in `_fired`, while gradients arrive in the expected order."""
-        self._next_stop = 0
-        """After how many gradients in the expected order a bucket is complete. 0: they are handled one by one."""
+        self._arrivals = Arrivals(self._handle_single, self._mark_ready, self._end_of_backward)
         self._enabled = True
         self.set_passes(passes)
         self._repeats = False
@@ -90,7 +75,9 @@ class GradSync(Combiner):
         params = [*self._params, *(TrackedParameter(name, tensor) for name, tensor in named)]
         if not self._compares_late and not current().launch.elastic:
             self._reducer.enter_world(params, self)
-        self._params = params  # after the comparison: if it fails, training can continue with the old ones
+        # After the comparison: if it fails, training can continue with the old ones.
+        self._params = params
+        self._arrivals.set_params(params)
         self._unhooked = [index for index, param in enumerate(params) if param.hook is None]
         self._is_on_one_device = len({param.device for param in params}) == 1
         self._find_overlaps()
@@ -104,7 +91,7 @@ class GradSync(Combiner):
         for index in self._unhooked:
             param = self._params[index]
             if param.tensor.requires_grad:
-                param.hook = param.tensor.register_post_accumulate_grad_hook(self._hook_of(index))
+                param.hook = param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))
             else:
                 still.append(index)
         self._unhooked = still
@@ -123,6 +110,7 @@ class GradSync(Combiner):
         for param in self._params:
             param.release()
         self._reducer.release_memory()
+        self._arrivals.release()
 
     def forget_world(self, backend: Backend) -> None:
         """Prepare for the next world, whose ranks may not know this GradSync. Called when a world is closed."""
@@ -135,6 +123,7 @@ class GradSync(Combiner):
         """Take part with zeros when the other ranks combine gradients, see Reducer.contribute_nothing."""
         self._start_over()
         self._reducer.contribute_nothing(group, verdict)
+        self._expect_order()  # the layout may have changed
 
     @property
     def is_in_world(self) -> bool:  # type: ignore[override]
@@ -156,100 +145,25 @@ class GradSync(Combiner):
         self._reducer.divisor = number
 
     def _start_over(self) -> None:
-        self._note_arrived()
-        self._fired.clear()
-        self._tasks.clear()
+        self._arrivals.take_arrived()
+        self._arrivals.forget()
         self._reducer.start_over()
         self._expect_order()
 
-    def _hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook, which takes note that backward has just completed the gradient of the parameter at `index`.
-
-        If gradients arrive in the expected order, only the last one of a bucket is handled, for all of its bucket. The
-        hook runs for every gradient, therefore it does as little as possible.
-        """
-        arrived, add, task = self._arrived, self._arrived.append, _current_graph_task_id
-
-        def on_gradient(_: torch.Tensor) -> None:
-            add(index)
-            if len(arrived) >= self._next_stop or task() != self._task:
-                with self._lock:
-                    self._handle(index)
-
-        return on_gradient
-
-    def _handle(self, index: int) -> None:
-        if self._next_stop:
-            if self._is_expected():
-                return
-            earlier = self._arrived[self._num_handled :]
-            earlier.remove(index)
-            self._next_stop = 0
-            if _current_graph_task_id() != self._task:
-                # They belong to a backward that has failed, or to one around this one: reentrant checkpoints.
-                self._note(earlier)
-                earlier = []
-            for other in earlier:
-                self._handle_one(other)
-        self._handle_one(index)
-
-    def _is_expected(self) -> bool:
-        """Return whether gradients arrive in the expected order. If so, handle them when a bucket is complete."""
-        count, done, task = len(self._arrived), self._num_handled, _current_graph_task_id()
-        if task != self._task:
-            if count > 1:
-                return False
-            self._end_with(task)
-        if count < self._next_stop:
-            return True
-        order = self._reducer.order
-        if self._arrived[done:] != order.expected[done:count]:
-            return False
-        self._handle_arrived()
-        self._next_stop = next((stop for stop in order.stops if stop > count), 0)
-        return True
-
-    def _handle_arrived(self) -> None:
-        """Handle the gradients that have arrived since the last one that was handled."""
-        arrived = self._note_arrived()
-        if arrived:
-            self._mark_ready(arrived)
-
-    def _note_arrived(self) -> list[int]:
-        """Note the gradients that have arrived since the last one that was handled, and return them."""
-        arrived = self._arrived[self._num_handled :] if self._next_stop else []
-        self._num_handled += len(arrived)
-        self._note(arrived)
-        return arrived
-
-    def _note(self, indices: Sequence[int]) -> None:
-        """Note that backward has completed these gradients, of passes that are not counted."""
-        for index in indices:
-            self._params[index].passes = 1
-        self._fired.update(indices)
-
-    def _handle_one(self, index: int) -> None:
+    def _handle_single(self, index: int) -> None:
         param = self._params[index]
         if self._counts or not self.enabled:
             self._count(param)
             if not self.enabled:
-                self._arrived.clear()
+                self._arrivals.drop_arrived()
                 return
         else:
             param.passes = 1
-        if index in self._fired:
+        if index in self._arrivals.handled:
             self._restart(index)
-        self._end_with(_current_graph_task_id())
-        self._fired.add(index)
+        self._arrivals.add_single(index)
         if param.passes >= self._passes:
             self._mark_ready([index])
-
-    def _end_with(self, task: int) -> None:
-        """Call `_end_of_backward` at the end of the current autograd graph task."""
-        self._task = task
-        if task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
-            self._tasks.add(task)
-            _queue_callback(self._end_of_backward)
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         if not self._reducer.is_known:
@@ -258,10 +172,8 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
-        self._arrived.clear()
-        self._num_handled, self._task = 0, None
-        stops = self._reducer.order.stops
-        self._next_stop = stops[0] if stops and self._enabled and not self._counts else 0
+        combines_each_backward = self._enabled and not self._counts
+        self._arrivals.expect(self._reducer.order if combines_each_backward else None)
 
     def _count(self, param: TrackedParameter) -> None:
         """Count one more backward pass.
@@ -270,9 +182,8 @@ class GradSync(Combiner):
         that gradient again would give a wrong result.
         """
         was_reduced = self._reducer.is_reduced(param)
-        if (
-            not (param.count_pass() and was_reduced) or self._averages
-        ):  # the average of equal averages is the same
+        # Averaging equal averages again changes nothing.
+        if not (param.count_pass() and was_reduced) or self._averages:
             return
         raise AssertionError(
             f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
@@ -295,17 +206,16 @@ class GradSync(Combiner):
             )
 
     def _end_of_backward(self) -> None:
-        self._handle_arrived()
-        arrived, order = list(self._arrived), self._reducer.order
+        self._arrivals.handle_arrived()
+        arrived = list(self._arrivals.arrived)
         # On several devices there are several threads, and the order differs from backward to backward.
-        is_new = arrived != order.expected and len(self._tasks) == 1 and self._is_on_one_device
-        if any(self._params[index].passes >= self._passes for index in self._fired):
+        can_learn = self._arrivals.has_one_task and self._is_on_one_device and not self._counts
+        if any(self._params[index].passes >= self._passes for index in self._arrivals.handled):
             self._combine()
-            if is_new and not self._counts:
+            if can_learn and arrived != self._reducer.order.expected:
                 self._reducer.order.learn(arrived)
                 self._expect_order()
-        self._fired.clear()
-        self._tasks.clear()
+        self._arrivals.forget()
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -323,12 +233,12 @@ class GradSync(Combiner):
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
         self._enabled = enabled
-        self._note_arrived()
+        self._arrivals.take_arrived()
         self._expect_order()
 
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Collective when there are any."""
-        self._note_arrived()
+        self._arrivals.take_arrived()
         tensors = [self._params[index].tensor for index in self._unhooked]
         # A frozen parameter may have the gradient that other ranks have combined.
         unseen = any(tensor.requires_grad and tensor.grad is not None for tensor in tensors)
@@ -352,7 +262,7 @@ class GradSync(Combiner):
         self._passes = passes
         # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
         self._counts = passes > 1 or not self._averages
-        self._note_arrived()
+        self._arrivals.take_arrived()
         self._expect_order()
 
     @property
@@ -368,7 +278,7 @@ class GradSync(Combiner):
 
     def _combine(self) -> None:
         """Combine the gradients now. Collective. Raises as Reducer.reduce does."""
-        self._note_arrived()
+        self._arrivals.take_arrived()
         try:
             if not self._reducer.is_known:
                 self._reducer.enter_world(self._params, self)

@@ -18,7 +18,7 @@ from torch import nn
 
 import dualdist as hvd
 from dualdist.collectives.compression import Compressor
-from dualdist.gradients import grad_sync
+from dualdist.gradients import arrivals
 
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
@@ -49,9 +49,9 @@ def test_each_bucket_is_sent_once_and_in_order() -> None:
     small.grad, large.grad = torch.full((2,), mine), torch.full((3,), mine)
     sync: Any = optimizer._combiner
     OtherThread.sent = []
-    OtherThread.thread = threading.Thread(target=sync._hook_of(0), args=(large,))
-    with mock.patch.object(grad_sync, "_queue_callback"):
-        sync._hook_of(1)(small)
+    OtherThread.thread = threading.Thread(target=sync._arrivals.hook_of(0), args=(large,))
+    with mock.patch.object(arrivals, "_queue_callback"):
+        sync._arrivals.hook_of(1)(small)
         OtherThread.thread.join()
     assert OtherThread.sent == [2, 3]
     optimizer.synchronize()
@@ -82,8 +82,8 @@ def test_an_error_in_such_a_thread_names_a_line_of_the_training_loop(style: str)
         wrapper(torch.ones(1)).backward()  # remembered
     sync = wrapper._combiner
     if hvd.rank() == 0:
-        with mock.patch.object(grad_sync, "_queue_callback"):
-            sync._hook_of(0)(layer.weight)
+        with mock.patch.object(arrivals, "_queue_callback"):
+            sync._arrivals.hook_of(0)(layer.weight)
             _engine_run_backward(sync._end_of_backward)
     else:
         with pytest.raises(hvd.CollectiveMismatchError) as raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,21 @@ def test_repeated_worlds_leak_nothing() -> None:
     # Less than one per cycle.
     assert grown["descriptors"] < cycles / 2 and grown["threads"] < cycles / 2, grown
     assert grown["memory"] < cycles * 256 * 1024, grown
+
+
+@everywhere
+def test_what_combines_gradients_is_freed_with_its_optimizer_without_a_garbage_collection() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    weight.sum().backward()
+    combiner = weakref.ref(optimizer._combiner)
+    with outside_world():
+        gc.disable()
+        try:
+            del optimizer
+            assert combiner() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.ranks(2, 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dualdist.gradients.bucket_memory import BucketMemory
-from dualdist.gradients.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, as_real, lay_out
+from dualdist.gradients.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, as_real, lay_out
 from dualdist.gradients.tracked_parameter import TrackedParameter
 
 
@@ -34,12 +34,12 @@ def test_the_first_bucket_is_small_and_the_others_large() -> None:
     assert [index for bucket in members(tensors) for index in bucket] == list(range(len(tensors)))[::-1]
 
 
-def test_what_is_sent_at_the_end_of_backward_is_small() -> None:
-    quarter = FIRST_BUCKET_BYTES // 4 // 4
-    tensors = params(*[(quarter,)] * 30)  # 1 MB in the first bucket, 6.5 MB after it
+def test_a_large_last_bucket_is_split() -> None:
+    numel = LAST_BUCKET_BYTES // 4 // 4  # a quarter
+    tensors = params(*[(numel,)] * 30)  # 1 MB in the first bucket, 6.5 MB after it
     assert [len(bucket) for bucket in members(tensors)] == [4, 22, 4]
     assert [len(bucket) for bucket in members(tensors[:15])] == [4, 11]  # a bucket for less is not worth it
-    embedding = params((FIRST_BUCKET_BYTES,))  # 4 MB, complete when backward ends
+    embedding = params((LAST_BUCKET_BYTES,))  # 4 MB, complete when backward ends
     assert [len(bucket) for bucket in members([*embedding, *tensors])] == [4, 26, 1]
 
 

@@ -67,7 +67,7 @@ class HostGroup(SharingGroup):
         return self.broadcast_all_([tensor], root)
 
     def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
-        # The other members copy what this one has sent, while it prepares the rest.
+        # Begin at once: the others copy the first tensors while the root prepares the rest.
         return self._works.begin(self._rounds.broadcast((tensor.data for tensor in tensors), root))
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:

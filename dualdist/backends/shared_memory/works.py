@@ -56,11 +56,14 @@ class Works:
         return work
 
     def begin(self, steps: Steps) -> SharedWork:
-        """Queue a small collective, and run it in this thread until it must wait."""
+        """Queue a collective, and run it in this thread until it must wait.
+
+        For a small one, or one for which the caller waits soon: of two members, no other thread continues it.
+        """
         work = SharedWork(self, steps)
         self._queue.append(work)
         self.test(work)
-        # The other one of two members needs nothing more from this one, which may therefore finish later.
+        # After the only round of a small one, the other one of two members needs nothing more from this one.
         if work.deadline is None or not (work.ended or self._mesh.is_pair):
             self._proceed()
         return work

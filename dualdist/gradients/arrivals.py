@@ -1,0 +1,167 @@
+"""Which gradients the current backward has completed.
+
+A hook on each parameter reports its gradient. If the order is the same as in the last backward, gradients are handled
+in groups, each when a bucket can be sent or when gradients can be moved to their buckets. Otherwise each gradient is
+handled when it arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._C import _current_graph_task_id
+
+from .arrival_order import ArrivalOrder
+from .tracked_parameter import TrackedParameter
+
+__all__ = ("Arrivals",)
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Arrivals:
+    """The gradients that have arrived in the current backward. Parameters are given by index."""
+
+    def __init__(
+        self,
+        handle_single: Callable[[int], None],
+        mark_ready: Callable[[Sequence[int]], None],
+        at_end: Callable[[], None],
+    ) -> None:
+        """Prepare. Local.
+
+        Args:
+            handle_single: called with a gradient in another order; it calls `add_single` if that is to be combined.
+            mark_ready: called with a group of gradients in the expected order.
+            at_end: called once at the end of each autograd graph task in which a gradient was handled.
+        """
+        self._handle_single, self._mark_ready, self._at_end = handle_single, mark_ready, at_end
+        self._params: Sequence[TrackedParameter] = ()
+        self.arrived: list[int] = []
+        """Parameters whose gradients the current backward has completed, in order."""
+        self.handled: set[int] = set()
+        """Those whose gradients were handled."""
+        self._lock = threading.RLock()
+        """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
+        self._tasks: set[int] = set()
+        """Autograd graph tasks that call `at_end` at their end."""
+        self._task: int | None = None
+        """The newest one of `_tasks`."""
+        self._expected: Sequence[int] = ()
+        self._stops: Sequence[int] = ()
+        """Numbers of arrived gradients at which some can be sent or moved."""
+        self._num_handled = 0
+        """How many of `arrived` are in `handled`, while gradients arrive in the expected order."""
+        self._next_stop = 0
+        """The next one of `_stops`. 0: gradients are handled one by one."""
+
+    @property
+    def has_one_task(self) -> bool:
+        """Whether one graph task completed all gradients that were handled. Reentrant checkpoints run nested tasks."""
+        return len(self._tasks) == 1
+
+    def set_params(self, params: Sequence[TrackedParameter]) -> None:
+        """Set the parameters to which the indices refer."""
+        self._params = params
+
+    def expect(self, order: ArrivalOrder | None) -> None:
+        """Start over, and expect the gradients of the next backward in `order`; None: handle them one by one."""
+        self.arrived.clear()
+        self._num_handled, self._task = 0, None
+        self._expected, self._stops = (order.expected, order.stops) if order is not None else ((), ())
+        self._next_stop = self._stops[0] if self._stops else 0
+
+    def hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook that records that backward has completed the gradient of the parameter at `index`.
+
+        The hook runs for every gradient, so it must be fast.
+        """
+        arrived, add, task = self.arrived, self.arrived.append, _current_graph_task_id
+
+        def on_gradient(_: torch.Tensor) -> None:
+            add(index)
+            if len(arrived) >= self._next_stop or task() != self._task:
+                with self._lock:
+                    self._on_arrival(index)
+
+        return on_gradient
+
+    def _on_arrival(self, index: int) -> None:
+        if self._next_stop:
+            if self._follow_order():
+                return
+            earlier = self.arrived[self._num_handled :]
+            earlier.remove(index)
+            self._next_stop = 0
+            if _current_graph_task_id() != self._task:
+                # They belong to a backward that has failed, or to one around this one: reentrant checkpoints.
+                self._record(earlier)
+                earlier = []
+            for other in earlier:
+                self._handle_single(other)
+        self._handle_single(index)
+
+    def _follow_order(self) -> bool:
+        """Handle gradients up to the next stop. Return False if they do not follow the expected order."""
+        count, done = len(self.arrived), self._num_handled
+        if _current_graph_task_id() != self._task:
+            if count > 1:
+                return False
+            self._end_with_backward()
+        if count < self._next_stop:
+            return True
+        if self.arrived[done:] != self._expected[done:count]:
+            return False
+        self.handle_arrived()
+        self._next_stop = next((stop for stop in self._stops if stop > count), 0)
+        return True
+
+    def handle_arrived(self) -> None:
+        """Pass the gradients that arrived in the expected order, and were not handled yet, to `mark_ready`."""
+        arrived = self.take_arrived()
+        if arrived:
+            self._mark_ready(arrived)
+
+    def take_arrived(self) -> list[int]:
+        """Record the gradients that arrived in the expected order as handled, and return those that are new."""
+        arrived = self.arrived[self._num_handled :] if self._next_stop else []
+        self._num_handled += len(arrived)
+        self._record(arrived)
+        return arrived
+
+    def _record(self, indices: Sequence[int]) -> None:
+        """Record these gradients as handled. Passes are not counted here: each has 1."""
+        for index in indices:
+            self._params[index].passes = 1
+        self.handled.update(indices)
+
+    def add_single(self, index: int) -> None:
+        """Record a gradient as handled that is combined at the end of backward at the latest."""
+        self._end_with_backward()
+        self.handled.add(index)
+
+    def _end_with_backward(self) -> None:
+        """Call `at_end` at the end of the current autograd graph task."""
+        self._task = _current_graph_task_id()
+        if self._task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
+            self._tasks.add(self._task)
+            _queue_callback(self._at_end)
+
+    def drop_arrived(self) -> None:
+        """Forget the gradients that have arrived, because they are not combined in this backward."""
+        self.arrived.clear()
+
+    def release(self) -> None:
+        """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
+        self._handle_single = self._mark_ready = self._at_end = _ignore
+
+    def forget(self) -> None:
+        """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
+        self.handled.clear()
+        self._tasks.clear()
+
+
+def _ignore(*_: object) -> None:
+    """Take the place of a callback."""
