@@ -166,7 +166,7 @@ def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         return
     flat = from_bytes(data, (-1,), tensors[0])
     parts = _unflatten_dense_tensors(flat, tensors)
-    # It rejects some dtypes on a GPU, and tensors whose conjugate or negative bit is set.
+    # _foreach_copy_ is faster, but rejects some dtypes on a GPU, and tensors with the conjugate or negative bit.
     if all([tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors]):
         torch._foreach_copy_(tensors, parts)
         return
