@@ -84,7 +84,8 @@ def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Can
             try:
                 found.append(_Candidate(row, _read(row, env)))
             except ConfigurationError as error:
-                found.append(_Candidate(row, error))
+                # Its traceback refers to the frames of `init`, and these to the world.
+                found.append(_Candidate(row, error.with_traceback(None)))
     return [candidate for candidate in found if not _is_set_by_another(candidate, found, env)]
 
 

@@ -91,14 +91,13 @@ def file_of(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("is_hidden", [False, True])
 @everywhere
-def test_a_host_holds_one_copy_of_a_loaded_file(
-    is_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_holds_one_copy_of_a_loaded_file(is_hidden: bool, tmp_path: Path) -> None:
     path, weight = folder(tmp_path) / "a.pt", torch.arange(100_000.0)
     save(path, {"weight": weight})
-    if is_hidden:  # a container hides the processes of others
-        monkeypatch.setattr(memory_file, "_DESCRIPTORS", "/proc/not-here/{}/fd/{}")
-    found = load(path)["weight"]
+    with pytest.MonkeyPatch.context() as patch:
+        if is_hidden:  # a container hides the processes of others
+            patch.setattr(memory_file, "_DESCRIPTORS", "/proc/not-here/{}/fd/{}")
+        found = load(path)["weight"]
     assert len(set(hvd.allgather_object(file_of(found)))) == (hvd.size() if is_hidden else 1)
     found += hvd.rank()  # changes the copy of this rank
     hvd.barrier()

@@ -104,17 +104,19 @@ def test_repeated_worlds_leak_nothing() -> None:
 
 @everywhere
 def test_what_combines_gradients_is_freed_with_its_optimizer_without_a_garbage_collection() -> None:
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    weight.sum().backward()
-    combiner = weakref.ref(optimizer._combiner)
-    with outside_world():
-        gc.disable()
-        try:
+    gc.disable()
+    try:
+        with outside_world():
+            pass
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        weight.sum().backward()
+        combiner = weakref.ref(optimizer._combiner)
+        with outside_world():
             del optimizer
             assert combiner() is None
-        finally:
-            gc.enable()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.ranks(2, 3)
