@@ -46,7 +46,7 @@ class BucketMemory:
         ]
         self._sparse_as_dense = sparse_as_dense
         self._replaces_dense = False
-        """Whether each parameter had a dense gradient when this memory was written."""
+        """Whether each parameter had a dense gradient when this memory was written, which is to be replaced."""
         self._has_pairs = any(param.tensor.is_complex() for param in params)
         self._uses = self._count_uses()
         self._references = self._count_references()
@@ -161,6 +161,7 @@ class BucketMemory:
             # Without a look at the old gradients, for each of which torch would make a Python object.
             for tensor, combined in zip(self._tensors, self._gradients, strict=True):
                 tensor.grad = combined
+            self._replaces_dense = False
             return
         for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
             if kind & DENSE and (grad := tensor.grad) is not combined:

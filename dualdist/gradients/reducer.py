@@ -164,7 +164,7 @@ class Reducer:
         self.order.mark(arrived)
         while self.order.is_complete(len(self._works)):
             self._send_next()
-        if self.sets_early and self._options.comm_hook is None:
+        if self._can_set_early:
             for place, indices in self.order.take_waiting(len(self._works)).items():
                 self._memory_of(place).take_gradients(indices)
 
@@ -187,10 +187,16 @@ class Reducer:
             hook_work = HookWork(hook, grad_bucket, channel_of(self._options.process_set), step)
             self._hooks.submit(hook_work)
             self._works.append(HookedBucket(hook_work, record))
-            return
-        if self.sets_early:
+        else:
+            self._works.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
+        if self._can_set_early:
             memory.set_gradients(kinds)
-        self._works.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
+
+    @property
+    def _can_set_early(self) -> bool:
+        hook = self._options.comm_hook
+        # Another hook may run long, and in a thread: until it has ended, the gradients remain those of this rank.
+        return self.sets_early and (hook is None or hook.only_starts)
 
     def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
         names = (param.name for param in memory.params)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
 
@@ -199,10 +200,13 @@ def test_parameters_that_one_rank_alone_adds_are_an_error_on_every_rank() -> Non
     check_next_calls_work()
 
 
+@pytest.mark.parametrize("hook", [None, allreduce_hook])
 @everywhere
-def test_a_backward_that_failed_is_not_repeated_on_top_of_what_it_has_sent() -> None:
+def test_a_backward_that_failed_is_not_repeated_on_top_of_what_it_has_sent(hook: Any) -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
 
     def backward() -> None:
         wrapped(torch.ones(1, 2)).sum().backward()
