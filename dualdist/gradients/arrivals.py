@@ -8,6 +8,7 @@ handled when it arrives.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,8 +46,8 @@ class Arrivals:
         """Those whose gradients were handled."""
         self._lock = threading.RLock()
         """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
-        self._tasks: set[int] = set()
-        """Autograd graph tasks that call `at_end` at their end."""
+        self._tasks: dict[int, weakref.ref[_End]] = {}
+        """Autograd graph tasks that call `at_end` at their end, each with what it calls."""
         self._task: int | None = None
         """The newest one of `_tasks`."""
         self._expected: Sequence[int] = ()
@@ -61,6 +62,11 @@ class Arrivals:
     def has_one_task(self) -> bool:
         """Whether one graph task completed all gradients that were handled. Reentrant checkpoints run nested tasks."""
         return len(self._tasks) == 1
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a graph task has ended without calling `at_end`, because backward raised an exception."""
+        return any(end() is None for end in self._tasks.values())
 
     def set_params(self, params: Sequence[TrackedParameter]) -> None:
         """Set the parameters to which the indices refer."""
@@ -146,8 +152,9 @@ class Arrivals:
         """Call `at_end` at the end of the current autograd graph task."""
         self._task = _current_graph_task_id()
         if self._task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
-            self._tasks.add(self._task)
-            _queue_callback(self._at_end)
+            end = _End(self._at_end)
+            self._tasks[self._task] = weakref.ref(end)
+            _queue_callback(end)
 
     def drop_arrived(self) -> None:
         """Forget the gradients that have arrived, because they are not combined in this backward."""
@@ -161,6 +168,16 @@ class Arrivals:
         """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
         self.handled.clear()
         self._tasks.clear()
+
+
+class _End:
+    """What a graph task calls at its end. It exists as long as the graph task."""
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
+
+    def __call__(self) -> None:
+        self._at_end()
 
 
 def _ignore(*_: object) -> None:

@@ -22,6 +22,7 @@ from ..world.context import current
 from .arrivals import Arrivals
 from .combiner import Combiner
 from .comm_hook import CommHook
+from .last_hook import register_last_hook
 from .options import SyncOptions
 from .reducer import Reducer
 from .tracked_parameter import TrackedParameter
@@ -91,7 +92,7 @@ class GradSync(Combiner):
         for index in self._unhooked:
             param = self._params[index]
             if param.tensor.requires_grad:
-                param.hook = param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))
+                param.hook = register_last_hook(param.tensor, self._arrivals.hook_of(index))
             else:
                 still.append(index)
         self._unhooked = still
@@ -159,8 +160,8 @@ class GradSync(Combiner):
                 return
         else:
             param.passes = 1
-        if index in self._arrivals.handled:
-            self._restart(index)
+        if index in self._arrivals.handled or self._arrivals.has_failed:
+            self._restart()
         self._arrivals.add_single(index)
         if param.passes >= self._passes:
             self._mark_ready([index])
@@ -190,19 +191,20 @@ class GradSync(Combiner):
             "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
         )
 
-    def _restart(self, index: int) -> None:
-        """Start over, because the gradient at `index` was completed before and its backward has not ended.
+    def _restart(self) -> None:
+        """Start over, because gradients were sent in a backward that has not ended.
 
-        Either an earlier backward raised an exception, or reentrant checkpoints complete a gradient several times in
-        one backward, such as that of a shared weight. Buckets that were sent already are sent again.
+        Either it raised an exception, or reentrant checkpoints complete a gradient several times in one backward, such
+        as that of a shared weight. Buckets that were sent already are sent again.
         """
-        self._repeats = True
-        overwritten = self._reducer.abandon(index)
+        if not self._arrivals.has_failed:
+            self._repeats = True
+        overwritten = self._reducer.abandon()
         self._start_over()
-        if overwritten:
+        if overwritten is not None:
             raise RuntimeError(
-                f"The gradient of {self._params[index].name!r} was completed again after it was sent. "
-                "Use checkpoint(..., use_reentrant=False); call zero_grad() before you repeat a backward that failed."
+                f"The gradient of {overwritten!r} was sent before its backward was complete, and is overwritten. "
+                "Call zero_grad(set_to_none=True) when backward has failed; use checkpoint(..., use_reentrant=False)."
             )
 
     def _end_of_backward(self) -> None:

@@ -31,7 +31,7 @@ from ..world.process_sets import channel_of
 from .announcement import announce, announcement, settle
 from .arrival_order import ArrivalOrder
 from .bucket_memory import BucketMemory
-from .buckets import lay_out
+from .buckets import Bucket, lay_out
 from .comm_hook import CommHook, HookQueue, HookWork
 from .contributions import DENSE, SPARSE, Contributions
 from .grad_bucket import GradBucket
@@ -172,7 +172,7 @@ class Reducer:
         place = len(self._works)
         bucket, group = self._buckets[place], channel_of(self._options.process_set).gradients
         memory = self._memory_of(place)
-        grads = [None] * len(memory.params) if empty else self._all_contributions(memory)
+        grads = [None] * len(memory.params) if empty else self._all_contributions(bucket, memory)
         factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
         is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
         kinds = memory.pack(grads, is_new, factor)
@@ -195,7 +195,7 @@ class Reducer:
     @property
     def _can_set_early(self) -> bool:
         hook = self._options.comm_hook
-        # Another hook may run long, and in a thread: until it has ended, the gradients remain those of this rank.
+        # Hooks other than torch's may run for long, and in a thread. Until then, the gradients are those of this rank.
         return self.sets_early and (hook is None or hook.only_starts)
 
     def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
@@ -221,18 +221,20 @@ class Reducer:
         """Return whether the gradient of `param` was reduced, and backward has not added to it since."""
         return self.reduced and param.passes == 0
 
-    def _all_contributions(self, memory: BucketMemory) -> list[torch.Tensor | None]:
+    def _all_contributions(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in a bucket."""
         sends_all = self._options.reduction.op == Average or not self.reduced
-        if sends_all and not self._options.sparse_as_dense and memory.has_unmoved_parameters():
+        is_dense = not self._sparse and not self._options.sparse_as_dense
+        if sends_all and is_dense and memory.has_unmoved_parameters():
             return memory.current_gradients()
-        return [self._contribution(param) for param in memory.params]
+        return [self._contribution(slot.param) for slot in bucket.slots]
 
-    def _contribution(self, param: TrackedParameter) -> torch.Tensor | None:
-        """Return the gradient that this rank sends, if any.
+    def _contribution(self, index: int) -> torch.Tensor | None:
+        """Return the gradient that this rank sends for the parameter at `index`, if any.
 
         With op Average, a gradient that was reduced before is sent again, because other ranks may have added to theirs.
         """
+        param = self._params[index]
         if change := param.moved():
             self._changes.append(change)
             return None
@@ -241,23 +243,28 @@ class Reducer:
             return None
         if self._options.sparse_as_dense and grad.is_sparse:
             return grad.to_dense()
+        if index in self._sparse and not grad.is_sparse:  # it has no place in the bucket
+            return grad.to_sparse(1)
         return grad
 
-    def abandon(self, index: int) -> bool:
-        """End the sending of what was sent, and start over. Return whether that overwrote the gradient at `index`."""
+    def abandon(self) -> str | None:
+        """End the sending of what was sent, and start over.
+
+        Return the name of a parameter whose gradient was overwritten by that, None if there is none.
+        """
 
         def wait() -> None:
             for sent in self._works:
                 sent.work.wait()
 
-        place = self.order.bucket_of[index]
-        overwritten = place < len(self._works) and self._memory[place].holds(self._params[index])
+        sent = [self._memory[place] for place in range(len(self._works))]
+        overwritten = [param.name for memory in sent for param in memory.params if memory.holds(param)]
         if self._options.comm_hook is None:
             channel_of(self._options.process_set).receive(self._announcement(), wait)
         else:  # other ranks may take part only after the announcement
             self.release_memory()
         self.start_over()
-        return overwritten
+        return overwritten[0] if overwritten else None
 
     # Receiving
 
@@ -378,7 +385,7 @@ class Reducer:
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
 
     def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
-        contribution = self._contribution(self._params[index]) if keep else None
+        contribution = self._contribution(index) if keep else None
         param = self._params[index].tensor
         combined = sum_sparse(group, contribution, param)
         if keep:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
 
@@ -65,6 +66,37 @@ def test_a_backward_that_failed_on_every_rank_can_be_repeated() -> None:
         hook.remove()
         train_beside([(inputs, targets)], wrapped, optimizer, reference, alone)
     assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("comm_hook", [None, allreduce_hook], ids=["none", "allreduce"])
+@everywhere
+def test_what_a_failed_backward_has_sent_does_not_become_the_gradients_of_another(comm_hook: Any) -> None:
+    model: Any = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        groups=[[param] for param in model.parameters()],
+        comm_hook=comm_hook,
+    )
+    inputs = torch.full((1, 2), hvd.rank() + 1.0)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model[0](inputs) + model[1](inputs)).sum().backward()
+    optimizer.zero_grad()
+    hook = model[1][0].register_full_backward_hook(fail)
+    with pytest.raises(MemoryError):
+        model[1](inputs.requires_grad_()).sum().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    model[0](inputs).sum().backward()
+    assert all(param.grad is None for param in model[1].parameters())
+    mean = (hvd.size() + 1) / 2
+    expected = torch.autograd.grad(model[0](torch.full((1, 2), mean)).sum(), list(model[0].parameters()))
+    torch.testing.assert_close([param.grad for param in model[0].parameters()], list(expected))
+    check_next_calls_work()
 
 
 @pytest.mark.ranks(2, 3)

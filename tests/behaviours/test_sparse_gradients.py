@@ -49,3 +49,19 @@ def test_sparse_gradients_with_a_sparse_optimizer() -> None:
         (reference(torch.tensor(rows)).square().sum() / hvd.size()).backward()
         alone.step()
     torch.testing.assert_close(table.weight, reference.weight)
+
+
+@everywhere
+def test_an_embedding_with_a_dense_gradient_after_a_step_in_which_it_was_unused() -> None:
+    table, other, size = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.zeros(1)), hvd.size()
+    nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, other], lr=1.0), op=hvd.Sum)
+    for is_used, set_to_none in ((True, True), (False, True), (True, False)):
+        optimizer.zero_grad(set_to_none)
+        loss = other.sum()
+        (loss + table(torch.tensor([1])).sum() if is_used else loss).backward()
+        optimizer.step()
+    expected = torch.zeros(5, 2)
+    expected[1] = -2.0 * size
+    torch.testing.assert_close(table.weight.detach(), expected)
+    assert other.item() == -3.0 * size
