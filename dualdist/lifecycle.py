@@ -13,7 +13,7 @@ from .launch.copies import without_copies
 from .rendezvous.mpi_start import limited_start
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.part import part_of_world
-from .world.process_sets import ProcessSet, forget_world, register_world
+from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
 from .world.settings import read_settings
 
 __all__ = ("init", "shutdown", "start_timeline", "stop_timeline")
@@ -69,7 +69,7 @@ def init(
         context = join_world(stand_in, backend, transport, override, env)
     context.arguments = arguments
     try:
-        register_world(sets)
+        register_world(sets, comm)
         context.backend.finish_start()
     except BaseException:
         shutdown()
@@ -93,7 +93,7 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
         fix = "Pass a list such as [[0, 1], [2, 3]]."
         sets = items("process_sets", process_sets, 'a list of process sets, or "dynamic"', fix)
         for process_set in sets:
-            if not isinstance(process_set, ProcessSet) and not hasattr(process_set, "Get_group"):
+            if not isinstance(process_set, ProcessSet) and not is_communicator(process_set):
                 items("process_sets", process_set, "a list of process sets or of lists of ranks", fix)
     for name, value in (("backend", backend), ("transport", transport)):
         if value is not None:

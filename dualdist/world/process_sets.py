@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..agreement import call_kinds
 from ..agreement.call import Call
 from ..agreement.call_kinds import Kind
 from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
+from ..backends.base import Group
 from ..checks import instance, integer, items
 from .context import current, current_or_inherited, is_initialized
 
@@ -21,6 +24,7 @@ __all__ = (
     "check_process_set",
     "forget_world",
     "global_process_set",
+    "is_communicator",
     "process_set_of_ranks",
     "register_world",
     "remove_process_set",
@@ -32,16 +36,20 @@ __all__ = (
 class ProcessSet:
     """Some of the ranks of the world. Once the set is registered, collectives can run among them.
 
-    ranks: global ranks in any order, or an mpi4py communicator. Register the set with `init(process_sets=)` or
-    `add_process_set`; until then `process_set_id` is None. Raises ValueError when a rank is not an integer, negative or
-    occurs twice.
+    ranks: global ranks in any order, or an mpi4py communicator, which may be another one on each rank, as after
+    `comm.Split`. Register the set with `init(process_sets=)` or `add_process_set`; until then `process_set_id` is None.
+    Raises ValueError when a rank is not an integer, negative or occurs twice.
     """
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
+    mpi_comm: Any = None
+    """The mpi4py communicator that was given. That of `global_process_set`: what was given to `init`."""
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         self.ranks = _checked_ranks("ranks_or_comm", ranks_or_comm)
+        if is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
         """Return the set itself: the copy of a model or an optimizer uses the same set."""
@@ -73,9 +81,14 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
+def is_communicator(value: Any) -> bool:
+    """Return whether `value` is a communicator of mpi4py."""
+    return hasattr(value, "Get_group")
+
+
 def _checked_ranks(name: str, ranks_or_comm: Any) -> list[int]:
     """Return the ranks in ascending order. Raises TypeError or ValueError, which names the parameter `name`."""
-    if hasattr(ranks_or_comm, "Get_group"):
+    if is_communicator(ranks_or_comm):
         return sorted(_ranks_of(ranks_or_comm))
     given = items(name, ranks_or_comm, "a list of ranks", "Pass whole numbers, such as [0, 1].")
     try:
@@ -99,10 +112,11 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
 
-def register_world(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
-    """Register the global process set and then `process_sets`. Collective over the world."""
+def register_world(process_sets: Sequence[ProcessSet | Sequence[int]], comm: Any = None) -> None:
+    """Register the global process set and then `process_sets`. Collective over the world. comm: as for `init`."""
     context = current()
     global_process_set.ranks = list(range(context.world.size))
+    global_process_set.mpi_comm = comm if is_communicator(comm) else None
     context.process_sets[0] = global_process_set
     for process_set in process_sets:
         add_process_set(process_set)
@@ -122,23 +136,50 @@ def forget_world() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set and return it. Collective: every rank of the world must call it, members or not.
 
+    If the ranks give different communicators of mpi4py, the set of each is registered, in the order of their lowest
+    ranks (horovod/common/operations.cc, InitializeHorovodOnce).
+
     Raises ValueError if the set is registered already, is empty or contains a rank that does not exist;
     BackendUnavailableError if the installed Horovod cannot connect its ranks; StallError if a rank stops in this call.
     """
     with reporting(call_kinds.ADD_PROCESS_SET):
         added = _checked(process_set)
     context, ranks = current(), added.ranks or []
-    call = Call(call_kinds.ADD_PROCESS_SET, (("ranks", tuple(ranks)),), site=call_site())
-    added.process_set_id = context.channels[0].run(call, lambda group, verdict: context.add_channel(ranks))
-    context.process_sets[added.process_set_id] = added
+    is_from_mpi = added.mpi_comm is not None
+    arguments = ("communicator", True) if is_from_mpi else ("ranks", tuple(ranks))
+    call = Call(call_kinds.ADD_PROCESS_SET, (arguments,), site=call_site())
+
+    def register(group: Group, verdict: object) -> list[tuple[list[int], int]]:
+        sets = _sets_of_all(group, ranks) if is_from_mpi else [ranks]
+        return [(members, context.add_channel(members)) for members in sets]
+
+    for members, set_id in context.channels[0].run(call, register):
+        registered = added if members == ranks else ProcessSet(members)
+        registered.process_set_id = set_id
+        context.process_sets[set_id] = registered
     return added
+
+
+def _sets_of_all(group: Group, ranks: Sequence[int]) -> list[list[int]]:
+    """Return the different process sets that the members of `group`, the world, bring. ranks: that of this one."""
+    own = torch.zeros(group.size, dtype=torch.uint8)
+    own[list(ranks)] = 1
+    own = own.to(group.wire_device(own.device))
+    rows = own.new_empty(group.size**2)
+    group.allgather(rows, own).wait()
+    sets = [
+        [rank for rank, included in enumerate(row) if included] for row in rows.view(-1, group.size).tolist()
+    ]
+    return [members for place, members in enumerate(sets) if members not in sets[:place]]
 
 
 def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Return `process_set` as a ProcessSet. Raises ValueError if it cannot be registered."""
     context = current()
     added = process_set
-    if not isinstance(added, ProcessSet):
+    if is_communicator(added):
+        added = ProcessSet(added)
+    elif not isinstance(added, ProcessSet):
         added = ProcessSet(_checked_ranks("process_set", added))
     ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:

@@ -14,17 +14,24 @@ from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish
 from ..helpers.world import MPIRUN
 
-SCRIPT = "tests/helpers/part_of_world.py"
+
+def run_script(name: str, backend: str, *arguments: str) -> None:
+    need_modules("mpi4py", *(["horovod.torch"] if backend == "horovod" else []))
+    command = [*(part.format(size=3) for part in MPIRUN), sys.executable]
+    # A fork ends without MPI_Finalize where the script itself has started MPI.
+    ended = finish([*command, f"tests/helpers/{name}.py", backend, *arguments], forks=False)
+    assert (ended.code, ended.output) == (0, "")
 
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 @pytest.mark.parametrize("form", ["split", "list", "all", "reversed"])
 def test_the_members_of_a_communicator_form_a_world(backend: str, form: str) -> None:
-    need_modules("mpi4py", *(["horovod.torch"] if backend == "horovod" else []))
-    command = [*(part.format(size=3) for part in MPIRUN), sys.executable]
-    # A fork ends without MPI_Finalize where the script itself has started MPI.
-    ended = finish([*command, SCRIPT, backend, form], forks=False)
-    assert (ended.code, ended.output) == (0, "")
+    run_script("part_of_world", backend, form)
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_process_sets_of_split_communicators_are_all_registered(backend: str) -> None:
+    run_script("split_process_sets", backend)
 
 
 @pytest.mark.parametrize(
