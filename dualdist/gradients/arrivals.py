@@ -65,8 +65,10 @@ class Arrivals:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a graph task has ended without calling `at_end`, because backward raised an exception."""
-        return any(end() is None for end in self._tasks.values())
+        """Whether an earlier graph task has not called `at_end`, because backward raised an exception."""
+        return _current_graph_task_id() not in self._tasks and any(
+            end() is None for end in self._tasks.values()
+        )
 
     def set_params(self, params: Sequence[TrackedParameter]) -> None:
         """Set the parameters to which the indices refer."""

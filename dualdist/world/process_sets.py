@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,8 +137,8 @@ def forget_world() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set and return it. Collective: every rank of the world must call it, members or not.
 
-    If the ranks give different communicators of mpi4py, the set of each is registered, in the order of their lowest
-    ranks (horovod/common/operations.cc, InitializeHorovodOnce).
+    If the ranks give different communicators of mpi4py, the set of each is registered, in ascending order
+    (horovod/common/operations.cc, horovod_init_multi_comm).
 
     Raises ValueError if the set is registered already, is empty or contains a rank that does not exist;
     BackendUnavailableError if the installed Horovod cannot connect its ranks; StallError if a rank stops in this call.
@@ -161,7 +162,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def _sets_of_all(group: Group, ranks: Sequence[int]) -> list[list[int]]:
-    """Return the different process sets that the members of `group`, the world, bring. ranks: that of this one."""
+    """Return the different process sets of the members of `group`, the world, in ascending order. ranks: this one's."""
     own = torch.zeros(group.size, dtype=torch.uint8)
     own[list(ranks)] = 1
     own = own.to(group.wire_device(own.device))
@@ -170,7 +171,7 @@ def _sets_of_all(group: Group, ranks: Sequence[int]) -> list[list[int]]:
     sets = [
         [rank for rank, included in enumerate(row) if included] for row in rows.view(-1, group.size).tolist()
     ]
-    return [members for place, members in enumerate(sets) if members not in sets[:place]]
+    return [members for members, _ in itertools.groupby(sorted(sets))]
 
 
 def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
