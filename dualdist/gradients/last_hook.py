@@ -1,7 +1,7 @@
 """Hooks that run when backward completes a gradient, after all other hooks of the parameter.
 
-A hook of the user may change the gradient, for example clip it. torch calls hooks in the order of registration; torch's
-DDP and Horovod run theirs after them in another way, as a hook of the autograd node, which takes longer.
+A hook of the user may change the gradient, for example clip it. torch calls hooks in the order of registration. torch's
+DDP and Horovod run theirs later, as a hook of the autograd node, to which they must keep a reference.
 """
 
 from __future__ import annotations
