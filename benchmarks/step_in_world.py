@@ -1,13 +1,15 @@
 """Measures one training step: dualdist in both styles, DDP and Horovod, in turns in the processes of your launcher.
 
+    torchrun --nproc-per-node 2 benchmarks/step_in_world.py --without-horovod
     horovodrun --gloo -np 2 python benchmarks/step_in_world.py
     horovodrun --gloo -np 2 python benchmarks/step_in_world.py --backend horovod
     horovodrun --gloo -np 2 python benchmarks/step_in_world.py --hook allreduce    # DDP and dualdist with this hook
     mpirun -np 2 python benchmarks/step_in_world.py --transport mpi
     dualdist run -H host1:2,host2:2 python benchmarks/step_in_world.py --without-horovod --models mlp
 
-Times are medians over the steps of rank 0. A ratio is the median over the rounds, so a few slow seconds of the machine
-have little effect. CPU time (user and system, all threads of rank 0) depends less on what else the machine does, and
+Times are medians over the steps of rank 0. A ratio is the median over the rounds, then the quartiles. The turns that it
+compares are less than a few seconds apart, so a machine whose speed changes from minute to minute has little effect on
+it; processes of `dualdist bench step` run one after the other. CPU time (user and system, all threads of rank 0) depends less on what else the machine does, and
 the bytes that rank 0's host sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each
 round has its own random order, because a step is slower after some contestants than after others. Each contestant has
 several models, because the steps of equal models in one process differ by up to 20 %, depending on where their memory
@@ -35,8 +37,8 @@ import dualdist as hvd
 Step = Callable[[], None]
 
 
-_TURNS = {"cnn": (10, 3), "mlp": (2, 2), "small": (10, 3)}
-"""model -> steps per turn, and models per contestant"""
+_COPIES = {"mlp": 2, "resnet50": 2}
+"""How many models each contestant has, where memory is short; others have 3."""
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
         "--hook", choices=tuple(HOOKS), default="none", help="a communication hook (%(default)s)"
     )
     parser.add_argument(
-        "--models", nargs="+", choices=tuple(_TURNS), default=list(_TURNS), help="(all by default)"
+        "--models", nargs="+", choices=tuple(MODELS), default=["cnn", "mlp", "small"], help="(%(default)s)"
     )
     parser.add_argument("--copies", type=int, help="models of each contestant, if memory is short (2 or 3)")
     parser.add_argument(
@@ -61,14 +63,13 @@ def main() -> None:
             f"dualdist on {hvd.backend_name()} ({hvd.transport_name()}), {hvd.size()} processes; ms per step"
         )
     for name in settings.models:
-        turn, copies = _TURNS[name]
         torch.manual_seed(0)
         steps: list[tuple[str, Step]] = []
-        number: int = settings.copies or copies
+        number: int = settings.copies or _COPIES.get(name, 3)
         for style, wrap in number * list(styles(gloo, HOOKS[settings.hook], horovod).items()):
             model, batch = MODELS[name].make()
             steps.append((style, step_of(*wrap(model), batch)))
-        compare(name, steps, settings.rounds, turn)
+        compare(name, steps, settings.rounds, max(2, MODELS[name].steps // 10))
     hvd.shutdown()
 
 
@@ -153,7 +154,7 @@ def compare(name: str, steps: list[tuple[str, Step]], rounds: int, turn: int) ->
         print(f"{name}{kind}: {', '.join(medians)}")
         for style in ("optimizer", "module"):
             peers = [peer for peer in times if peer not in ("optimizer", "module")]
-            ratios = [f"{ratio(times[style], times[peer]):.2f} x {peer}" for peer in peers]
+            ratios = [f"{ratios_of(times[style], times[peer])} x {peer}" for peer in peers]
             print(f"    dualdist's {style} style: {', '.join(ratios)}")
     if any(sum(values) for values in sent_mb.values()):
         medians = (f"{style} {statistics.median(values):.1f}" for style, values in sent_mb.items())
@@ -167,9 +168,12 @@ def sent_bytes() -> int:
     return sum(int(fields[9]) for fields in counts if fields[0] != "lo")
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median over the rounds."""
-    return statistics.median(mine / yours for mine, yours in zip(ours, theirs, strict=True))
+def ratios_of(ours: list[float], theirs: list[float]) -> str:
+    """Return the median over the rounds, and the quartiles."""
+    least, median, greatest = statistics.quantiles(
+        [mine / yours for mine, yours in zip(ours, theirs, strict=True)], n=4, method="inclusive"
+    )
+    return f"{median:.2f} ({least:.2f}-{greatest:.2f})"
 
 
 if __name__ == "__main__":
