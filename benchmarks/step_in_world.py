@@ -8,12 +8,12 @@
     dualdist run -H host1:2,host2:2 python benchmarks/step_in_world.py --without-horovod --models mlp
 
 Times are medians over the steps of rank 0. A ratio is the median over the rounds, then the quartiles. The turns that it
-compares are less than a few seconds apart, so a machine whose speed changes from minute to minute has little effect on
-it; processes of `dualdist bench step` run one after the other. CPU time (user and system, all threads of rank 0) depends less on what else the machine does, and
-the bytes that rank 0's host sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each
-round has its own random order, because a step is slower after some contestants than after others. Each contestant has
-several models, because the steps of equal models in one process differ by up to 20 %, depending on where their memory
-is. Needs real Horovod, unless --without-horovod is given.
+compares are seconds apart, so a machine whose speed changes from minute to minute has little effect on it. CPU time
+(user and system, all threads of rank 0) depends less on what else the machine does, and the bytes that rank 0's host
+sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each round has its own random order,
+because a step is slower after some contestants than after others. Each contestant has several models, because the steps
+of equal models in one process differ by up to 20 %, depending on where their memory is. Needs real Horovod, unless
+--without-horovod is given.
 """
 
 from __future__ import annotations

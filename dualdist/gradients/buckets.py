@@ -56,6 +56,8 @@ def lay_out(
     sparse: set[int],
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
+    *,
+    small_last: bool = True,
 ) -> list[Bucket]:
     """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
 
@@ -63,6 +65,7 @@ def lay_out(
         sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
         cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
+        small_last: whether a large last bucket is split, which DDP does not do. `groups` are never split.
     """
     is_complex = [param.is_complex() for param in params]
     params = [as_real(param) for param in params]
@@ -76,15 +79,15 @@ def lay_out(
                 buckets.append(_bucket(params, same, sparse, is_complex))
         return buckets
     for same in _by_dtype_and_device(params, range(len(params))[::-1]):
-        buckets += [_bucket(params, part, sparse, is_complex) for part in _by_size(params, same, cap)]
+        parts = _by_size(params, same, cap)
+        if small_last:
+            parts[-1:] = _split_at_end(params, parts[-1])
+        buckets += [_bucket(params, part, sparse, is_complex) for part in parts]
     return buckets
 
 
 def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -> list[list[int]]:
-    """Return `members`, in their order, in parts of about `cap` bytes.
-
-    The first part is smaller, and the last one if it is split.
-    """
+    """Return `members`, in their order, in parts of about `cap` bytes; the first one is smaller."""
     parts: list[list[int]] = []
     pending: list[int] = []
     size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
@@ -96,7 +99,7 @@ def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -
             pending, size, limit = [], 0, cap
     if pending:
         parts.append(pending)
-    return [*parts[:-1], *_split_at_end(params, parts[-1])]
+    return parts
 
 
 def _split_at_end(params: Sequence[torch.Tensor], members: list[int]) -> list[list[int]]:

@@ -273,6 +273,7 @@ class GradSync(Combiner):
 
     def register_comm_hook(self, hook: CommHook) -> None:
         self._reducer.register_comm_hook(hook, self._params, self)
+        self._expect_order()  # the layout has changed
 
     def refuse(self, reason: str) -> None:
         self._reducer.report_change(reason)

@@ -111,6 +111,7 @@ class Reducer:
             self.enter_world(params, member, options)
         # Until now, another rank may have combined gradients without a hook.
         self._options = options
+        self.lay_out(params)
 
     def forget_world(self, backend: Backend) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
@@ -124,8 +125,14 @@ class Reducer:
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
         """Lay out buckets for `params`, and start over."""
         self._params = params
-        tensors = [param.tensor for param in params]
-        self._buckets = lay_out(tensors, self._sparse, self._options.groups, self._options.bucket_cap_mb)
+        tensors, options = [param.tensor for param in params], self._options
+        self._buckets = lay_out(
+            tensors,
+            self._sparse,
+            options.groups,
+            options.bucket_cap_mb,
+            small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
+        )
         self.order = ArrivalOrder(self._buckets)
         self._contributions = Contributions(
             [

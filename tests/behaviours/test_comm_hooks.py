@@ -191,6 +191,26 @@ def test_buckets_are_combined_in_order() -> None:
 
 
 @everywhere
+def test_buckets_have_the_sizes_of_ddp() -> None:
+    # torch/nn/parallel/distributed.py: 1 MiB in the first bucket, 25 MiB in the others
+    weights = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(30)]  # 256 KiB each
+    model = hvd.DistributedDataParallel(nn.ParameterList(weights))
+    seen: list[tuple[Any, ...]] = []
+
+    def backward() -> None:
+        model.zero_grad()
+        (torch.stack([weight.sum() for weight in weights]).sum() * (hvd.rank() + 1)).backward()
+        for weight in weights:
+            assert torch.equal(weight.grad, torch.full((1 << 16,), mean()))  # type: ignore[arg-type]
+
+    backward()
+    model.register_comm_hook(None, recording(seen))  # the buckets have been in use without a hook
+    backward()
+    backward()
+    assert [(index, len(shapes)) for index, shapes, _ in seen] == 2 * [(0, 4), (1, 26)]
+
+
+@everywhere
 def test_joined_ranks_take_part() -> None:
     weight = nn.Parameter(torch.zeros(4, 4))
     optimizer = hvd.DistributedOptimizer(

@@ -41,6 +41,7 @@ def test_a_large_last_bucket_is_split() -> None:
     assert [len(bucket) for bucket in members(tensors[:15])] == [4, 11]  # a bucket for less is not worth it
     embedding = params((LAST_BUCKET_BYTES,))  # 4 MB, complete when backward ends
     assert [len(bucket) for bucket in members([*embedding, *tensors])] == [4, 26, 1]
+    assert [len(bucket.slots) for bucket in lay_out(tensors, set(), None, small_last=False)] == [4, 26]
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:
