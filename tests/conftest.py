@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
+    # A shell's `ci/test &` ignores SIGINT, and what tests start would ignore it too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     use_forks(not config.getoption("--all"))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # of several threads, those without a core delay small operations by far

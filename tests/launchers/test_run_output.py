@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,6 @@ def started(*arguments: str, merged: bool = False) -> Iterator[subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if merged else subprocess.PIPE,
         bufsize=0,
-        # The launcher ignores the signals that its parent ignores.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as launcher:
         try:
             yield launcher
