@@ -99,6 +99,49 @@ def test_what_a_failed_backward_has_sent_does_not_become_the_gradients_of_anothe
     check_next_calls_work()
 
 
+@pytest.mark.parametrize("between", ["no_sync", "passes"])
+@everywhere
+def test_what_a_failed_backward_has_sent_is_forgotten_also_after_a_change_of_what_is_combined(
+    between: str,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped: Any = model
+    if between == "no_sync":
+        wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    else:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), groups=[[param] for param in model.parameters()]
+        )
+
+    def backward(loss_scale: float = 1.0) -> None:
+        (loss_scale * wrapped(torch.full((1, 2), hvd.rank() + 1.0))).sum().backward()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for _ in range(2):
+        model.zero_grad()
+        backward()
+    hook = model[0].register_full_backward_pre_hook(fail)
+    model.zero_grad()
+    with pytest.raises(MemoryError):
+        backward(100.0)
+    hook.remove()
+    model.zero_grad()
+    num_backwards = 1
+    if between == "no_sync":
+        with wrapped.no_sync():
+            backward()
+        num_backwards = 2
+    else:
+        optimizer.set_backward_passes_per_step(1)
+    backward()
+    mean = torch.full((1, 2), (hvd.size() + 1) / 2)
+    expected = torch.autograd.grad(num_backwards * model(mean).sum(), list(model.parameters()))
+    torch.testing.assert_close([param.grad for param in model.parameters()], list(expected))
+    check_next_calls_work()
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_backward_after_a_rank_has_left_names_it(tmp_path: Path) -> None:
