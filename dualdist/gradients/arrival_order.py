@@ -54,13 +54,14 @@ class ArrivalOrder:
     def take_waiting(self, sent: int) -> dict[int, list[int]]:
         """Return bucket -> gradients that should move there, except to the first `sent` buckets.
 
-        These are all that have arrived since the last move, or none while they are small.
+        These are all on the CPU that have arrived since the last move, or none while they are small. Gradients that
+        are sent as sparse ones have no place in a bucket.
         """
         taken: dict[int, list[int]] = {}
         if self._waiting_bytes < _MOVE_BYTES:
             return taken
         for index in self._waiting:
-            if (place := self.bucket_of[index]) >= sent:
+            if self._bytes[index] and (place := self.bucket_of[index]) >= sent:
                 taken.setdefault(place, []).append(index)
         self._waiting, self._waiting_bytes = [], 0
         return taken

@@ -51,17 +51,20 @@ def test_sparse_gradients_with_a_sparse_optimizer() -> None:
     torch.testing.assert_close(table.weight, reference.weight)
 
 
+@pytest.mark.parametrize("length", [1, 1 << 18], ids=["small", "1MiB"])
 @everywhere
-def test_an_embedding_with_a_dense_gradient_after_a_step_in_which_it_was_unused() -> None:
-    table, other, size = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.zeros(1)), hvd.size()
+def test_an_embedding_with_a_dense_gradient_after_a_step_in_which_it_was_unused(length: int) -> None:
+    table, others, size = nn.Embedding(5, 2, sparse=True), [torch.zeros(length) for _ in range(3)], hvd.size()
     nn.init.zeros_(table.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, other], lr=1.0), op=hvd.Sum)
-    for is_used, set_to_none in ((True, True), (False, True), (True, False)):
+    first, *last = [nn.Parameter(other) for other in others]
+    params = [first, table.weight, *last]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
+    for is_used, set_to_none in ((True, True), (False, True), (True, False), (True, False)):
         optimizer.zero_grad(set_to_none)
-        loss = other.sum()
+        loss = sum(param.sum() for param in (first, *last))
         (loss + table(torch.tensor([1])).sum() if is_used else loss).backward()
         optimizer.step()
     expected = torch.zeros(5, 2)
-    expected[1] = -2.0 * size
+    expected[1] = -3.0 * size
     torch.testing.assert_close(table.weight.detach(), expected)
-    assert other.item() == -3.0 * size
+    assert all(bool((param == -4.0 * size).all()) for param in (first, *last))
