@@ -156,7 +156,7 @@ class BucketMemory:
             self.flat.copy_(combined)
 
     def set_gradients(self, kinds: bytes) -> None:
-        """Make the views of this memory the gradients of those parameters whose kind is DENSE."""
+        """Make the views of this memory the gradients of those parameters whose kind is DENSE alone."""
         if self._replaces_dense and kinds == self._all_dense:
             # Without a look at the old gradients, for each of which torch would make a Python object.
             for tensor, combined in zip(self._tensors, self._gradients, strict=True):
@@ -164,10 +164,18 @@ class BucketMemory:
             self._replaces_dense = False
             return
         for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
-            if kind & DENSE and (grad := tensor.grad) is not combined:
+            if kind == DENSE and (grad := tensor.grad) is not combined:
                 if grad is not None and grad.is_sparse:  # sparse_as_dense
                     combined = combined.to_sparse(grad.sparse_dim())
                 tensor.grad = combined
+
+    def dense_parts(self, kinds: bytes) -> dict[int, torch.Tensor | None]:
+        """Return, for each parameter with sparse gradients, what the dense ones of other ranks add up to, if any."""
+        return {
+            index: combined if kind & DENSE else None
+            for index, combined, kind in zip(self._places, self._gradients, kinds, strict=True)
+            if kind & SPARSE
+        }
 
     def clear_gradients(self) -> None:
         """Set the gradients that lie in this memory to None."""

@@ -356,7 +356,7 @@ class Reducer:
         channel.receive(call, functools.partial(self._unpack, channel.gradients, keep, settled))
 
     def _unpack(self, group: Group, keep: bool, settled: bool) -> None:
-        sparse: set[int] = set()
+        sparse: dict[int, torch.Tensor | None] = {}
         reduction = self._options.reduction
         for (place, bucket), sent in zip(enumerate(self._buckets), self._works, strict=True):
             sent.work.wait()
@@ -368,17 +368,15 @@ class Reducer:
                 self._hook_error = self._hook_error or sent.error
             kinds = self._contributions.combined[place]
             if settled and max(kinds) & SPARSE:
-                sparse.update(
-                    slot.param for slot, kind in zip(bucket.slots, kinds, strict=True) if kind & SPARSE
-                )
+                sparse |= memory.dense_parts(kinds)
             if keep:
                 memory.set_gradients(kinds)
             else:
                 memory.clear_gradients()
-        for index in sorted(sparse):
-            self._combine_sparse(group, index, keep)
-        if sparse - self._sparse:
-            self._sparse |= sparse
+        for index, dense_part in sorted(sparse.items()):
+            self._combine_sparse(group, index, dense_part, keep)
+        if sparse.keys() - self._sparse:
+            self._sparse |= sparse.keys()
             self.lay_out(self._params)
 
     def _correction(self, group: Group) -> float:
@@ -391,10 +389,16 @@ class Reducer:
             return 1.0
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
 
-    def _combine_sparse(self, group: Group, index: int, keep: bool) -> None:
+    def _combine_sparse(
+        self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool
+    ) -> None:
+        """Combine sparse gradients. dense_part: what the bucket has combined of the dense ones of other ranks."""
         contribution = self._contribution(index) if keep else None
+        if contribution is not None and not contribution.is_sparse:  # it was sent in the bucket
+            contribution = None
         param = self._params[index].tensor
         combined = sum_sparse(group, contribution, param)
         if keep:
-            average = self._options.reduction.op == Average
-            param.grad = combined * (self._correction(group) / group.size) if average else combined
+            if self._options.reduction.op == Average:
+                combined *= self._correction(group) / group.size
+            param.grad = combined if dense_part is None else combined + dense_part.to_sparse(1)

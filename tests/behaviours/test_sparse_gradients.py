@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import dualdist as hvd
 
@@ -68,3 +69,24 @@ def test_an_embedding_with_a_dense_gradient_after_a_step_in_which_it_was_unused(
     expected[1] = -3.0 * size
     torch.testing.assert_close(table.weight.detach(), expected)
     assert all(bool((param == -4.0 * size).all()) for param in (first, *last))
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@everywhere
+def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_the_others(op: int) -> None:
+    weight, other, size = nn.Parameter(torch.zeros(5, 2)), nn.Parameter(torch.zeros(1)), hvd.size()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, other], lr=1.0), op=op)
+    # The ranks take turns, also in the first step in which they find that the gradient is sparse somewhere.
+    for step in range(3):
+        optimizer.zero_grad()
+        if hvd.rank() == step % size:
+            functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+        else:
+            (weight.sum() + other.sum()).backward()
+        assert weight.grad is not None and weight.grad.is_sparse
+        optimizer.step()
+    expected = torch.full((5, 2), -3.0 * (size - 1))
+    expected[1] = -3.0 * size
+    divisor = size if op == hvd.Average else 1
+    torch.testing.assert_close(weight.detach(), expected / divisor)
+    assert other.item() == pytest.approx(-3.0 * (size - 1) / divisor)
