@@ -61,9 +61,11 @@ class GradSync(Combiner):
         self._params: list[TrackedParameter] = []
         self._arrivals = Arrivals(self._handle_single, self._mark_ready, self._end_of_backward)
         self._enabled = True
-        self.set_passes(passes)
         self._repeats = False
-        """Whether one backward may complete a gradient several times, or another GradSync combines it too."""
+        """Whether one backward may complete a gradient several times. Then none is sent before its end."""
+        self._overlaps = False
+        """Whether another GradSync combines some of the same gradients."""
+        self.set_passes(passes)
         weakref.finalize(owner, self.release).atexit = False
         self.add(named)
 
@@ -103,7 +105,7 @@ class GradSync(Combiner):
         for other in _alive:
             if other is not self and any(id(param.tensor) in own for param in other._params):
                 for sync in (self, other):
-                    sync._repeats, sync._reducer.sets_early = True, False
+                    sync._overlaps, sync._reducer.sets_early = True, False
         _alive.add(self)
 
     def release(self) -> None:
@@ -160,10 +162,11 @@ class GradSync(Combiner):
                 return
         else:
             param.passes = 1
-        if index in self._arrivals.handled or self._arrivals.has_failed:
-            self._restart()
+        has_failed = self._arrivals.has_failed
+        if has_failed or index in self._arrivals.handled:
+            self._restart(has_failed)
         self._arrivals.add_single(index)
-        if param.passes >= self._passes:
+        if param.passes >= self._passes and not self._repeats:
             self._mark_ready([index])
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
@@ -173,8 +176,8 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
-        combines_each_backward = self._enabled and not self._counts
-        self._arrivals.expect(self._reducer.order if combines_each_backward else None)
+        is_regular = self._enabled and not self._counts and not self._repeats
+        self._arrivals.expect(self._reducer.order if is_regular else None)
 
     def _count(self, param: TrackedParameter) -> None:
         """Count one more backward pass.
@@ -191,20 +194,25 @@ class GradSync(Combiner):
             "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
         )
 
-    def _restart(self) -> None:
+    def _restart(self, has_failed: bool) -> None:
         """Start over, because gradients were sent in a backward that has not ended.
 
-        Either it raised an exception, or reentrant checkpoints complete a gradient several times in one backward, such
-        as that of a shared weight. Buckets that were sent already are sent again.
+        Buckets that were sent already are sent again.
+
+        has_failed: it has raised an exception. Otherwise reentrant checkpoints complete a gradient several times in one
+            backward, such as that of a shared weight.
         """
-        if not self._arrivals.has_failed:
-            self._repeats = True
+        self._repeats |= not has_failed
         overwritten = self._reducer.abandon()
         self._start_over()
         if overwritten is not None:
+            fix = (
+                "Call zero_grad(set_to_none=True) when backward has failed."
+                if has_failed
+                else "Use checkpoint(..., use_reentrant=False), or zero_grad(set_to_none=True)."
+            )
             raise RuntimeError(
-                f"The gradient of {overwritten!r} was sent before its backward was complete, and is overwritten. "
-                "Call zero_grad(set_to_none=True) when backward has failed; use checkpoint(..., use_reentrant=False)."
+                f"The gradient of {overwritten!r} was sent before its backward was complete, and is overwritten. {fix}"
             )
 
     def _end_of_backward(self) -> None:
@@ -289,7 +297,7 @@ class GradSync(Combiner):
         finally:
             self._start_over()
         # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
-        self._reducer.sets_early = not self._repeats
+        self._reducer.sets_early = not (self._repeats or self._overlaps)
         for param in self._params:
             param.passes = 0
             if self._counts:

@@ -264,14 +264,16 @@ class Reducer:
             for sent in self._works:
                 sent.work.wait()
 
-        sent = [self._memory[place] for place in range(len(self._works))]
-        overwritten = [param.name for memory in sent for param in memory.params if memory.holds(param)]
+        memories = [self._memory[place] for place in range(len(self._works))]
+        overwritten = next(
+            (param.name for memory in memories for param in memory.params if memory.holds(param)), None
+        )
         if self._options.comm_hook is None:
             channel_of(self._options.process_set).receive(self._announcement(), wait)
         else:  # other ranks may take part only after the announcement
             self.release_memory()
         self.start_over()
-        return overwritten[0] if overwritten else None
+        return overwritten
 
     # Receiving
 

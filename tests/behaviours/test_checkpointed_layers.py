@@ -33,9 +33,13 @@ def test_checkpointed_parts_train_as_one_process_does(reentrant: bool) -> None:
     assert_same_weights(model, reference)
 
 
+@pytest.mark.parametrize("is_used_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @everywhere
-def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool) -> None:
+def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(
+    reentrant: bool, set_to_none: bool, is_used_before: bool
+) -> None:
     model, reference = make_model(), make_model()
 
     def through(network: Any, keep: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -45,14 +49,20 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(reentrant: bool)
             return inner(hidden).tanh()  # type: ignore[no-any-return]
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
-            hidden = part(first(inputs))
+            hidden = first(inputs)
+            if is_used_before:  # if not, backward completes the layer's gradient before that of the checkpointed parts
+                hidden = part(hidden)
             for _ in range(2):
                 hidden = part(hidden) if keep else checkpoint(part, hidden, use_reentrant=reentrant)
             return nn.Sequential(*last)(part(hidden))  # type: ignore[no-any-return]
 
         return forward
 
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        groups=[[param] for param in model.parameters()],
+    )
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    train_beside(batches(4), through(model, keep=False), optimizer, through(reference, keep=True), alone)
+    networks = through(model, keep=False), through(reference, keep=True)
+    train_beside(batches(4), networks[0], optimizer, networks[1], alone, set_to_none=set_to_none)
     assert_same_weights(model, reference)

@@ -64,10 +64,12 @@ def train_beside(
     optimizer: torch.optim.Optimizer,
     reference: Callable[[torch.Tensor], torch.Tensor],
     alone: torch.optim.Optimizer,
+    *,
+    set_to_none: bool = True,
 ) -> None:
     """Train a model with this rank's share of each batch, and a reference with the whole batch in this process."""
     for inputs, targets in given:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         loss_of(model, share(inputs), share(targets)).backward()
         optimizer.step()
         alone.zero_grad()
