@@ -44,7 +44,10 @@ class TrackedParameter:
         It did when torch's version counter of the gradient is one above the recorded version. A new tensor has no
         recorded version, and a tensor that was zeroed in between is two versions ahead.
         """
-        grad: torch.Tensor = self.tensor.grad  # type: ignore[assignment]
+        grad = self.tensor.grad
+        if grad is None:  # a hook of the user has used it
+            self.passes += 1
+            return False
         version = grad._version
         added = bool(getattr(grad, _VERSION, None) == version - 1)
         self.passes = self.passes + 1 if added else 1

@@ -46,3 +46,27 @@ def test_a_hook_changes_the_gradient_before_it_is_combined(style: str, comm_hook
             torch.testing.assert_close(param.grad, torch.full((500,), mean))
     if style == "optimizer":
         optimizer.step()
+        assert all(bool((param == -param.grad).all()) for param in model)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@everywhere
+def test_a_hook_that_removes_the_gradient_leaves_the_others_right(op: int, passes: int) -> None:
+    first, removed, last = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, removed, last], lr=1.0), op=op, backward_passes_per_step=passes
+    )
+
+    def remove(param: torch.Tensor) -> None:
+        param.grad = None
+
+    removed.register_post_accumulate_grad_hook(remove)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            (first + removed + last).sum().backward()
+        optimizer.step()
+    total = 2.0 * passes * (hvd.size() if op == hvd.Sum else 1)
+    for param, expected in ((first, -total), (removed, 0.0), (last, -total)):
+        torch.testing.assert_close(param.detach(), torch.full((3,), expected))
