@@ -84,7 +84,7 @@ def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tupl
     rule, fix = "a communicator, a list of ranks or None", "Pass a list of ranks or an mpi4py communicator."
     if isinstance(comm, str):
         raise wrong("comm", rule, comm, "Pass names as init(backend=) and init(transport=).", TypeError)
-    if comm is not None and not (hasattr(comm, "Get_rank") and hasattr(comm, "Get_size")):
+    if comm is not None and not is_communicator(comm):
         ranks = items("comm", comm, rule, fix)
         comm = [integer(f"comm[{place}]", rank, least=0, fix=fix) for place, rank in enumerate(ranks)]
     sets: list[Any] = []

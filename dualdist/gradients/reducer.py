@@ -391,9 +391,7 @@ class Reducer:
             return 1.0
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
 
-    def _combine_sparse(
-        self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool
-    ) -> None:
+    def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
         """Combine sparse gradients. dense_part: what the bucket has combined of the dense ones of other ranks."""
         contribution = self._contribution(index) if keep else None
         if contribution is not None and not contribution.is_sparse:  # it was sent in the bucket

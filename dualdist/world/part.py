@@ -17,6 +17,7 @@ from ..rendezvous import find_addresses, mpi
 from ..rendezvous.mpi_gather import gather_through_mpi
 from ..rendezvous.mpi_start import ending_late_calls
 from ..rendezvous.ports import reserved_port
+from .process_sets import is_communicator
 
 __all__ = ("part_of_world",)
 
@@ -31,7 +32,7 @@ def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator
     if comm is None:
         yield {}
         return
-    is_list = not hasattr(comm, "Get_rank")
+    is_list = not is_communicator(comm)
     launch = detect(env, mpi.world_size)
     if is_list and sorted(comm) == list(range(launch.size)):
         yield {}

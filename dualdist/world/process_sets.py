@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from ..agreement import call_kinds
 from ..agreement.call import Call
@@ -44,13 +41,15 @@ class ProcessSet:
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
+    """Global ranks in ascending order. Those of a communicator are known when the set is registered."""
     mpi_comm: Any = None
     """The mpi4py communicator that was given. That of `global_process_set`: what was given to `init`."""
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        self.ranks = _checked_ranks("ranks_or_comm", ranks_or_comm)
         if is_communicator(ranks_or_comm):
             self.mpi_comm = ranks_or_comm
+        else:
+            self.ranks = _checked_ranks("ranks_or_comm", ranks_or_comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
         """Return the set itself: the copy of a model or an optimizer uses the same set."""
@@ -87,11 +86,9 @@ def is_communicator(value: Any) -> bool:
     return hasattr(value, "Get_group")
 
 
-def _checked_ranks(name: str, ranks_or_comm: Any) -> list[int]:
+def _checked_ranks(name: str, ranks: Any) -> list[int]:
     """Return the ranks in ascending order. Raises TypeError or ValueError, which names the parameter `name`."""
-    if is_communicator(ranks_or_comm):
-        return sorted(_ranks_of(ranks_or_comm))
-    given = items(name, ranks_or_comm, "a list of ranks", "Pass whole numbers, such as [0, 1].")
+    given = items(name, ranks, "a list of ranks", "Pass whole numbers, such as [0, 1].")
     try:
         checked = sorted(integer(f"{name}[{place}]", rank, least=0) for place, rank in enumerate(given))
     except TypeError as error:
@@ -102,10 +99,35 @@ def _checked_ranks(name: str, ranks_or_comm: Any) -> list[int]:
 
 
 def _ranks_of(comm: Any) -> list[int]:
+    """Return the global ranks of the processes of `comm`, a communicator, in ascending order.
+
+    Raises ValueError if some are not in the world, or MPI did not start the world.
+    """
     from mpi4py import MPI
 
-    group = comm.Get_group()
-    return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), MPI.COMM_WORLD.Get_group()))
+    group, world = comm.Get_group(), _mpi_group_of_world(MPI.COMM_WORLD)
+    numbers = current().world
+    if (world.Get_size(), world.Get_rank()) != (numbers.size, numbers.rank):
+        raise ValueError(
+            f"`process_set` must be a list of ranks, because MPI did not start this world of {numbers.size} processes: "
+            f"this process is rank {world.Get_rank()} of {world.Get_size()} in MPI. Start the script with mpirun."
+        )
+    ranks = sorted(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
+    if MPI.UNDEFINED in ranks:
+        raise ValueError(
+            f"`process_set` must be a communicator of processes of this world, but {ranks.count(MPI.UNDEFINED)} of its "
+            f"{len(ranks)} processes are in another one. Split the communicator that was given to init(comm=)."
+        )
+    return ranks
+
+
+def _mpi_group_of_world(every: Any) -> Any:
+    """Return the group of MPI with the processes of the world, in the order of their ranks. every: COMM_WORLD."""
+    comm: Any = current().arguments.get("comm")
+    if is_communicator(comm):
+        return comm.Get_group()
+    is_whole = comm is None or len(comm) == every.Get_size()
+    return every.Get_group() if is_whole else every.Get_group().Incl(comm)
 
 
 global_process_set = ProcessSet([])
@@ -145,33 +167,35 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     with reporting(call_kinds.ADD_PROCESS_SET):
         added = _checked(process_set)
-    context, ranks = current(), added.ranks or []
-    is_from_mpi = added.mpi_comm is not None
-    arguments = ("communicator", True) if is_from_mpi else ("ranks", tuple(ranks))
-    call = Call(call_kinds.ADD_PROCESS_SET, (arguments,), site=call_site())
+    context = current()
 
     def register(group: Group, verdict: object) -> list[tuple[list[int], int]]:
-        sets = _sets_of_all(group, ranks) if is_from_mpi else [ranks]
-        return [(members, context.add_channel(members)) for members in sets]
+        return [(members, context.add_channel(members)) for members in _sets_of_all(group, added)]
 
-    for members, set_id in context.channels[0].run(call, register):
-        registered = added if members == ranks else ProcessSet(members)
+    for members, set_id in context.channels[0].run(_call(call_kinds.ADD_PROCESS_SET, added), register):
+        registered = added if members == added.ranks else ProcessSet(members)
         registered.process_set_id = set_id
         context.process_sets[set_id] = registered
     return added
 
 
-def _sets_of_all(group: Group, ranks: Sequence[int]) -> list[list[int]]:
-    """Return the different process sets of the members of `group`, the world, in ascending order. ranks: this one's."""
-    own = torch.zeros(group.size, dtype=torch.uint8)
-    own[list(ranks)] = 1
-    own = own.to(group.wire_device(own.device))
-    rows = own.new_empty(group.size**2)
-    group.allgather(rows, own).wait()
-    sets = [
-        [rank for rank, included in enumerate(row) if included] for row in rows.view(-1, group.size).tolist()
-    ]
-    return [members for members, _ in itertools.groupby(sorted(sets))]
+def _call(kind: Kind, process_set: ProcessSet) -> Call:
+    """Return the call that adds or removes `process_set`. Only lists of ranks must be equal on all ranks."""
+    is_from_mpi = process_set.mpi_comm is not None
+    argument = ("communicator", True) if is_from_mpi else ("ranks", tuple(process_set.ranks or ()))
+    return Call(kind, (argument,), site=call_site())
+
+
+def _sets_of_all(group: Group, process_set: ProcessSet) -> list[list[int]]:
+    """Return the ranks of the different process sets that the members of `group`, the world, have given, in order."""
+    ranks = process_set.ranks or []
+    if process_set.mpi_comm is None:
+        return [ranks]
+    members = set(ranks)
+    own = bytes(rank in members for rank in range(group.size))
+    return sorted(
+        [rank for rank, is_member in enumerate(row) if is_member] for row in set(group.allgather_bytes(own))
+    )
 
 
 def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -182,6 +206,8 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         added = ProcessSet(added)
     elif not isinstance(added, ProcessSet):
         added = ProcessSet(_checked_ranks("process_set", added))
+    if added.mpi_comm is not None:
+        added.ranks = _ranks_of(added.mpi_comm)
     ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
         raise ValueError(
@@ -215,7 +241,8 @@ def process_set_of_ranks(ranks: Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set and return whether it was registered. Collective: every rank of the world must call it.
 
-    The global process set cannot be removed. Raises TypeError if `process_set` is no ProcessSet.
+    If it was made of a communicator, the sets that the other ranks give are removed as well, as `add_process_set` adds
+    them. The global process set cannot be removed. Raises TypeError if `process_set` is no ProcessSet.
     """
     context = current()
     with reporting(call_kinds.REMOVE_PROCESS_SET):
@@ -223,10 +250,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if set_id is None or set_id <= 0 or context.process_sets.get(set_id) is not process_set:
         return False
-    call = Call(call_kinds.REMOVE_PROCESS_SET, (("ranks", tuple(process_set.ranks or ())),), site=call_site())
-    context.channels[0].run(call, lambda group, verdict: context.channels.pop(set_id).close())
-    del context.process_sets[set_id]
-    process_set.process_set_id = None
+
+    def remove(group: Group, verdict: object) -> None:
+        sets = _sets_of_all(group, process_set)
+        for number, removed in list(context.process_sets.items()):
+            if number > 0 and removed.ranks in sets:
+                context.channels.pop(number).close()
+                del context.process_sets[number]
+                removed.process_set_id = None
+
+    context.channels[0].run(_call(call_kinds.REMOVE_PROCESS_SET, process_set), remove)
     return True
 
 

@@ -50,7 +50,8 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             hidden = first(inputs)
-            if is_used_before:  # if not, backward completes the layer's gradient before that of the checkpointed parts
+            # If it is not, backward completes the layer's own gradient before that of the checkpointed parts.
+            if is_used_before:
                 hidden = part(hidden)
             for _ in range(2):
                 hidden = part(hidden) if keep else checkpoint(part, hidden, use_reentrant=reentrant)

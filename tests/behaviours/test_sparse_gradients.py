@@ -62,7 +62,7 @@ def test_an_embedding_with_a_dense_gradient_after_a_step_in_which_it_was_unused(
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
     for is_used, set_to_none in ((True, True), (False, True), (True, False), (True, False)):
         optimizer.zero_grad(set_to_none)
-        loss = sum(param.sum() for param in (first, *last))
+        loss = torch.stack([param.sum() for param in (first, *last)]).sum()
         (loss + table(torch.tensor([1])).sum() if is_used else loss).backward()
         optimizer.step()
     expected = torch.zeros(5, 2)

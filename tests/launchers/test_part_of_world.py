@@ -30,8 +30,9 @@ def test_the_members_of_a_communicator_form_a_world(backend: str, form: str) -> 
 
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_process_sets_of_split_communicators_are_all_registered(backend: str) -> None:
-    run_script("split_process_sets", backend)
+@pytest.mark.parametrize("form", ["whole", "reversed", "split", "list"])
+def test_process_sets_of_split_communicators_are_all_registered(backend: str, form: str) -> None:
+    run_script("split_process_sets", backend, form)
 
 
 @pytest.mark.parametrize(
