@@ -42,6 +42,8 @@ def launch_from(
             f"`{missing[0]}` must be given together with {', '.join(_ARGUMENTS[field] for field in given)}, but is "
             "None instead, and no launcher started this process. Give rank, world_size and init_method, or none."
         )
+    if not (alone or is_part or "init_method" in given):
+        _check_agreement(given, detected)
     sources = dict(detected.sources) | {field: f"init({_ARGUMENTS[field]}=)" for field in given}
     if is_part:
         detected = dataclasses.replace(
@@ -65,6 +67,16 @@ def launch_from(
             "Give every process its own rank."
         )
     return launch
+
+
+def _check_agreement(given: Mapping[str, Any], detected: Launch) -> None:
+    """Raise ConfigurationError if `given` contradicts the launcher: then two processes may have the same rank."""
+    for field in ("rank", "size"):
+        if field in given and given[field] != getattr(detected, field):
+            raise ConfigurationError(
+                f"`{_ARGUMENTS[field]}` must be the {detected.describe(field)} that {detected.launcher} has set, but is "
+                f"{given[field]} instead. Leave it out, or give rank, world_size and init_method."
+            )
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:

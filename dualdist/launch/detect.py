@@ -176,12 +176,18 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
             f"`{names['rank']}` must be at least 0 and less than {names['size']}={size}, but is {rank} instead. "
             "Give every process its own rank."
         )
+    local_rank, local_size = values["local_rank"], values["local_size"]
+    if local_rank is not None and local_size is not None and local_rank >= local_size:
+        raise ConfigurationError(
+            f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} instead. "
+            f"It is set by {launcher.name}; look at what overwrites it."
+        )
     return Launch(
         launcher.name,
         rank,
         size,
-        values["local_rank"],
-        values["local_size"],
+        local_rank,
+        local_size,
         MappingProxyType({field: name for field, name in names.items() if name}),
         elastic=any(_is_set(env, marker) for marker in launcher.elastic),
         restarts=any(env.get(name, "") not in ("", "0") for name in launcher.restarts),

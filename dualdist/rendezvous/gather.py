@@ -45,7 +45,7 @@ _Get = Callable[[str], "str | None"]
 """Returns the text of a key; None when it is not set yet."""
 
 ADVICE = (
-    "Look at its output; every process must call dualdist.init(). "
+    "Look at its output; every process must call dualdist.init(), with a rank of its own. "
     "Set DUALDIST_START_TIMEOUT_SECONDS to wait longer."
 )
 _POLL_SECONDS = 0.02

@@ -158,10 +158,11 @@ class Context:
         launched, joined = self.launch, self.backend
         has_numbers = launched.by_launcher and not launched.elastic
         if has_numbers and (launched.size, launched.rank) != (joined.size, joined.rank):
+            what, field = ("Rank", "rank") if launched.size == joined.size else ("World size", "size")
             raise WorldMismatchError(
-                f"World size must be the {launched.describe('size')} that {launched.launcher} started, but is "
-                f"{joined.size} instead in {joined.name}. This process is rank {joined.rank} there and should be rank "
-                f"{launched.describe('rank')}. "
+                f"{what} must be the {launched.describe(field)} that {launched.launcher} has set, but is "
+                f"{getattr(joined, field)} instead in {joined.name}. This process is rank {joined.rank} of {joined.size} there and should be "
+                f"rank {launched.describe('rank')} of {launched.size}. "
                 "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
                 "mpirun of the library that the backend was built for."
             )

@@ -258,6 +258,7 @@ def test_absent_local_numbers_stay_unknown() -> None:
         ({"RANK": "6"}, ["`RANK`", "less than WORLD_SIZE=6", "6 instead"]),
         ({"WORLD_SIZE": "1.5"}, ["`WORLD_SIZE`", "whole number"]),
         ({"LOCAL_RANK": "x"}, ["`LOCAL_RANK`", "whole number"]),
+        ({"LOCAL_RANK": "7"}, ["`LOCAL_RANK`", "less than LOCAL_WORLD_SIZE=", "7 instead"]),
         ({"LOCAL_WORLD_SIZE": "2,1"}, ["`LOCAL_WORLD_SIZE`", "whole number"]),
         ({"MASTER_ADDR": ""}, ["`MASTER_ADDR`", "`MASTER_PORT`", "absent", "WORLD_SIZE=6"]),
     ],

@@ -57,6 +57,18 @@ def test_some_arguments_without_a_launcher_are_refused(given: dict[str, Any], mi
         launch_from(given, {})
 
 
+@pytest.mark.parametrize(("field", "name", "value"), [("rank", "rank", 0), ("size", "world_size", 4)])
+def test_an_argument_that_contradicts_the_launcher_is_refused(field: str, name: str, value: int) -> None:
+    variable = {"rank": r"1 \(from RANK\)", "size": r"2 \(from WORLD_SIZE\)"}[field]
+    with pytest.raises(
+        ConfigurationError, match=rf"^`{name}` must be the {variable} that torchrun.* is {value} instead"
+    ):
+        launch_from({field: value}, TORCHRUN)
+    assert getattr(launch_from({field: value, "init_method": "env://"}, TORCHRUN | {"RANK": "0"}), field) == value
+    same = getattr(detect(TORCHRUN), field)
+    assert launch_from({field: same}, TORCHRUN).rank == 1
+
+
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^`rank` must be at least 0 and less than world_size=2"):
         launch_from({"rank": 2, "size": 2, "init_method": "env://"}, {})
