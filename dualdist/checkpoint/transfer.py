@@ -49,7 +49,7 @@ def read_file(path: Path, file: MemoryFile) -> Manifest:
     try:
         return copy_verified(path, file.write)
     except OSError as error:
-        raise CheckpointError(f"`path` must be a checkpoint that can be read, but {error}.") from error
+        raise CheckpointError(f"`path` could not be read as a checkpoint: {error}.") from error
 
 
 def read_values(file: MemoryFile, origin: object, root: int = 0) -> dict[str, Any]:

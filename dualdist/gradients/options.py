@@ -36,6 +36,8 @@ class SyncOptions:
     """Indices of the parameters that share a bucket; None: buckets are formed by size."""
     comm_hook: CommHook | None = None
     """What combines the gradients instead of an allreduce. `reduction` and `compression` then have no effect."""
+    optimizer: str | None = None
+    """The name of the optimizer's class; None if the wrapper has none."""
     owner: Kind = call_kinds.OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
 
@@ -63,6 +65,7 @@ class SyncOptions:
         )
         return (
             ("parameters", layout),
+            ("optimizer", self.optimizer),
             ("op", REDUCE_OP_NAMES[self.reduction.op]),
             ("prescale_factor", self.reduction.prescale_factor),
             ("postscale_factor", self.reduction.postscale_factor),

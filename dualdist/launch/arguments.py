@@ -74,8 +74,8 @@ def _check_agreement(given: Mapping[str, Any], detected: Launch) -> None:
     for field in ("rank", "size"):
         if field in given and given[field] != getattr(detected, field):
             raise ConfigurationError(
-                f"`{_ARGUMENTS[field]}` must be the {detected.describe(field)} that {detected.launcher} has set, but is "
-                f"{given[field]} instead. Leave it out, or give rank, world_size and init_method."
+                f"`{_ARGUMENTS[field]}` must be the {detected.describe(field)} that {detected.launcher} has set, but "
+                f"is {given[field]} instead. Leave it out, or give rank, world_size and init_method."
             )
 
 

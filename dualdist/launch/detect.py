@@ -179,8 +179,8 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
     local_rank, local_size = values["local_rank"], values["local_size"]
     if local_rank is not None and local_size is not None and local_rank >= local_size:
         raise ConfigurationError(
-            f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} instead. "
-            f"It is set by {launcher.name}; look at what overwrites it."
+            f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} "
+            f"instead. It is set by {launcher.name}; look at what overwrites it."
         )
     return Launch(
         launcher.name,

@@ -120,7 +120,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: an argument is wrong on this rank, or the model has a torch.nn.SyncBatchNorm that cannot work.
         TypeError: an argument is of a wrong type, or `optimizer` or its model is distributed already.
-        CollectiveMismatchError: the parameters or options differ between ranks.
+        CollectiveMismatchError: the parameters, options or classes of the optimizers differ between ranks.
     """
     with reporting(call_kinds.OPTIMIZER, process_set):  # the other ranks must not wait for this one
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
@@ -144,7 +144,13 @@ def DistributedOptimizer(
     elif process_set.included():
         reduction = Reduction(op, 1.0 / factor, factor)
         options = SyncOptions(
-            reduction, compression, process_set, sparse_as_dense, groups=members, comm_hook=hook
+            reduction,
+            compression,
+            process_set,
+            sparse_as_dense,
+            groups=members,
+            comm_hook=hook,
+            optimizer=type(optimizer).__name__,
         )
         combiner = GradSync(named, options, optimizer, passes)
     combiner.fill()  # as Horovod does: scripts may read gradients before the first backward

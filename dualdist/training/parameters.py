@@ -81,7 +81,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         named = [(str(name), tensor) for name, tensor in params.items() if tensor is not None]
         return sorted(named, key=lambda entry: entry[0])
-    if isinstance(params, str | bytes | torch.Tensor) or not isinstance(params, Iterable):
+    if isinstance(params, str | bytes | torch.Tensor | torch.nn.Module) or not isinstance(params, Iterable):
         raise wrong("params", rule, params, fix)
     entries = list(params)
     named = [
@@ -182,6 +182,18 @@ class _TensorSpec:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _Optimizer:
+    """What must be equal on all ranks before an optimizer can get the state of another one."""
+
+    name: str
+    sizes: tuple[int, ...]
+    """How many parameters each group has."""
+
+    def __str__(self) -> str:
+        return f"{self.name} with groups of {', '.join(map(str, self.sizes))} parameters"
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -195,7 +207,8 @@ def broadcast_optimizer_state(
         model: accepted as in Horovod (horovod/torch/functions.py:68), without effect.
 
     Raises:
-        ValueError: `root_rank` is not a rank, or the number of parameters differs from the root's.
+        ValueError: `root_rank` is not a rank, or the class of `optimizer` or its number of parameters differs from the
+            root's. Then the other ranks raise RuntimeError.
         HorovodInternalError: as for `broadcast`.
     """
     root_rank = _check(optimizer, root_rank)
@@ -204,7 +217,20 @@ def broadcast_optimizer_state(
     specified = tree_map_only(
         torch.Tensor, lambda tensor: _TensorSpec(tuple(tensor.shape), tensor.dtype), state
     )
-    template = unpickled_on_all_ranks(lambda: broadcast_object(specified, root_rank))
+    own = _Optimizer(
+        type(optimizer).__name__, tuple(len(group["params"]) for group in optimizer.param_groups)
+    )
+
+    def receive() -> Any:
+        roots, template = broadcast_object((own, specified), root_rank)
+        if roots != own:
+            raise ValueError(
+                f"`optimizer` must be {roots} as on rank {root_rank}, but is {own} instead. Make the same optimizer on "
+                "every rank."
+            )
+        return template
+
+    template = unpickled_on_all_ranks(receive)
     if is_root:
         tensors = [leaf.detach().cpu() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     else:

@@ -161,8 +161,8 @@ class Context:
             what, field = ("Rank", "rank") if launched.size == joined.size else ("World size", "size")
             raise WorldMismatchError(
                 f"{what} must be the {launched.describe(field)} that {launched.launcher} has set, but is "
-                f"{getattr(joined, field)} instead in {joined.name}. This process is rank {joined.rank} of {joined.size} there and should be "
-                f"rank {launched.describe('rank')} of {launched.size}. "
+                f"{getattr(joined, field)} instead in {joined.name}. This process is rank {joined.rank} of "
+                f"{joined.size} there and should be rank {launched.describe('rank')} of {launched.size}. "
                 "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
                 "mpirun of the library that the backend was built for."
             )

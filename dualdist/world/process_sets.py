@@ -182,7 +182,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def _call(kind: Kind, process_set: ProcessSet) -> Call:
     """Return the call that adds or removes `process_set`. Only lists of ranks must be equal on all ranks."""
     is_from_mpi = process_set.mpi_comm is not None
-    argument = ("communicator", True) if is_from_mpi else ("ranks", tuple(process_set.ranks or ()))
+    argument = ("communicator", True) if is_from_mpi else ("process_set", tuple(process_set.ranks or ()))
     return Call(kind, (argument,), site=call_site())
 
 

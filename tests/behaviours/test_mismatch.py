@@ -120,7 +120,7 @@ CASES: dict[str, Calls] = {
         lambda: hvd.allreduce(ones(2), name="mine"),
         lambda: hvd.allreduce(ones(2), name="yours"),
     ),
-    "ranks": (
+    "process_set": (
         lambda: hvd.add_process_set([0]),
         lambda: hvd.add_process_set([1]),
     ),

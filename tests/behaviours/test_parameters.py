@@ -142,9 +142,9 @@ def test_tied_weights_stay_tied() -> None:
 
 @everywhere
 def test_what_is_no_parameter_is_a_value_error() -> None:
-    wrong: list[Any] = [torch.ones(1), "weights", 5]
+    wrong: list[Any] = [torch.ones(1), "weights", 5, nn.Sequential(nn.Linear(1, 1))]
     for params in wrong:
-        with pytest.raises(ValueError, match="params"):
+        with pytest.raises(ValueError, match=r"`params` must be.*Pass model\.state_dict\(\)"):
             hvd.broadcast_parameters(params, root_rank=0)
     with pytest.raises((TypeError, ValueError), match="lr"):
         hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)  # type: ignore[arg-type]
@@ -199,6 +199,33 @@ def test_optimizer_state_becomes_that_of_the_root(kind: str, steps: int) -> None
     assert same(optimizer.state_dict(), trained(kind, 0, steps)[1].state_dict())
     assert same(model.state_dict(), before), "a weight has changed"
     assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("other", ["class", "groups"])
+@everywhere
+def test_an_optimizer_that_is_not_the_roots_is_an_error_on_every_rank(other: str) -> None:
+    params, is_first = [nn.Parameter(torch.zeros(2)) for _ in range(2)], hvd.rank() == 0
+    if other == "class":
+        kind = torch.optim.SGD if is_first else torch.optim.Adam
+        optimizer: torch.optim.Optimizer = kind(params, lr=0.1)
+        shown = "SGD with groups of 2 parameters", "Adam with groups of 2 parameters"
+    else:
+        optimizer = torch.optim.SGD(params if is_first else [{"params": [param]} for param in params], lr=0.1)
+        shown = "SGD with groups of 2 parameters", "SGD with groups of 1, 1 parameters"
+    words = f"`optimizer` must be {shown[0]} as on rank 0, but is {shown[1]} instead"
+    with pytest.raises(RuntimeError if is_first else ValueError, match=words):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_optimizers_of_other_classes_are_a_mismatch() -> None:
+    kind = torch.optim.SGD if hvd.rank() == 0 else torch.optim.Adam
+    with pytest.raises(hvd.CollectiveMismatchError, match="Mismatched optimizer between ranks"):
+        hvd.DistributedOptimizer(kind([nn.Parameter(torch.zeros(2))], lr=0.1))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 @pytest.mark.parametrize("root_has_state", [True, False], ids=["root-has-state", "others-have-state"])
