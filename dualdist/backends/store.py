@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -91,7 +92,7 @@ def _own_part(store: dist.Store) -> dist.Store:
 
 def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> SharedStore:
     if launch.init_method is not None:
-        given = _rendezvous(launch, timeout)
+        given = _rendezvous(launch, env, timeout)
         store = new_prefix_store(given, launch.rank, launch.size, timeout, _ADVICE[launch.restarts])
         return _with_addresses(store, launch, env, timeout)
     served: list[dist.TCPStore] = []
@@ -138,7 +139,7 @@ def _met(rendezvous: Callable[[], T], timeout: timedelta) -> T:
         raise OSError("It accepts connections, but does not answer. Its process may be stopped.") from None
 
 
-def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
+def _rendezvous(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> dist.Store:
     method = cast(str, launch.init_method)
     # With a world size of 1, torch's TCPStore does not wait for the others: new_prefix_store does, and names them.
     size = 1 if method.startswith(("tcp://", "env://")) else launch.size
@@ -147,9 +148,21 @@ def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
             lambda: next(iter(dist.rendezvous(method, launch.rank, size, timeout=timeout))), timeout
         )
     except (RuntimeError, ValueError, OSError) as error:
+        reason = _why_unknown(method, env) or str(error).splitlines()[0]
         raise ConfigurationError(
             f"Rank {launch.rank} of {launch.describe('size')} could not open the store of the job, which rank 0 or the "
-            f"launcher serves, at `init_method`={launch.init_method!r}: {str(error).splitlines()[0]} Check the "
-            "address, and that rank 0 was started."
+            f"launcher serves, at `init_method`={launch.init_method!r}: {reason} Check the address, and that rank 0 "
+            "was started."
         ) from error
     return cast(dist.Store, store)
+
+
+def _why_unknown(method: str, env: Mapping[str, str]) -> str | None:
+    """Return why the host of `init_method` has no address; None if it has one, or there is no host."""
+    host = env.get("MASTER_ADDR") if method == "env://" else urlsplit(method).hostname
+    if host is not None:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            return f"the host {host!r} has no address ({error.strerror})."
+    return None

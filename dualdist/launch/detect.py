@@ -215,7 +215,11 @@ def _incomplete(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None
 
 def _located(launch: Launch, launcher: Launcher, env: Mapping[str, str]) -> Launch:
     """Return `launch` with the address where its processes meet, if the environment names it."""
-    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+    if env.get("MASTER_ADDR") and (port := env.get("MASTER_PORT")):
+        if not port.isdecimal() or int(port) >= 1 << 16:
+            raise ConfigurationError(
+                f"`MASTER_PORT` must be a port, less than 65536, but is {port!r} instead. Set it to that of rank 0."
+            )
         return dataclasses.replace(launch, init_method="env://")
     if launcher.init_method == "env://" and launch.size > 1:
         raise ConfigurationError(

@@ -180,6 +180,14 @@ def test_a_server_of_the_store_that_is_stopped_ends_the_start() -> None:
     assert "could not open the store of the job, which rank 0" in ended.output
 
 
+def test_a_host_without_an_address_is_named() -> None:
+    script = (
+        "import dualdist\ndualdist.init(init_method='tcp://no-such-host.invalid:1', rank=1, world_size=2)"
+    )
+    ended = finish(["python", "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
+    assert "the host 'no-such-host.invalid' has no address" in ended.output
+
+
 def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -260,6 +260,8 @@ def test_absent_local_numbers_stay_unknown() -> None:
         ({"LOCAL_RANK": "x"}, ["`LOCAL_RANK`", "whole number"]),
         ({"LOCAL_RANK": "7"}, ["`LOCAL_RANK`", "less than LOCAL_WORLD_SIZE=", "7 instead"]),
         ({"LOCAL_WORLD_SIZE": "2,1"}, ["`LOCAL_WORLD_SIZE`", "whole number"]),
+        ({"MASTER_PORT": "abc"}, ["`MASTER_PORT`", "'abc' instead"]),
+        ({"MASTER_PORT": "65536"}, ["`MASTER_PORT`", "'65536' instead"]),
         ({"MASTER_ADDR": ""}, ["`MASTER_ADDR`", "`MASTER_PORT`", "absent", "WORLD_SIZE=6"]),
     ],
 )
