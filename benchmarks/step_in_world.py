@@ -171,9 +171,10 @@ def sent_bytes() -> int:
 
 def ratios_of(ours: list[float], theirs: list[float]) -> str:
     """Return the median over the rounds, and the quartiles."""
-    least, median, greatest = statistics.quantiles(
-        [mine / yours for mine, yours in zip(ours, theirs, strict=True)], n=4, method="inclusive"
-    )
+    ratios = [mine / yours for mine, yours in zip(ours, theirs, strict=True)]
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f}"
+    least, median, greatest = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{median:.2f} ({least:.2f}-{greatest:.2f})"
 
 

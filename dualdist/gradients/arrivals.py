@@ -7,6 +7,7 @@ handled when it arrives.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ class Arrivals:
         """Those whose gradients were handled."""
         self._lock = threading.RLock()
         """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
-        self._tasks: dict[int, weakref.ref[_End]] = {}
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         """Autograd graph tasks that call `at_end` at their end, each with what it calls."""
         self._task: int | None = None
         """The newest one of `_tasks`."""
@@ -156,7 +157,7 @@ class Arrivals:
         """Call `at_end` at the end of the current autograd graph task."""
         self._task = _current_graph_task_id()
         if self._task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
-            end = _End(self._at_end)
+            end = functools.partial(self._at_end)  # it exists as long as the graph task
             self._tasks[self._task] = weakref.ref(end)
             _queue_callback(end)
 
@@ -172,16 +173,6 @@ class Arrivals:
         """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
         self.handled.clear()
         self._tasks.clear()
-
-
-class _End:
-    """What a graph task calls at its end. It exists as long as the graph task."""
-
-    def __init__(self, at_end: Callable[[], None]) -> None:
-        self._at_end = at_end
-
-    def __call__(self) -> None:
-        self._at_end()
 
 
 def _ignore(*_: object) -> None:

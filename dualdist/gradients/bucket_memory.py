@@ -46,7 +46,7 @@ class BucketMemory:
         ]
         self._sparse_as_dense = sparse_as_dense
         self._replaces_dense = False
-        """Whether each parameter had a dense gradient when this memory was written, and none was replaced since."""
+        """Whether each parameter had a dense gradient when this memory was written, until `set_gradients` runs."""
         self._has_pairs = any(param.tensor.is_complex() for param in params)
         self._uses = self._count_uses()
         self._references = self._count_references()

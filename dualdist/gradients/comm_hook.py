@@ -262,7 +262,7 @@ class HookQueue:
     def submit(self, work: HookWork) -> None:
         """Queue `work`, or start it at once if its hook waits for nothing."""
         if work.only_starts:
-            # Nobody waits for those of a backward that was given up.
+            # Drop those that have ended: nobody waits for those of a backward that was given up.
             self._started.difference_update([other for other in self._started if other.done()])
             self._started.add(work)
             work.when_ended = self._started.discard

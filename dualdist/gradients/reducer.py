@@ -231,8 +231,8 @@ class Reducer:
     def _all_contributions(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in a bucket."""
         sends_all = self._options.reduction.op == Average or not self.reduced
-        is_dense = not self._sparse and not self._options.sparse_as_dense
-        if sends_all and is_dense and memory.has_unmoved_parameters():
+        has_only_dense = not self._sparse and not self._options.sparse_as_dense
+        if sends_all and has_only_dense and memory.has_unmoved_parameters():
             return memory.current_gradients()
         return [self._contribution(slot.param) for slot in bucket.slots]
 
