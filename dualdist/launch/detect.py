@@ -177,7 +177,9 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
             "Give every process its own rank."
         )
     local_rank, local_size = values["local_rank"], values["local_size"]
-    if local_rank is not None and local_size is not None and local_rank >= local_size:
+    # Slurm's list of sizes may be that of another part of a heterogeneous job.
+    bound = local_size if launcher.node is None else None
+    if local_rank is not None and bound is not None and local_rank >= bound:
         raise ConfigurationError(
             f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} "
             f"instead. It is set by {launcher.name}; look at what overwrites it."
