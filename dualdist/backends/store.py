@@ -147,7 +147,7 @@ def _rendezvous(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> d
         store, _, _ = _met(
             lambda: next(iter(dist.rendezvous(method, launch.rank, size, timeout=timeout))), timeout
         )
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, AssertionError) as error:
         reason = _why_unknown(method, env) or str(error).splitlines()[0]
         raise ConfigurationError(
             f"Rank {launch.rank} of {launch.describe('size')} could not open the store of the job, which rank 0 or the "
@@ -159,10 +159,12 @@ def _rendezvous(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> d
 
 def _why_unknown(method: str, env: Mapping[str, str]) -> str | None:
     """Return why the host of `init_method` has no address; None if it has one, or there is no host."""
-    host = env.get("MASTER_ADDR") if method == "env://" else urlsplit(method).hostname
-    if host is not None:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError as error:
-            return f"the host {host!r} has no address ({error.strerror})."
+    if method.startswith("file://"):
+        return None
+    host: str | None = method
+    try:
+        host = env.get("MASTER_ADDR") if method == "env://" else urlsplit(method).hostname
+        socket.getaddrinfo(host, 0)
+    except (OSError, ValueError) as error:
+        return f"the host {host!r} has no address ({getattr(error, 'strerror', None) or error})."
     return None

@@ -16,7 +16,7 @@ from ..world.process_sets import ProcessSet, global_process_set, reporting
 from .movement import allgather_rows
 from .plans.allgather import plan_allgather
 
-__all__ = ("sparse_allreduce_async", "sum_sparse")
+__all__ = ("add_sparse", "sparse_allreduce_async", "sum_sparse")
 
 
 def sparse_allreduce_async(
@@ -58,7 +58,10 @@ def _is_average(op: Op) -> bool:
 
 
 def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the sum of every member's sparse COO `tensor`, coalesced. None: a zero in the shape of `like`."""
+    """Return the sum of every member's sparse COO `tensor`, coalesced, with one sparse dimension: rows.
+
+    None: a zero in the shape of `like`.
+    """
     if tensor is None:
         tensor = torch.sparse_coo_tensor(
             torch.zeros(1, 0, dtype=torch.int64),
@@ -66,8 +69,18 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
             like.shape,
             check_invariants=False,
         )
-    own = tensor.coalesce()
+    own = tensor.coalesce() if tensor.sparse_dim() == 1 else tensor.to_dense().to_sparse(1)
     indices, values = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
     return torch.sparse_coo_tensor(
         indices.t(), values, like.shape, device=like.device, check_invariants=False
+    ).coalesce()
+
+
+def add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two coalesced sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
+    return torch.sparse_coo_tensor(
+        torch.cat([first.indices(), second.indices()], dim=1),
+        torch.cat([first.values(), second.values()]),
+        first.shape,
+        check_invariants=False,
     ).coalesce()

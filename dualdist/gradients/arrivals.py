@@ -116,9 +116,8 @@ class Arrivals:
         """Handle gradients up to the next stop. Return False if they do not follow the expected order."""
         count, done = len(self.arrived), self._num_handled
         if _current_graph_task_id() != self._task:
-            if (
-                count > 1 or self.handled
-            ):  # another graph task has handled gradients, and has failed or goes on
+            # If some are handled, this was another graph task, which has failed or continues.
+            if count > 1 or self.handled:
                 return False
             self._end_with_backward()
         if count < self._next_stop:

@@ -170,7 +170,7 @@ class BucketMemory:
                 tensor.grad = combined
 
     def dense_parts(self, kinds: bytes) -> dict[int, torch.Tensor | None]:
-        """Return, for each parameter with sparse gradients, what the dense ones of other ranks add up to, if any."""
+        """Return, for each parameter with sparse gradients, the combined dense ones, None if no rank has one."""
         return {
             index: combined if kind & DENSE else None
             for index, combined, kind in zip(self._places, self._gradients, kinds, strict=True)

@@ -63,6 +63,8 @@ class GradSync(Combiner):
         self._enabled = True
         self._repeats = False
         """Whether one backward may complete a gradient several times. Then none is sent before its end."""
+        self._has_observed = False
+        """Whether a whole backward has been seen. In the first one nothing is sent early: gradients may repeat."""
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
         self.set_passes(passes)
@@ -166,7 +168,7 @@ class GradSync(Combiner):
         if has_failed or index in self._arrivals.handled:
             self._restart(has_failed)
         self._arrivals.add_single(index)
-        if param.passes >= self._passes and not self._repeats:
+        if param.passes >= self._passes and self._has_observed and not self._repeats:
             self._mark_ready([index])
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
@@ -209,7 +211,7 @@ class GradSync(Combiner):
             fix = (
                 "Call zero_grad(set_to_none=True) when backward has failed."
                 if has_failed
-                else "Use checkpoint(..., use_reentrant=False), or zero_grad(set_to_none=True)."
+                else "Use checkpoint(..., use_reentrant=False), or zero_grad(set_to_none=True), and repeat the step."
             )
             raise RuntimeError(
                 f"The gradient of {overwritten!r} was sent before its backward was complete, and is overwritten. {fix}"
@@ -219,9 +221,11 @@ class GradSync(Combiner):
         self._arrivals.handle_arrived()
         arrived = list(self._arrivals.arrived)
         # On several devices there are several threads, and the order differs from backward to backward.
-        can_learn = self._arrivals.has_one_task and self._is_on_one_device and not self._counts
+        has_one_task = self._arrivals.has_one_task
+        can_learn = has_one_task and self._is_on_one_device and not self._counts
         if any(self._params[index].passes >= self._passes for index in self._arrivals.handled):
             self._combine()
+            self._has_observed |= has_one_task
             if can_learn and arrived != self._reducer.order.expected:
                 self._reducer.order.learn(arrived)
                 self._expect_order()

@@ -23,7 +23,7 @@ from ..agreement.call_site import call_site
 from ..agreement.turn import in_turn
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group, Work
-from ..collectives.sparse import sum_sparse
+from ..collectives.sparse import add_sparse, sum_sparse
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average
 from ..world.context import current
@@ -392,7 +392,7 @@ class Reducer:
         return group.size / (group.size - channel_of(self._options.process_set).num_joined)
 
     def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
-        """Combine sparse gradients. dense_part: what the bucket has combined of the dense ones of other ranks."""
+        """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
         contribution = self._contribution(index) if keep else None
         if contribution is not None and not contribution.is_sparse:  # it was sent in the bucket
             contribution = None
@@ -401,4 +401,4 @@ class Reducer:
         if keep:
             if self._options.reduction.op == Average:
                 combined *= self._correction(group) / group.size
-            param.grad = combined if dense_part is None else combined + dense_part.to_sparse(1)
+            param.grad = combined if dense_part is None else add_sparse(combined, dense_part.to_sparse(1))

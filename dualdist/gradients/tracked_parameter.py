@@ -45,7 +45,7 @@ class TrackedParameter:
         recorded version, and a tensor that was zeroed in between is two versions ahead.
         """
         grad = self.tensor.grad
-        if grad is None:  # a hook of the user has used it
+        if grad is None:  # a hook of the user has removed it
             self.passes += 1
             return False
         version = grad._version

@@ -81,7 +81,8 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         named = [(str(name), tensor) for name, tensor in params.items() if tensor is not None]
         return sorted(named, key=lambda entry: entry[0])
-    if isinstance(params, str | bytes | torch.Tensor | torch.nn.Module) or not isinstance(params, Iterable):
+    is_model = isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList)
+    if is_model or isinstance(params, str | bytes | torch.Tensor) or not isinstance(params, Iterable):
         raise wrong("params", rule, params, fix)
     entries = list(params)
     named = [

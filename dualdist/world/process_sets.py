@@ -109,8 +109,9 @@ def _ranks_of(comm: Any) -> list[int]:
     numbers = current().world
     if (world.Get_size(), world.Get_rank()) != (numbers.size, numbers.rank):
         raise ValueError(
-            f"`process_set` must be a list of ranks, because MPI did not start this world of {numbers.size} processes: "
-            f"this process is rank {world.Get_rank()} of {world.Get_size()} in MPI. Start the script with mpirun."
+            f"`process_set` must be a list of ranks, because MPI does not have this world of {numbers.size} "
+            f"processes: this process is rank {world.Get_rank()} of {world.Get_size()} in MPI. Start the script with "
+            "mpirun, and without init(rank=)."
         )
     ranks = sorted(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
     if MPI.UNDEFINED in ranks:
@@ -121,13 +122,14 @@ def _ranks_of(comm: Any) -> list[int]:
     return ranks
 
 
-def _mpi_group_of_world(every: Any) -> Any:
-    """Return the group of MPI with the processes of the world, in the order of their ranks. every: COMM_WORLD."""
+def _mpi_group_of_world(comm_world: Any) -> Any:
+    """Return the group of MPI with the processes of the world, in the order of their ranks."""
     comm: Any = current().arguments.get("comm")
     if is_communicator(comm):
         return comm.Get_group()
-    is_whole = comm is None or len(comm) == every.Get_size()
-    return every.Get_group() if is_whole else every.Get_group().Incl(comm)
+    group, size = comm_world.Get_group(), comm_world.Get_size()
+    is_part = comm is not None and len(comm) < size and max(comm) < size
+    return group.Incl(comm) if is_part else group
 
 
 global_process_set = ProcessSet([])
@@ -162,7 +164,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     If the ranks give different communicators of mpi4py, the set of each is registered, in ascending order
     (horovod/common/operations.cc, horovod_init_multi_comm).
 
-    Raises ValueError if the set is registered already, is empty or contains a rank that does not exist;
+    Raises ValueError if the set is registered already, is empty or contains a rank that does not exist, or a process
+    that is not in the world;
     BackendUnavailableError if the installed Horovod cannot connect its ranks; StallError if a rank stops in this call.
     """
     with reporting(call_kinds.ADD_PROCESS_SET):

@@ -67,3 +67,29 @@ def test_a_layer_that_is_used_in_checkpointed_parts_and_outside(
     networks = through(model, keep=False), through(reference, keep=True)
     train_beside(batches(4), networks[0], optimizer, networks[1], alone, set_to_none=set_to_none)
     assert_same_weights(model, reference)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_layer_that_repeats_while_ranks_use_different_others() -> None:
+    torch.manual_seed(0)
+    layers: Any = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "shared", "some", "last")})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layers.parameters(), lr=1.0), groups=[[param] for param in layers.parameters()]
+    )
+
+    def loss(rank: int, use_reentrant: bool = False) -> torch.Tensor:
+        hidden = layers["first"](torch.full((1, 2), rank + 1.0))
+        hidden = checkpoint(layers["shared"], hidden, use_reentrant=use_reentrant)
+        hidden = layers["shared"](hidden).tanh()
+        if rank > 0:  # so that rank 0 has sent fewer buckets when the gradient of "shared" is completed again
+            hidden = layers["some"](hidden)
+        return layers["last"](hidden).sum()  # type: ignore[no-any-return]
+
+    params = list(layers.parameters())
+    for _ in range(2):
+        mean = torch.stack([loss(rank) for rank in range(hvd.size())]).mean()
+        expected = torch.autograd.grad(mean, params)
+        optimizer.zero_grad()
+        loss(hvd.rank(), use_reentrant=True).backward()
+        torch.testing.assert_close([param.grad for param in params], list(expected))

@@ -45,6 +45,9 @@ def test_each_bucket_is_sent_once_and_in_order() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([large, small], lr=1.0), groups=[[large], [small]], compression=OtherThread
     )
+    OtherThread.sent, OtherThread.thread = [], threading.Thread()
+    small.sum().backward()  # the first backward sends nothing before its end
+    optimizer.step()
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
     small.grad, large.grad = torch.full((2,), mine), torch.full((3,), mine)
     sync: Any = optimizer._combiner

@@ -71,22 +71,27 @@ def test_an_embedding_with_a_dense_gradient_after_a_step_in_which_it_was_unused(
     assert all(bool((param == -4.0 * size).all()) for param in (first, *last))
 
 
+@pytest.mark.parametrize("form", ["rows", "elements", "float16"])
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
 @everywhere
-def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_the_others(op: int) -> None:
-    weight, other, size = nn.Parameter(torch.zeros(5, 2)), nn.Parameter(torch.zeros(1)), hvd.size()
+def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_the_others(op: int, form: str) -> None:
+    dtype = torch.float16 if form == "float16" else torch.float32
+    weight = nn.Parameter(torch.zeros(5, 2, dtype=dtype))
+    other, size = nn.Parameter(torch.zeros(1, dtype=dtype)), hvd.size()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, other], lr=1.0), op=op)
     # The ranks take turns, also in the first step in which they find that the gradient is sparse somewhere.
     for step in range(3):
         optimizer.zero_grad()
-        if hvd.rank() == step % size:
+        if hvd.rank() == step % size and form == "elements":  # it has two sparse dimensions
+            weight.gather(0, torch.tensor([[1, 1]]), sparse_grad=True).sum().backward()
+        elif hvd.rank() == step % size:
             functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
         else:
             (weight.sum() + other.sum()).backward()
         assert weight.grad is not None and weight.grad.is_sparse
         optimizer.step()
-    expected = torch.full((5, 2), -3.0 * (size - 1))
+    expected = torch.full((5, 2), -3.0 * (size - 1), dtype=dtype)
     expected[1] = -3.0 * size
     divisor = size if op == hvd.Average else 1
     torch.testing.assert_close(weight.detach(), expected / divisor)
-    assert other.item() == pytest.approx(-3.0 * (size - 1) / divisor)
+    torch.testing.assert_close(other.detach(), torch.full_like(other, -3.0 * (size - 1) / divisor))

@@ -8,6 +8,7 @@ import torch
 from mpi4py import MPI
 
 import dualdist as hvd
+from dualdist.world.context import current
 
 backend, form = sys.argv[1:]
 launched = MPI.COMM_WORLD
@@ -42,6 +43,7 @@ if size == 3:
     check(added, [3, 3, 4][rank], [[0, 1], [0, 1], [2]][rank])
     assert hvd.remove_process_set(given)
     assert given.process_set_id is None
+    assert sorted(current().process_sets) == sorted(current().channels) == [0, 3, 4]
     again = hvd.add_process_set(hvd.ProcessSet(world.Split(color=rank % 2)))
     check(again, [5, 6, 5][rank], [[0, 2], [1], [0, 2]][rank])
 elif size == 2:

@@ -243,6 +243,11 @@ def test_the_local_size_of_uneven_nodes_is_found_by_the_node_number(node: str, s
     assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}).local_size == size
 
 
+def test_a_local_rank_beyond_slurms_list_is_accepted() -> None:
+    """The list may be that of another part of a heterogeneous job."""
+    assert detect(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x6)"}).local_rank == 1
+
+
 def test_absent_local_numbers_stay_unknown() -> None:
     launch = detect({"PMI_RANK": "1", "PMI_SIZE": "2"})
     assert (launch.local_rank, launch.local_size) == (None, None)
