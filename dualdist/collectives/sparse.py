@@ -77,7 +77,8 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
 
 
 def add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two coalesced sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
+    """Return the sum of two sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
+    first, second = first.coalesce(), second.coalesce()  # `*=` may have unset this
     return torch.sparse_coo_tensor(
         torch.cat([first.indices(), second.indices()], dim=1),
         torch.cat([first.values(), second.values()]),
