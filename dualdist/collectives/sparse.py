@@ -78,7 +78,7 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
 
 def add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return the sum of two sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
-    first, second = first.coalesce(), second.coalesce()  # `*=` may have unset this
+    first, second = first.coalesce(), second.coalesce()  # `*=` leaves a tensor uncoalesced
     return torch.sparse_coo_tensor(
         torch.cat([first.indices(), second.indices()], dim=1),
         torch.cat([first.values(), second.values()]),

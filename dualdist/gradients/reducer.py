@@ -393,11 +393,10 @@ class Reducer:
 
     def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
         """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
-        contribution = self._contribution(index) if keep else None
-        if contribution is not None and not contribution.is_sparse:  # it was sent in the bucket
-            contribution = None
+        own = self._contribution(index) if keep else None
         param = self._params[index].tensor
-        combined = sum_sparse(group, contribution, param)
+        # A dense gradient of this rank was sent in the bucket.
+        combined = sum_sparse(group, own if own is not None and own.is_sparse else None, param)
         if keep:
             if self._options.reduction.op == Average:
                 combined *= self._correction(group) / group.size

@@ -164,8 +164,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     If the ranks give different communicators of mpi4py, the set of each is registered, in ascending order
     (horovod/common/operations.cc, horovod_init_multi_comm).
 
-    Raises ValueError if the set is registered already, is empty or contains a rank that does not exist, or a process
-    that is not in the world;
+    Raises ValueError if the set is registered already, is empty, or has a rank or a process that is not in the world;
     BackendUnavailableError if the installed Horovod cannot connect its ranks; StallError if a rank stops in this call.
     """
     with reporting(call_kinds.ADD_PROCESS_SET):
