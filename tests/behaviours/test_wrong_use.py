@@ -243,6 +243,7 @@ def test_a_backward_that_one_rank_repeats_alone_is_an_error_on_every_rank() -> N
 def repeat_a_backward_on_rank_0() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    wrapped(torch.ones(1, 2)).sum().backward()  # the first backward sends nothing before its end
     if hvd.rank() == 0:
         hook = model[1].register_full_backward_hook(fail)  # the last layer's gradients are sent by then
         with pytest.raises(MemoryError):
