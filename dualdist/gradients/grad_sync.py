@@ -168,8 +168,12 @@ class GradSync(Combiner):
         if has_failed or index in self._arrivals.handled:
             self._restart(has_failed)
         self._arrivals.add_single(index)
-        if param.passes >= self._passes and self._has_observed and not self._repeats:
+        if self._can_send_early(index):
             self._mark_ready([index])
+
+    def _can_send_early(self, index: int) -> bool:
+        """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
+        return self._has_observed and not self._repeats and self._params[index].passes >= self._passes
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         if not self._reducer.is_known:
@@ -205,7 +209,8 @@ class GradSync(Combiner):
             backward, such as that of a shared weight.
         """
         self._repeats |= not has_failed
-        overwritten = self._reducer.abandon()
+        completed = filter(self._can_send_early, self._arrivals.handled) if has_failed else ()
+        overwritten = self._reducer.abandon(list(completed))
         self._start_over()
         if overwritten is not None:
             fix = (

@@ -254,11 +254,18 @@ class Reducer:
             return grad.to_sparse(1)
         return grad
 
-    def abandon(self) -> str | None:
-        """End the sending of what was sent, and start over.
+    def abandon(self, completed: Sequence[int] = ()) -> str | None:
+        """End the sending of a backward that has failed or repeats gradients, and start over.
 
         Return the name of a parameter whose gradient was overwritten by that, None if there is none.
+
+        completed: the gradients that a backward had completed when it failed. Every bucket that they complete is sent,
+            because other ranks, which may expect another order, have sent it.
         """
+        self.order.start_over()
+        self.order.mark(completed)
+        while self.order.is_complete(len(self._works)):
+            self._send_next(empty=True)
 
         def wait() -> None:
             for sent in self._works:

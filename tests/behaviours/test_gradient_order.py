@@ -92,14 +92,15 @@ def test_gradients_that_are_kept_accumulate(style: str) -> None:
     wrapped.check([3, 4, 3, 3], chained(wrapped.ordered).backward)
 
 
+def fail(_: torch.Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
 @styles
 @pytest.mark.parametrize("after", range(1, WEIGHTS + 1))
 @everywhere
 def test_a_backward_that_failed_is_repeated(style: str, after: int) -> None:
     wrapped = Wrapped(style)
-
-    def fail(_: torch.Tensor) -> None:
-        raise ArithmeticError("on purpose")
 
     for _ in range(2):
         wrapped.zero_grad()
@@ -112,15 +113,30 @@ def test_a_backward_that_failed_is_repeated(style: str, after: int) -> None:
         wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
 
 
+@styles
+@everywhere
+def test_a_backward_that_failed_is_repeated_also_where_ranks_expect_different_orders(style: str) -> None:
+    wrapped = Wrapped(style)
+    last = torch.ones(wrapped.length, requires_grad=True).clone()
+    last.register_hook(fail)
+    wrapped.zero_grad()
+    # Rank 0 looks at the gradients when it has all, the other ranks send the first bucket before the failure.
+    order = wrapped.weights if hvd.rank() == 0 else wrapped.ordered
+    wrapped.check([1, 1, 1, 1], chained(order).backward)
+    wrapped.zero_grad()
+    with pytest.raises(ArithmeticError):
+        chained([*wrapped.ordered[:2], last]).backward()
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
+
+
 @pytest.mark.parametrize("style", ["optimizer", "optimizer, large"])
 @everywhere
 def test_a_step_after_a_backward_that_failed_combines_what_it_completed(style: str) -> None:
     wrapped = Wrapped(style)
     wrapped.zero_grad()
     last = torch.ones(wrapped.length, requires_grad=True).clone()
-
-    def fail(_: torch.Tensor) -> None:
-        raise ArithmeticError("on purpose")
 
     last.register_hook(fail)
     with pytest.raises(ArithmeticError):
