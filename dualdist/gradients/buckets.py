@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,7 @@ class Bucket:
 
 def lay_out(
     params: Sequence[torch.Tensor],
-    sparse: set[int],
+    sparse: Set[int],
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
     *,
@@ -122,7 +122,7 @@ def _by_dtype_and_device(params: Sequence[torch.Tensor], order: Sequence[int]) -
 
 
 def _bucket(
-    params: Sequence[torch.Tensor], members: Sequence[int], sparse: set[int], is_complex: Sequence[bool]
+    params: Sequence[torch.Tensor], members: Sequence[int], sparse: Set[int], is_complex: Sequence[bool]
 ) -> Bucket:
     slots, start = [], 0
     for index in members:

@@ -114,7 +114,7 @@ class GradSync(Combiner):
         """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
         for param in self._params:
             param.release()
-        self._reducer.release_memory()
+        self._reducer.layout.release_memory()
         self._arrivals.release()
 
     def forget_world(self, backend: Backend) -> None:
@@ -183,7 +183,7 @@ class GradSync(Combiner):
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
         is_regular = self._enabled and not self._counts and not self._repeats
-        self._arrivals.expect(self._reducer.order if is_regular else None)
+        self._arrivals.expect(self._reducer.layout.order if is_regular else None)
 
     def _count(self, param: TrackedParameter) -> None:
         """Count one more backward pass.
@@ -231,8 +231,8 @@ class GradSync(Combiner):
         if any(self._params[index].passes >= self._passes for index in self._arrivals.handled):
             self._combine()
             self._has_observed |= has_one_task
-            if can_learn and arrived != self._reducer.order.expected:
-                self._reducer.order.learn(arrived)
+            if can_learn and arrived != self._reducer.layout.order.expected:
+                self._reducer.layout.order.learn(arrived)
                 self._expect_order()
         self._arrivals.forget()
 

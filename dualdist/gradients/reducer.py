@@ -29,12 +29,12 @@ from ..types import Average
 from ..world.context import current
 from ..world.process_sets import channel_of
 from .announcement import announce, announcement, settle
-from .arrival_order import ArrivalOrder
 from .bucket_memory import BucketMemory
-from .buckets import Bucket, lay_out
+from .buckets import Bucket
 from .comm_hook import CommHook, HookQueue, HookWork
-from .contributions import DENSE, SPARSE, Contributions
+from .contributions import SPARSE
 from .grad_bucket import GradBucket
+from .layout import Layout
 from .options import SyncOptions
 from .sent_bucket import HookedBucket, SentBucket, SummedBucket
 from .tracked_parameter import TrackedParameter
@@ -54,9 +54,7 @@ class Reducer:
     def __init__(self, options: SyncOptions) -> None:
         self._options = options
         self._hooks = HookQueue()
-        self.order = ArrivalOrder([])
-        self._sparse: set[int] = set()
-        """Parameters (by index) that had a sparse gradient on some rank."""
+        self.layout = Layout([], replace(options, groups=None))  # `lay_out` gives the parameters
         self.is_known = False
         """Whether the other ranks of the current world know this reducer."""
         self._id = -1
@@ -119,38 +117,20 @@ class Reducer:
         self._hooks.close(backend)
         self._hooks = HookQueue()
         self._buckets_sent = 0
-        self._sparse = set()
-        self.lay_out(self._params)
+        self._use(Layout(self.layout.params, self._options))
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
-        """Lay out buckets for `params`, and start over."""
-        self._params = params
-        tensors, options = [param.tensor for param in params], self._options
-        self._buckets = lay_out(
-            tensors,
-            self._sparse,
-            options.groups,
-            options.bucket_cap_mb,
-            small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
-        )
-        self.order = ArrivalOrder(self._buckets)
-        self._contributions = Contributions(
-            [
-                bytes(SPARSE if slot.param in self._sparse else DENSE for slot in bucket.slots)
-                for bucket in self._buckets
-            ]
-        )
-        self.release_memory()
-        self.start_over()
+        """Lay out buckets for `params`, to which some may have been added, and start over."""
+        self._use(Layout(params, self._options, self.layout.sparse))
 
-    def release_memory(self) -> None:
-        """Free the buckets' memory."""
-        self._memory: dict[int, BucketMemory] = {}
+    def _use(self, layout: Layout) -> None:
+        self.layout = layout
+        self.start_over()
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
-        self.order.start_over()
-        self._works: list[SentBucket] = []
+        self.layout.order.start_over()
+        self._sent: list[SentBucket] = []
         """For each bucket that was sent, in order."""
         self._kinds: list[bytes] = []
         """For each bucket that was sent, the kinds that this rank contributes, see Contributions."""
@@ -168,17 +148,17 @@ class Reducer:
         the cache; what is freed at once when a bucket is sent, 25 MB, goes back to the kernel (M_TRIM_THRESHOLD in
         mallopt(3)), and a ResNet then spends a fifth of its step in page faults.
         """
-        self.order.mark(arrived)
-        while self.order.is_complete(len(self._works)):
+        self.layout.order.mark(arrived)
+        while self.layout.order.is_complete(len(self._sent)):
             self._send_next()
         if self._can_set_early:
-            for place, indices in self.order.take_waiting(len(self._works)).items():
-                self._memory_of(place).take_gradients(indices)
+            for place, indices in self.layout.order.take_waiting(len(self._sent)).items():
+                self.layout.memory_of(place).take_gradients(indices)
 
     def _send_next(self, empty: bool = False) -> None:
-        place = len(self._works)
-        bucket, group = self._buckets[place], channel_of(self._options.process_set).gradients
-        memory = self._memory_of(place)
+        place = len(self._sent)
+        bucket, group = self.layout.buckets[place], channel_of(self._options.process_set).gradients
+        memory = self.layout.memory_of(place)
         grads = [None] * len(memory.params) if empty else self._all_contributions(bucket, memory)
         factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
         is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
@@ -188,14 +168,14 @@ class Reducer:
         record = functools.partial(self._recorded, place, memory)
         hook = self._options.comm_hook
         if hook is not None:
-            is_last = place == len(self._buckets) - 1
+            is_last = place == len(self.layout.buckets) - 1
             grad_bucket = GradBucket(place, memory.flat, bucket.slots, memory.params, is_last)
             step = f"{self._id}.{self._buckets_sent - place}"
             hook_work = HookWork(hook, grad_bucket, channel_of(self._options.process_set), step)
             self._hooks.submit(hook_work)
-            self._works.append(HookedBucket(hook_work, record))
+            self._sent.append(HookedBucket(hook_work, memory, record))
         else:
-            self._works.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
+            self._sent.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
         if self._can_set_early:
             memory.set_gradients(kinds)
 
@@ -211,19 +191,6 @@ class Reducer:
             work, f"gradients.{self._id}.{place}", names, memory.flat.device.type
         )
 
-    def _memory_of(self, place: int) -> BucketMemory:
-        if place in self._memory and self._memory[place].is_in_use():
-            del self._memory[place]
-        if place not in self._memory:
-            bucket = self._buckets[place]
-            members = [self._params[slot.param] for slot in bucket.slots]
-            group = channel_of(self._options.process_set).gradients
-            flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
-            self._memory[place] = BucketMemory(
-                bucket, members, flat, sparse_as_dense=self._options.sparse_as_dense
-            )
-        return self._memory[place]
-
     def is_reduced(self, param: TrackedParameter) -> bool:
         """Return whether the gradient of `param` was reduced, and backward has not added to it since."""
         return self.reduced and param.passes == 0
@@ -231,7 +198,7 @@ class Reducer:
     def _all_contributions(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in a bucket."""
         sends_all = self._options.reduction.op == Average or not self.reduced
-        has_only_dense = not self._sparse and not self._options.sparse_as_dense
+        has_only_dense = not self.layout.sparse and not self._options.sparse_as_dense
         if sends_all and has_only_dense and memory.has_unmoved_parameters():
             return memory.current_gradients()
         return [self._contribution(slot.param) for slot in bucket.slots]
@@ -241,7 +208,7 @@ class Reducer:
 
         With op Average, a gradient that was reduced before is sent again, because other ranks may have added to theirs.
         """
-        param = self._params[index]
+        param = self.layout.params[index]
         if change := param.moved():
             self._changes.append(change)
             return None
@@ -250,7 +217,7 @@ class Reducer:
             return None
         if self._options.sparse_as_dense and grad.is_sparse:
             return grad.to_dense()
-        if index in self._sparse and not grad.is_sparse:  # it has no place in the bucket
+        if index in self.layout.sparse and not grad.is_sparse:  # it has no place in the bucket
             return grad.to_sparse(1)
         return grad
 
@@ -262,23 +229,23 @@ class Reducer:
         completed: the gradients that a backward had completed when it failed. Every bucket that they complete is sent,
             because other ranks, which may expect another order, have sent it.
         """
-        self.order.start_over()
-        self.order.mark(completed)
-        while self.order.is_complete(len(self._works)):
+        self.layout.order.start_over()
+        self.layout.order.mark(completed)
+        while self.layout.order.is_complete(len(self._sent)):
             self._send_next(empty=True)
 
         def wait() -> None:
-            for sent in self._works:
+            for sent in self._sent:
                 sent.work.wait()
 
-        memories = [self._memory[place] for place in range(len(self._works))]
+        memories = [sent.memory for sent in self._sent]
         overwritten = next(
             (param.name for memory in memories for param in memory.params if memory.holds(param)), None
         )
         if self._options.comm_hook is None:
             channel_of(self._options.process_set).receive(self._announcement(), wait)
         else:  # other ranks may take part only after the announcement
-            self.release_memory()
+            self.layout.release_memory()
         self.start_over()
         return overwritten
 
@@ -294,17 +261,17 @@ class Reducer:
             HorovodInternalError: parameters were moved or replaced only on other ranks, or the ranks are out of step.
             CollectiveMismatchError: another rank called something else.
         """
-        while len(self._works) < len(self._buckets):
+        while len(self._sent) < len(self.layout.buckets):
             self._send_next(empty)
         channel = channel_of(self._options.process_set)
         call = self._announcement()
-        for sent in self._works:
+        for sent in self._sent:
             if not sent.has_started:  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
-        if self._works and not channel.has_joined:  # a joined rank sends only after the announcement
-            in_turn(call, self._works[-1].work.wait_for, _DATA_FIRST_SECONDS)
+        if self._sent and not channel.has_joined:  # a joined rank sends only after the announcement
+            in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
-            wrong = announce(self._options.process_set, call, self._contributions, self._kinds)
+            wrong = announce(self._options.process_set, call, self.layout.contributions, self._kinds)
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, self._receive, call, keep=False, settled=False)
@@ -321,7 +288,7 @@ class Reducer:
             self._options.process_set,
             self._id,
             self._buckets_sent,
-            changed=self._contributions.changed(self._kinds),
+            changed=self.layout.contributions.changed(self._kinds),
             is_wrong=bool(self._changes),
         )
 
@@ -348,9 +315,9 @@ class Reducer:
         This rank has called `join`, or the ranks called different things (`verdict.call` is None).
         """
         self.start_over()
-        while len(self._works) < len(self._buckets):
+        while len(self._sent) < len(self.layout.buckets):
             self._send_next(empty=True)
-        settled = verdict.call is not None and not settle(self._contributions, None, group, verdict)
+        settled = verdict.call is not None and not settle(self.layout.contributions, None, group, verdict)
         self._receive(self._announcement(), keep=False, settled=settled)
         self.start_over()
 
@@ -367,15 +334,17 @@ class Reducer:
     def _unpack(self, group: Group, keep: bool, settled: bool) -> None:
         sparse: dict[int, torch.Tensor | None] = {}
         reduction = self._options.reduction
-        for (place, bucket), sent in zip(enumerate(self._buckets), self._works, strict=True):
+        for place, sent in enumerate(self._sent):
             sent.work.wait()
-            memory = self._memory[place]
+            memory = sent.memory
             if keep:
-                divides = reduction.op == Average and not self._options.divides_first(bucket.dtype, group)
+                divides = reduction.op == Average and not self._options.divides_first(
+                    memory.flat.dtype, group
+                )
                 factor = reduction.postscale_factor / (group.size if divides else 1)
-                sent.finish(memory, factor * self._correction(group))
+                sent.finish(factor * self._correction(group))
                 self._hook_error = self._hook_error or sent.error
-            kinds = self._contributions.combined[place]
+            kinds = self.layout.contributions.combined[place]
             if settled and max(kinds) & SPARSE:
                 sparse |= memory.dense_parts(kinds)
             if keep:
@@ -384,9 +353,8 @@ class Reducer:
                 memory.clear_gradients()
         for index, dense_part in sorted(sparse.items()):
             self._combine_sparse(group, index, dense_part, keep)
-        if sparse.keys() - self._sparse:
-            self._sparse |= sparse.keys()
-            self.lay_out(self._params)
+        if sparse.keys() - self.layout.sparse:
+            self._use(Layout(self.layout.params, self._options, self.layout.sparse | sparse.keys()))
 
     def _correction(self, group: Group) -> float:
         """Return what an average must be multiplied by, because ranks have called `join`."""
@@ -401,7 +369,7 @@ class Reducer:
     def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
         """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
         own = self._contribution(index) if keep else None
-        param = self._params[index].tensor
+        param = self.layout.params[index].tensor
         # A dense gradient of this rank was sent in the bucket.
         combined = sum_sparse(group, own if own is not None and own.is_sparse else None, param)
         if keep:
