@@ -46,7 +46,9 @@ class BucketMemory:
         ]
         self._sparse_as_dense = sparse_as_dense
         self._replaces_dense = False
-        """Whether each parameter had a dense gradient when this memory was written, until `set_gradients` runs."""
+        """Whether each parameter had a dense gradient when this memory was written."""
+        self._has_set_all = False
+        """Whether all views have become the gradients since this memory was written."""
         self._has_pairs = any(param.tensor.is_complex() for param in params)
         self._uses = self._count_uses()
         self._references = self._count_references()
@@ -86,16 +88,15 @@ class BucketMemory:
     def take_gradients(self, indices: Sequence[int]) -> None:
         """Move the dense gradients of some parameters here before `pack`; their values remain. indices: of parameters.
 
-        Nothing moves while a parameter has another dtype or device than expected.
+        Gradients of a parameter that has another dtype or device than expected stay where they are.
         """
-        if not self.has_unmoved_parameters():
-            return
         places = [self._places[index] for index in indices]
         grads = [self._tensors[place].grad for place in places]
         moving = [
             (place, grad)
             for place, grad in zip(places, grads, strict=True)
             if grad is not None and grad is not self._gradients[place] and not grad.is_sparse
+            if not self.params[place].moved()
         ]
         if moving:
             torch._foreach_copy_(
@@ -119,6 +120,7 @@ class BucketMemory:
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)
         self._replaces_dense = is_whole and not self._sparse_as_dense
+        self._has_set_all = False
         targets = self._views if is_whole else self._clear(grads)
         if self._has_pairs:
             sources = [as_real(source) for source in sources]
@@ -158,10 +160,11 @@ class BucketMemory:
     def set_gradients(self, kinds: bytes) -> None:
         """Make the views of this memory the gradients of those parameters whose kind is DENSE alone."""
         if self._replaces_dense and kinds == self._all_dense:
-            # Without a look at the old gradients, for each of which torch would make a Python object.
-            for tensor, combined in zip(self._tensors, self._gradients, strict=True):
-                tensor.grad = combined
-            self._replaces_dense = False
+            if not self._has_set_all:
+                # Without a look at the old gradients, for each of which torch would make a Python object.
+                for tensor, combined in zip(self._tensors, self._gradients, strict=True):
+                    tensor.grad = combined
+                self._has_set_all = True
             return
         for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
             if kind == DENSE and (grad := tensor.grad) is not combined:

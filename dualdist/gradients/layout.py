@@ -39,22 +39,31 @@ class Layout:
             ]
         )
         self._options = options
-        self._memory: dict[int, BucketMemory] = {}
+        self._current: dict[int, BucketMemory] = {}
+        """The memory of each bucket that the current backward uses."""
+        self._last: dict[int, BucketMemory] = {}
+        """That of earlier ones."""
+
+    def start_over(self) -> None:
+        """Prepare for the next backward."""
+        self.order.start_over()
+        self._last |= self._current
+        self._current = {}
 
     def memory_of(self, place: int) -> BucketMemory:
-        """Return memory for the next gradients of the bucket at `place`: the last one, unless the program uses it."""
-        if place in self._memory and self._memory[place].is_in_use():
-            del self._memory[place]
-        if place not in self._memory:
-            bucket = self.buckets[place]
-            members = [self.params[slot.param] for slot in bucket.slots]
-            group = channel_of(self._options.process_set).gradients
-            flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
-            self._memory[place] = BucketMemory(
-                bucket, members, flat, sparse_as_dense=self._options.sparse_as_dense
-            )
-        return self._memory[place]
+        """Return the memory of the bucket at `place` for this backward: that of the last one, unless it is in use."""
+        if place not in self._current:
+            last = self._last.pop(place, None)
+            self._current[place] = self._new_memory(place) if last is None or last.is_in_use() else last
+        return self._current[place]
+
+    def _new_memory(self, place: int) -> BucketMemory:
+        bucket = self.buckets[place]
+        members = [self.params[slot.param] for slot in bucket.slots]
+        group = channel_of(self._options.process_set).gradients
+        flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
+        return BucketMemory(bucket, members, flat, sparse_as_dense=self._options.sparse_as_dense)
 
     def release_memory(self) -> None:
         """Free the buckets' memory."""
-        self._memory.clear()
+        self._current, self._last = {}, {}

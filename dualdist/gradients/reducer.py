@@ -129,7 +129,7 @@ class Reducer:
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
-        self.layout.order.start_over()
+        self.layout.start_over()
         self._sent: list[SentBucket] = []
         """For each bucket that was sent, in order."""
         self._kinds: list[bytes] = []
