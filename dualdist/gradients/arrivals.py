@@ -57,8 +57,7 @@ class Arrivals:
         self._num_handled = 0
         """How many of `arrived` are in `handled`, while gradients arrive in the expected order."""
         self._next_stop = 0
-        """At how many arrived gradients `_on_arrival` runs next: at the first of a graph task, and at `_stops`.
-        0: at each one, and gradients are handled one by one."""
+        """The next one of `_stops`. 0: gradients are handled one by one."""
 
     @property
     def has_one_task(self) -> bool:
@@ -81,18 +80,18 @@ class Arrivals:
         self.arrived.clear()
         self._num_handled, self._task = 0, None
         self._expected, self._stops = (order.expected, order.stops) if order is not None else ((), ())
-        self._next_stop = min(1, len(self._stops))
+        self._next_stop = self._stops[0] if self._stops else 0
 
     def hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return a hook that records that backward has completed the gradient of the parameter at `index`.
 
-        The hook runs for every gradient, so it must be fast: asking for the graph task would double its time.
+        The hook runs for every gradient, so it must be fast.
         """
-        arrived, add = self.arrived, self.arrived.append
+        arrived, add, task = self.arrived, self.arrived.append, _current_graph_task_id
 
         def on_gradient(_: torch.Tensor) -> None:
             add(index)
-            if len(arrived) >= self._next_stop:
+            if len(arrived) >= self._next_stop or task() != self._task:
                 with self._lock:
                     self._on_arrival(index)
 
@@ -105,7 +104,8 @@ class Arrivals:
             earlier = self.arrived[self._num_handled :]
             earlier.remove(index)
             self._next_stop = 0
-            if self.has_failed:
+            if _current_graph_task_id() != self._task:
+                # They belong to a backward that has failed, or to one around this one: reentrant checkpoints.
                 self._record(earlier)
                 earlier = []
             for other in earlier:
@@ -120,8 +120,7 @@ class Arrivals:
             if count > 1 or self.handled:
                 return False
             self._end_with_backward()
-        if count < self._stops[0]:
-            self._next_stop = self._stops[0]
+        if count < self._next_stop:
             return True
         if self.arrived[done:] != self._expected[done:count]:
             return False
@@ -158,12 +157,8 @@ class Arrivals:
         self._task = _current_graph_task_id()
         if self._task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
             end = functools.partial(self._at_end)  # it exists as long as the graph task
-            self._tasks[self._task] = weakref.ref(end, self._look_at_next)
+            self._tasks[self._task] = weakref.ref(end)
             _queue_callback(end)
-
-    def _look_at_next(self, _: object) -> None:
-        """Look at the next gradient, which belongs to another graph task."""
-        self._next_stop = min(1, self._next_stop)
 
     def drop_arrived(self) -> None:
         """Forget the gradients that have arrived, because they are not combined in this backward."""

@@ -46,9 +46,7 @@ class BucketMemory:
         ]
         self._sparse_as_dense = sparse_as_dense
         self._replaces_dense = False
-        """Whether each parameter had a dense gradient when this memory was written."""
-        self._has_set_all = False
-        """Whether all views have become the gradients since this memory was written."""
+        """Whether each parameter had a dense gradient when this memory was written, until `set_gradients` runs."""
         self._has_pairs = any(param.tensor.is_complex() for param in params)
         self._uses = self._count_uses()
         self._references = self._count_references()
@@ -120,7 +118,6 @@ class BucketMemory:
         sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
         is_whole = len(sources) == len(grads)
         self._replaces_dense = is_whole and not self._sparse_as_dense
-        self._has_set_all = False
         targets = self._views if is_whole else self._clear(grads)
         if self._has_pairs:
             sources = [as_real(source) for source in sources]
@@ -157,18 +154,23 @@ class BucketMemory:
         if combined.data_ptr() != self.flat.data_ptr() or combined.dtype != self.flat.dtype:
             self.flat.copy_(combined)
 
-    def set_gradients(self, kinds: bytes) -> None:
-        """Make the views of this memory the gradients of those parameters whose kind is DENSE alone."""
+    def set_gradients(self, kinds: bytes, *, early: bool = False) -> None:
+        """Make the views of this memory the gradients of those parameters whose kind is DENSE alone.
+
+        early: while the data is under way. Then sparse gradients stay, because a search for the numbers that are not
+            zero writes beyond its result if these change meanwhile (nonzero_out_cpu in torch).
+        """
         if self._replaces_dense and kinds == self._all_dense:
-            if not self._has_set_all:
-                # Without a look at the old gradients, for each of which torch would make a Python object.
-                for tensor, combined in zip(self._tensors, self._gradients, strict=True):
-                    tensor.grad = combined
-                self._has_set_all = True
+            # Without a look at the old gradients, for each of which torch would make a Python object.
+            for tensor, combined in zip(self._tensors, self._gradients, strict=True):
+                tensor.grad = combined
+            self._replaces_dense = False
             return
         for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
             if kind == DENSE and (grad := tensor.grad) is not combined:
                 if grad is not None and grad.is_sparse:  # sparse_as_dense
+                    if early:
+                        continue
                     combined = combined.to_sparse(grad.sparse_dim())
                 tensor.grad = combined
 

@@ -16,7 +16,7 @@ __all__ = ("Layout",)
 
 
 class Layout:
-    """The buckets of some parameters, the order in which these arrive, and what the ranks contribute."""
+    """The buckets of some parameters, the order in which their gradients arrive, and what the ranks contribute."""
 
     def __init__(
         self, params: Sequence[TrackedParameter], options: SyncOptions, sparse: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class Layout:
         self._current: dict[int, BucketMemory] = {}
         """The memory of each bucket that the current backward uses."""
         self._last: dict[int, BucketMemory] = {}
-        """That of earlier ones."""
+        """The memory that earlier backwards used."""
 
     def start_over(self) -> None:
         """Prepare for the next backward."""
@@ -53,9 +53,18 @@ class Layout:
     def memory_of(self, place: int) -> BucketMemory:
         """Return the memory of the bucket at `place` for this backward: that of the last one, unless it is in use."""
         if place not in self._current:
-            last = self._last.pop(place, None)
-            self._current[place] = self._new_memory(place) if last is None or last.is_in_use() else last
+            self._current[place] = self._free_memory(place, self._last.pop(place, None))
         return self._current[place]
+
+    def memory_to_send(self, place: int) -> BucketMemory:
+        """Do the same, but take other memory if the program has kept a gradient that moved there in this backward."""
+        known = self._current.pop(place, None) or self._last.pop(place, None)
+        self._current[place] = self._free_memory(place, known)
+        return self._current[place]
+
+    def _free_memory(self, place: int, known: BucketMemory | None) -> BucketMemory:
+        """Return `known` if it is not in use, else new memory."""
+        return self._new_memory(place) if known is None or known.is_in_use() else known
 
     def _new_memory(self, place: int) -> BucketMemory:
         bucket = self.buckets[place]

@@ -158,7 +158,7 @@ class Reducer:
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._sent)
         bucket, group = self.layout.buckets[place], channel_of(self._options.process_set).gradients
-        memory = self.layout.memory_of(place)
+        memory = self.layout.memory_to_send(place)
         grads = [None] * len(memory.params) if empty else self._all_contributions(bucket, memory)
         factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
         is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
@@ -173,11 +173,11 @@ class Reducer:
             step = f"{self._id}.{self._buckets_sent - place}"
             hook_work = HookWork(hook, grad_bucket, channel_of(self._options.process_set), step)
             self._hooks.submit(hook_work)
-            self._sent.append(HookedBucket(hook_work, memory, record))
+            self._sent.append(HookedBucket(hook_work, record))
         else:
             self._sent.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
         if self._can_set_early:
-            memory.set_gradients(kinds)
+            memory.set_gradients(kinds, early=True)
 
     @property
     def _can_set_early(self) -> bool:
@@ -221,7 +221,7 @@ class Reducer:
             return grad.to_sparse(1)
         return grad
 
-    def abandon(self, completed: Sequence[int] = ()) -> str | None:
+    def abandon(self, completed: Sequence[int]) -> str | None:
         """End the sending of a backward that has failed or repeats gradients, and start over.
 
         Return the name of a parameter whose gradient was overwritten by that, None if there is none.
@@ -238,7 +238,7 @@ class Reducer:
             for sent in self._sent:
                 sent.work.wait()
 
-        memories = [sent.memory for sent in self._sent]
+        memories = [self.layout.memory_of(place) for place in range(len(self._sent))]
         overwritten = next(
             (param.name for memory in memories for param in memory.params if memory.holds(param)), None
         )
@@ -247,6 +247,8 @@ class Reducer:
         else:  # other ranks may take part only after the announcement
             self.layout.release_memory()
         self.start_over()
+        if overwritten is not None:
+            self._buckets_sent += 1  # a rank that raises must not go on with ranks that do not
         return overwritten
 
     # Receiving
@@ -336,13 +338,13 @@ class Reducer:
         reduction = self._options.reduction
         for place, sent in enumerate(self._sent):
             sent.work.wait()
-            memory = sent.memory
+            memory = self.layout.memory_of(place)
             if keep:
                 divides = reduction.op == Average and not self._options.divides_first(
                     memory.flat.dtype, group
                 )
                 factor = reduction.postscale_factor / (group.size if divides else 1)
-                sent.finish(factor * self._correction(group))
+                sent.finish(memory, factor * self._correction(group))
                 self._hook_error = self._hook_error or sent.error
             kinds = self.layout.contributions.combined[place]
             if settled and max(kinds) & SPARSE:

@@ -26,7 +26,6 @@ Record = Callable[[Work], Work]
 class SentBucket(ABC):
     """A bucket that was sent."""
 
-    memory: BucketMemory
     work: Work
     """Ends when its data has been combined."""
     has_started = True
@@ -35,8 +34,8 @@ class SentBucket(ABC):
     """What a communication hook has raised on this rank, after `finish`."""
 
     @abstractmethod
-    def finish(self, factor: float) -> None:
-        """Write what was combined to the memory, after `work`. factor: what a sum is multiplied by."""
+    def finish(self, memory: BucketMemory, factor: float) -> None:
+        """Write what was combined to `memory`, after `work`. factor: what a sum is multiplied by."""
 
 
 class SummedBucket(SentBucket):
@@ -46,7 +45,7 @@ class SummedBucket(SentBucket):
         self, options: SyncOptions, group: Group, memory: BucketMemory, tag: str, record: Record
     ) -> None:
         """Start the allreduce."""
-        self._options, self.memory = options, memory
+        self._options = options
         compressed, self._context = options.compression.compress(memory.flat)
         self._dtype = compressed.dtype
         dtype = reduction_dtype(compressed.dtype, group)
@@ -60,25 +59,25 @@ class SummedBucket(SentBucket):
             self.has_started = False
         self.work = record(work)
 
-    def finish(self, factor: float) -> None:
+    def finish(self, memory: BucketMemory, factor: float) -> None:
         scale_(self._wire, factor)
         combined: Any = self._wire
         if not self._options.only_casts:
-            compressed = combined.to(self.memory.flat.device, self._dtype)
+            compressed = combined.to(memory.flat.device, self._dtype)
             combined = self._options.compression.decompress(compressed, self._context)
-        self.memory.fill(combined)
+        memory.fill(combined)
 
 
 class HookedBucket(SentBucket):
     """A bucket that a communication hook combines."""
 
-    def __init__(self, hook_work: HookWork, memory: BucketMemory, record: Record) -> None:
+    def __init__(self, hook_work: HookWork, record: Record) -> None:
         """hook_work: a call of the hook that is queued."""
-        self._hook_work, self.memory = hook_work, memory
+        self._hook_work = hook_work
         self.work = record(hook_work)
 
-    def finish(self, factor: float) -> None:
+    def finish(self, memory: BucketMemory, factor: float) -> None:
         self.error = self._hook_work.error
         result: torch.Tensor | None = self._hook_work.result
         if result is not None:
-            self.memory.fill(result)
+            memory.fill(result)

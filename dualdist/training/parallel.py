@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,8 +47,6 @@ from .parameters import broadcast_parameters
 from .process_groups import set_of_group_or_mesh
 
 __all__ = ("DistributedDataParallel",)
-
-_VALUES = operator.methodcaller("values")
 
 
 class DistributedDataParallel(JoinInterface):
@@ -226,7 +222,7 @@ class DistributedDataParallel(JoinInterface):
         self._combiner.watch()
         if self._joined is not None:
             self._joined.before_forward()
-        is_changed = _identities(self._members) != self._recorded
+        is_changed = _identities(self._parts) != self._recorded
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
         is_joining = self._joined is not None or self._join_config.enable
@@ -243,7 +239,7 @@ class DistributedDataParallel(JoinInterface):
     def _sync_buffers(self, *, after_forward: bool) -> None:
         hook = self._buffer_hook
         is_time = after_forward == (hook is not None and hook.after_forward)
-        if not self._syncs_buffers or not is_time or not any(self._buffer_dicts):
+        if not self._syncs_buffers or not is_time or not any(part._buffers for part in self._parts):
             return
         if hook is None:
             self._broadcast(self._named_buffers())
@@ -251,10 +247,8 @@ class DistributedDataParallel(JoinInterface):
             hook.run(self._named_buffers())
 
     def _record_parts(self) -> None:
-        parts = list(self.module.modules())
-        self._members = [members for part in parts for members in (part._parameters, part._modules)]
-        self._buffer_dicts = [part._buffers for part in parts]
-        self._recorded = _identities(self._members)
+        self._parts = list(self.module.modules())
+        self._recorded = _identities(self._parts)
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters whose gradients are averaged, with their names in the module."""
@@ -321,7 +315,7 @@ class DistributedDataParallel(JoinInterface):
                 "instead. Copy its `module`."
             )
         local = ["_combiner", "_process_set", "_process_group", "_joined", "_torch_join", "_join_config"]
-        local += ["_wrapped", "_members", "_buffer_dicts", "_recorded", "_in_backward", "_requires_sync"]
+        local += ["_wrapped", "_parts", "_recorded", "_in_backward", "_requires_sync"]
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -342,9 +336,13 @@ def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None
         param.grad = None
 
 
-def _identities(members: Iterable[Mapping[str, object]]) -> list[int]:
-    """Return the ids of the values; this is cheaper than named_parameters(), and than a look at each module."""
-    return list(map(id, itertools.chain.from_iterable(map(_VALUES, members))))
+def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
+    """Return the ids of the parameters and modules in `parts`; this is cheaper than named_parameters()."""
+    members: list[object] = []
+    for part in parts:
+        members += part._parameters.values()
+        members += part._modules.values()
+    return list(map(id, members))
 
 
 register_data_parallel(DistributedDataParallel)

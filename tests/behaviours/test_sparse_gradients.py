@@ -34,6 +34,31 @@ def test_sparse_embeddings_sum_or_average_their_rows(sparse_as_dense: bool, op: 
         assert scale.item() == pytest.approx(-number * size / divisor)
 
 
+def dense_gradient(table: nn.Embedding) -> torch.Tensor:
+    assert table.weight.grad is not None
+    return table.weight.grad.to_dense()
+
+
+@everywhere
+def test_a_sparse_gradient_that_is_sent_as_a_dense_one_stays_until_it_is_combined() -> None:
+    scale, table = nn.Parameter(torch.ones(1)), nn.Embedding(5, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([scale, table.weight], lr=1.0), sparse_as_dense=True, groups=[[scale], [table.weight]]
+    )
+    found = []
+    scale.register_post_accumulate_grad_hook(lambda _: found.append(dense_gradient(table)))
+    for _ in range(4):
+        optimizer.zero_grad()
+        last = scale.exp()  # its backward runs after that of the embedding, whose gradient is sent meanwhile
+        (table(torch.tensor([hvd.rank()])).sum() * (hvd.rank() + 1) + last).backward()
+    own = torch.zeros(5, 2)
+    own[hvd.rank()] = hvd.rank() + 1.0
+    torch.testing.assert_close(found, [own] * 4)
+    expected = torch.zeros(5, 2)
+    expected[: hvd.size()] = torch.arange(1.0, hvd.size() + 1).reshape(-1, 1) / hvd.size()
+    torch.testing.assert_close(dense_gradient(table), expected)
+
+
 @everywhere
 def test_sparse_gradients_with_a_sparse_optimizer() -> None:
     table, reference = nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3, sparse=True)
