@@ -156,7 +156,8 @@ class GradSync(Combiner):
         self._expect_order()
 
     def _handle_single(self, index: int) -> None:
-        param = self._params[index]
+        param, has_failed = self._params[index], self._arrivals.has_failed
+        completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
             self._count(param)
             if not self.enabled:
@@ -164,9 +165,8 @@ class GradSync(Combiner):
                 return
         else:
             param.passes = 1
-        has_failed = self._arrivals.has_failed
         if has_failed or index in self._arrivals.handled:
-            self._restart(has_failed)
+            self._restart(has_failed, completed)
         self._arrivals.add_single(index)
         if self._can_send_early(index):
             self._mark_ready([index])
@@ -200,7 +200,7 @@ class GradSync(Combiner):
             "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
         )
 
-    def _restart(self, has_failed: bool) -> None:
+    def _restart(self, has_failed: bool, completed: Sequence[int]) -> None:
         """Start over, because gradients were sent in a backward that has not ended.
 
         Buckets that were sent already are sent again.
@@ -209,8 +209,7 @@ class GradSync(Combiner):
             backward, such as that of a shared weight.
         """
         self._repeats |= not has_failed
-        completed = filter(self._can_send_early, self._arrivals.handled) if has_failed else ()
-        overwritten = self._reducer.abandon(list(completed))
+        overwritten = self._reducer.abandon(completed)
         self._start_over()
         if overwritten is not None:
             fix = (

@@ -14,6 +14,7 @@ import dualdist as hvd
 from dualdist.collectives.compression import Compressor
 
 from ..helpers.world import everywhere
+from .test_mismatch import check_next_calls_work
 
 Parts = Sequence[torch.Tensor]
 WEIGHTS = 4
@@ -97,6 +98,35 @@ def fail(_: torch.Tensor) -> None:
 
 
 @styles
+@everywhere
+def test_a_hook_may_keep_and_replace_an_earlier_gradient(style: str) -> None:
+    wrapped, kept = Wrapped(style), []
+    first, second = wrapped.ordered[:2]  # they share a bucket
+
+    def replace(_: torch.Tensor) -> None:
+        kept.append(first.grad)
+        first.grad = 10 * first.grad
+
+    second.register_post_accumulate_grad_hook(replace)
+    wrapped.zero_grad()
+    wrapped.check([1, 1, 1, 10], chained(wrapped.ordered).backward)
+    assert kept[0] is not None and kept[0].unique().tolist() == [hvd.rank() + 1]
+
+
+@styles
+@everywhere
+def test_a_gradient_that_a_hook_replaces_after_it_was_sent_is_the_combined_one(style: str) -> None:
+    wrapped = Wrapped(style)
+
+    def replace(_: torch.Tensor) -> None:
+        wrapped.ordered[0].grad = torch.full((wrapped.length,), 7.0)
+
+    wrapped.ordered[2].register_post_accumulate_grad_hook(replace)
+    wrapped.zero_grad()
+    wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
+
+
+@styles
 @pytest.mark.parametrize("after", range(1, WEIGHTS + 1))
 @everywhere
 def test_a_backward_that_failed_is_repeated(style: str, after: int) -> None:
@@ -129,6 +159,32 @@ def test_a_backward_that_failed_is_repeated_also_where_ranks_expect_different_or
     for _ in range(2):
         wrapped.zero_grad()
         wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
+
+
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_repeat_with_kept_gradients_is_an_error_also_where_ranks_expect_different_orders(
+    style: str,
+) -> None:
+    wrapped = Wrapped(style)
+    last = torch.ones(wrapped.length, requires_grad=True).clone()
+    last.register_hook(fail)
+    wrapped.zero_grad()
+    order = wrapped.weights if hvd.rank() == 0 else wrapped.ordered
+    wrapped.check([1, 1, 1, 1], chained(order).backward)
+    wrapped.zero_grad()
+    with pytest.raises(ArithmeticError):
+        chained([*wrapped.ordered[:2], last]).backward()
+    if hvd.rank() != 0:  # these have sent gradients, and repeat once more
+        with pytest.raises(RuntimeError, match="was sent before its backward was complete"):
+            chained(wrapped.ordered).backward()
+        wrapped.zero_grad()
+    with pytest.raises(hvd.HorovodInternalError, match="not sent the same number of gradient buckets"):
+        chained(wrapped.ordered).backward()
+    hvd.shutdown()
+    hvd.init()
+    check_next_calls_work()
 
 
 @pytest.mark.parametrize("style", ["optimizer", "optimizer, large"])
