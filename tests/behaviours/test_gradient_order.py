@@ -53,6 +53,24 @@ class Wrapped:
         found = [None if weight.grad is None else weight.grad.unique().tolist() for weight in self.weights]
         assert found == [None if times is None else [times * mean] for times in expected]
 
+    def fail_after(self, weights: Parts) -> None:
+        """Run a backward that raises when it has completed the gradients of `weights`, in this order."""
+
+        def fail(_: torch.Tensor) -> None:
+            raise ArithmeticError("on purpose")
+
+        last = torch.ones(self.length, requires_grad=True).clone()
+        last.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            chained([*weights, last]).backward()
+
+    def fail_where_ranks_expect_different_orders(self) -> None:
+        """Run a backward that raises after the first bucket. Rank 0 has not looked at its gradients by then."""
+        self.zero_grad()
+        self.check([1, 1, 1, 1], chained(self.weights if hvd.rank() == 0 else self.ordered).backward)
+        self.zero_grad()
+        self.fail_after(self.ordered[:2])
+
 
 def chained(weights: Parts) -> torch.Tensor:
     """Return a loss whose gradients arrive in the order of the weights, each of them this rank's factor."""
@@ -93,10 +111,6 @@ def test_gradients_that_are_kept_accumulate(style: str) -> None:
     wrapped.check([3, 4, 3, 3], chained(wrapped.ordered).backward)
 
 
-def fail(_: torch.Tensor) -> None:
-    raise ArithmeticError("on purpose")
-
-
 @styles
 @everywhere
 def test_a_hook_may_keep_and_replace_an_earlier_gradient(style: str) -> None:
@@ -131,14 +145,9 @@ def test_a_gradient_that_a_hook_replaces_after_it_was_sent_is_the_combined_one(s
 @everywhere
 def test_a_backward_that_failed_is_repeated(style: str, after: int) -> None:
     wrapped = Wrapped(style)
-
     for _ in range(2):
         wrapped.zero_grad()
-        first = torch.ones(wrapped.length, requires_grad=True)
-        last = first.clone()
-        last.register_hook(fail)
-        with pytest.raises(ArithmeticError):
-            chained([*wrapped.ordered[:after], last]).backward()
+        wrapped.fail_after(wrapped.ordered[:after])
         wrapped.zero_grad()
         wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
 
@@ -147,15 +156,7 @@ def test_a_backward_that_failed_is_repeated(style: str, after: int) -> None:
 @everywhere
 def test_a_backward_that_failed_is_repeated_also_where_ranks_expect_different_orders(style: str) -> None:
     wrapped = Wrapped(style)
-    last = torch.ones(wrapped.length, requires_grad=True).clone()
-    last.register_hook(fail)
-    wrapped.zero_grad()
-    # Rank 0 looks at the gradients when it has all, the other ranks send the first bucket before the failure.
-    order = wrapped.weights if hvd.rank() == 0 else wrapped.ordered
-    wrapped.check([1, 1, 1, 1], chained(order).backward)
-    wrapped.zero_grad()
-    with pytest.raises(ArithmeticError):
-        chained([*wrapped.ordered[:2], last]).backward()
+    wrapped.fail_where_ranks_expect_different_orders()
     for _ in range(2):
         wrapped.zero_grad()
         wrapped.check([1, 1, 1, 1], chained(wrapped.ordered).backward)
@@ -168,14 +169,7 @@ def test_a_repeat_with_kept_gradients_is_an_error_also_where_ranks_expect_differ
     style: str,
 ) -> None:
     wrapped = Wrapped(style)
-    last = torch.ones(wrapped.length, requires_grad=True).clone()
-    last.register_hook(fail)
-    wrapped.zero_grad()
-    order = wrapped.weights if hvd.rank() == 0 else wrapped.ordered
-    wrapped.check([1, 1, 1, 1], chained(order).backward)
-    wrapped.zero_grad()
-    with pytest.raises(ArithmeticError):
-        chained([*wrapped.ordered[:2], last]).backward()
+    wrapped.fail_where_ranks_expect_different_orders()
     if hvd.rank() != 0:  # these have sent gradients, and repeat once more
         with pytest.raises(RuntimeError, match="was sent before its backward was complete"):
             chained(wrapped.ordered).backward()
@@ -192,11 +186,7 @@ def test_a_repeat_with_kept_gradients_is_an_error_also_where_ranks_expect_differ
 def test_a_step_after_a_backward_that_failed_combines_what_it_completed(style: str) -> None:
     wrapped = Wrapped(style)
     wrapped.zero_grad()
-    last = torch.ones(wrapped.length, requires_grad=True).clone()
-
-    last.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        chained([*wrapped.ordered[:3], last]).backward()
+    wrapped.fail_after(wrapped.ordered[:3])
     wrapped.check([None, 1, 1, 1], wrapped.wrapper.synchronize)
 
 
