@@ -157,6 +157,7 @@ class GradSync(Combiner):
 
     def _handle_single(self, index: int) -> None:
         param, has_failed = self._params[index], self._arrivals.has_failed
+        # Before `_count`, after which the gradients of this backward, too, decide what is complete.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
             self._count(param)
@@ -207,6 +208,7 @@ class GradSync(Combiner):
 
         has_failed: it has raised an exception. Otherwise reentrant checkpoints complete a gradient several times in one
             backward, such as that of a shared weight.
+        completed: as for Reducer.abandon.
         """
         self._repeats |= not has_failed
         overwritten = self._reducer.abandon(completed)
