@@ -9,6 +9,7 @@ from .arrival_order import ArrivalOrder
 from .bucket_memory import BucketMemory
 from .buckets import lay_out
 from .contributions import DENSE, SPARSE, Contributions
+from .heap import keep_freed_memory
 from .options import SyncOptions
 from .tracked_parameter import TrackedParameter
 
@@ -68,6 +69,8 @@ class Layout:
 
     def _new_memory(self, place: int) -> BucketMemory:
         bucket = self.buckets[place]
+        if bucket.device.type == "cpu":
+            keep_freed_memory()
         members = [self.params[slot.param] for slot in bucket.slots]
         group = channel_of(self._options.process_set).gradients
         flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
