@@ -7,6 +7,7 @@ squares: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm fo
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -260,7 +261,12 @@ _FUSED, _PORTABLE = _Fused(), _Portable()
 
 def kernels_for(input: torch.Tensor) -> Kernels:
     """Return the kernels for the device of `input`."""
+    return _kernels_of(input.device.type)
+
+
+@functools.cache  # torch takes 30 us to find a kernel
+def _kernels_of(device_type: str) -> Kernels:
     # torch.nn.SyncBatchNorm needs these, too: CUDA, ROCm and XPU have them.
-    key = torch._C._dispatch_key_for_device(input.device.type)
+    key = torch._C._dispatch_key_for_device(device_type)
     has_fused = torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_stats", key)
     return _FUSED if has_fused else _PORTABLE
