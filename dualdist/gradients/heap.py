@@ -22,4 +22,5 @@ def keep_freed_memory() -> None:
     a program does that; here it is done at the start. It has no effect if MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_,
     MALLOC_MMAP_THRESHOLD_ or MALLOC_MMAP_MAX_ is set, or the tunables of the same names.
     """
-    torch.empty(_LARGEST_BYTES, dtype=torch.uint8)  # its pages are never written, so they cost no memory
+    # Its pages are never written, so they cost no memory.
+    torch.empty(_LARGEST_BYTES, dtype=torch.uint8, device="cpu")
