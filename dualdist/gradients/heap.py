@@ -8,19 +8,23 @@ import torch
 
 __all__ = ("keep_freed_memory",)
 
-_LARGEST_BYTES = (32 << 20) - (1 << 14)
-"""The largest chunk whose release raises the thresholds (DEFAULT_MMAP_THRESHOLD_MAX), less alignment and its header."""
+_CHUNK_BYTES = (32 << 20) - (1 << 14)
+"""The largest chunk whose release raises the limits on 64-bit (DEFAULT_MMAP_THRESHOLD_MAX), less its alignment."""
+_CHUNKS = 4
+"""So that one is mapped, also if the heap has some room for them."""
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let malloc keep up to 64 MiB at the end of the heap, if it is glibc's. Local, once in a process.
+    """Raise two limits of malloc, if it is glibc's, so that a step uses the memory that the last one has freed.
 
-    At first, glibc takes each chunk above 128 KiB from the kernel, and gives as much back as soon as it is free at the
-    end of the heap. A CPU then spends a fifth of a step of ResNet-18 in the page faults of memory that it had before.
-    Releasing a larger chunk raises both thresholds (M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in mallopt(3)), as soon as
-    a program does that; here it is done at the start. It has no effect if MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_,
-    MALLOC_MMAP_THRESHOLD_ or MALLOC_MMAP_MAX_ is set, or the tunables of the same names.
+    By default, glibc maps each chunk of 128 KiB or more from the kernel, and unmaps it when it is freed; and it gives
+    as much back as soon as it is free at the end of the heap. Each page must then be mapped again, which takes a fifth
+    of a step of ResNet-18 on a CPU. When a program frees a mapped chunk of up to 32 MiB, glibc raises M_MMAP_THRESHOLD
+    to its size and M_TRIM_THRESHOLD to twice that (mallopt(3)). This function frees such chunks. Local, once in a
+    process. It has no effect if the program has set one of M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD and
+    M_MMAP_MAX, or the user the variables of those names, such as MALLOC_TRIM_THRESHOLD_.
     """
-    # Its pages are never written, so they cost no memory.
-    torch.empty(_LARGEST_BYTES, dtype=torch.uint8, device="cpu")
+    # Their pages are not written, unless torch fills new tensors, so they cost no memory.
+    chunks = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_CHUNKS)]
+    del chunks

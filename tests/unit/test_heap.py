@@ -13,13 +13,17 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33 or later")
 
 _PAGES = 48 * 2**20 // resource.getpagesize()
-"""Those of one step."""
-_SCRIPT = """
+"""Pages of the tensors of one step."""
+_KEEP = "from dualdist.gradients.heap import keep_freed_memory; keep_freed_memory()"
+_TRAIN = """
+import dualdist as hvd
+hvd.init()
+model = hvd.DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(2, 2)).sum().backward()
+hvd.shutdown()
+"""
+_PRINT_CHUNKS = """
 import ctypes
-import resource
-import sys
-import torch
-from dualdist.gradients.heap import keep_freed_memory
 
 class Mallinfo2(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -27,16 +31,16 @@ class Mallinfo2(ctypes.Structure):
 
 mallinfo = ctypes.CDLL(None).mallinfo2
 mallinfo.restype = Mallinfo2
+before = mallinfo().hblks
+chunk = torch.empty(30 * 2**20, dtype=torch.uint8)
+print(mallinfo().hblks - before)
+"""
+_PRINT_PAGES = """
+import resource
 
 def step():
     [torch.ones(2**20) for _ in range(12)]  # 48 MiB at once
 
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-mapped = mallinfo().hblks
-chunk = torch.empty(30 * 2**20, dtype=torch.uint8)
-print(mallinfo().hblks - mapped)
-del chunk
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
@@ -45,32 +49,36 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def run(what: str, **environment: str) -> tuple[int, int]:
-    """Return how many chunks of 30 MiB the kernel gave, and how many pages it gave in 10 steps after that."""
-    output = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, what],
-        env={**os.environ, **environment},
+def output(*scripts: str, **environment: str) -> int:
+    """Return the number that a process prints which runs the scripts."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MALLOC_") and name not in ("GLIBC_TUNABLES", "LD_PRELOAD")
+    }
+    finished = subprocess.run(
+        [sys.executable, "-c", "\n".join(["import torch", *scripts])],
+        env=inherited | {"DUALDIST_LAUNCHER": "python"} | environment,
         stdout=subprocess.PIPE,
         check=True,
         text=True,
         timeout=120,
-    ).stdout
-    chunks, pages = map(int, output.split())
-    return chunks, pages
+    )
+    return int(finished.stdout)
+
+
+@pytest.mark.parametrize("keep", [_KEEP, _TRAIN], ids=["function", "training"])
+def test_a_large_chunk_comes_from_the_heap(keep: str) -> None:
+    assert output(keep, _PRINT_CHUNKS) == 0
+
+
+def test_without_that_a_large_chunk_is_mapped() -> None:
+    assert output(_PRINT_CHUNKS) == 1
 
 
 def test_freed_memory_is_used_again_without_page_faults() -> None:
-    chunks, pages = run("keep")
-    assert chunks == 0
-    assert pages < _PAGES
+    assert output(_KEEP, _PRINT_PAGES) < _PAGES
 
 
-def test_a_chunk_comes_from_the_kernel_without_that() -> None:
-    chunks, _ = run("leave")
-    assert chunks == 1
-
-
-def test_a_threshold_of_the_user_stays() -> None:
-    chunks, pages = run("keep", MALLOC_MMAP_THRESHOLD_="131072")
-    assert chunks == 1
-    assert pages >= 10 * _PAGES
+def test_malloc_variables_of_the_user_win() -> None:
+    assert output(_KEEP, _PRINT_CHUNKS, MALLOC_MMAP_THRESHOLD_="131072") == 1
