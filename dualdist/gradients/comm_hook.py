@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -54,12 +55,12 @@ class CommHook:
     """hook(state, bucket) returns a torch.futures.Future of the bucket's new buffer."""
     state: Any = None
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Its name, which must be equal on all ranks."""
         return str(getattr(self.hook, "__qualname__", type(self.hook).__qualname__))
 
-    @property
+    @functools.cached_property
     def only_starts(self) -> bool:
         """Whether it is known to start one collective for a bucket, and to wait for nothing."""
         return getattr(self.hook, "__module__", None) == _TORCH and self.name in _ONLY_START
