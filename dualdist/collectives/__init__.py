@@ -6,6 +6,7 @@ reduction.py and movement.py do the work on a Group, with tensors in the format 
 
 from __future__ import annotations
 
+from ..compiling import not_compiled
 from .allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from .allreduce import (
     allreduce,
@@ -64,3 +65,6 @@ __all__ = (
     "sparse_allreduce_async",
     "synchronize",
 )
+
+for _name in __all__:
+    not_compiled(globals()[_name])

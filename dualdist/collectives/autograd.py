@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..compiling import not_compiled
 from ..types import Average, Max, Min, Product, Sum
 from ..world.process_sets import ProcessSet
 from .plans.allgather import plan_allgather
@@ -52,6 +53,7 @@ def record(
     return result
 
 
+@not_compiled
 class Allreduce(torch.autograd.Function):
     """The gradient of allreduce and grouped_allreduce.
 
@@ -102,6 +104,7 @@ def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSet) -
     return torch.stack([*others, torch.ones_like(tensor)]).prod(dim=0)
 
 
+@not_compiled
 class Allgather(torch.autograd.Function):
     """The gradient of allgather and grouped_allgather.
 
@@ -129,6 +132,7 @@ class Allgather(torch.autograd.Function):
         return None, None, *own
 
 
+@not_compiled
 class Gather(torch.autograd.Function):
     """The gradient of gather: each rank gets its own rows of the root's gradient."""
 
@@ -148,6 +152,7 @@ class Gather(torch.autograd.Function):
         return None, None, record(Scatter, plan, [grad], ctx.process_set).reshape(ctx.shape)
 
 
+@not_compiled
 class Alltoall(torch.autograd.Function):
     """The gradient of alltoall: each row goes back to its rank (horovod/torch/mpi_ops.py:960)."""
 
@@ -169,6 +174,7 @@ class Alltoall(torch.autograd.Function):
         return None, None, back
 
 
+@not_compiled
 class Scatter(torch.autograd.Function):
     """The gradient of scatter: the root gets the gradients of all ranks, the other ranks get zeros."""
 
@@ -188,6 +194,7 @@ class Scatter(torch.autograd.Function):
         return None, None, back
 
 
+@not_compiled
 class Broadcast(torch.autograd.Function):
     """The gradient of broadcast: the average over the ranks on the root, else 0 (horovod/torch/mpi_ops.py:813)."""
 
@@ -207,6 +214,7 @@ class Broadcast(torch.autograd.Function):
         return None, None, mean if is_root else torch.zeros_like(mean)
 
 
+@not_compiled
 class Reducescatter(torch.autograd.Function):
     """The gradient of reducescatter and grouped_reducescatter.
 
@@ -233,6 +241,7 @@ class Reducescatter(torch.autograd.Function):
         return None, None, *gathered
 
 
+@not_compiled
 class Reduce(torch.autograd.Function):
     """The gradient of reduce for Sum and Average: the root's gradient on every rank, scaled like the values."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, global_process_set
 from .plans.objects import (
     plan_allgather_object,
@@ -23,6 +24,7 @@ from .plans.objects import (
 __all__ = ("allgather_object", "broadcast_object", "gather_object", "scatter_object")
 
 
+@not_compiled
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -36,6 +38,7 @@ def broadcast_object(
     return obj if received is None else _load(received, root_rank)
 
 
+@not_compiled
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -46,6 +49,7 @@ def allgather_object(
     return _load_all(plan_allgather_object(obj, name, process_set=process_set).run(), process_set)
 
 
+@not_compiled
 def gather_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any] | None:
@@ -57,6 +61,7 @@ def gather_object(
     return None if received is None else _load_all(received, process_set)
 
 
+@not_compiled
 def scatter_object(
     objs: Sequence[Any] | None,
     root_rank: int = 0,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C import _current_graph_task_id
 
+from ..compiling import in_compiled_backward, not_compiled
 from .arrival_order import ArrivalOrder
 from .tracked_parameter import TrackedParameter
 
@@ -89,6 +90,7 @@ class Arrivals:
         """
         arrived, add, task = self.arrived, self.arrived.append, _current_graph_task_id
 
+        @not_compiled
         def on_gradient(_: torch.Tensor) -> None:
             add(index)
             if len(arrived) >= self._next_stop or task() != self._task:
@@ -153,7 +155,16 @@ class Arrivals:
         self.handled.add(index)
 
     def _end_with_backward(self) -> None:
-        """Call `at_end` at the end of the current autograd graph task."""
+        """Call `at_end` at the end of the current autograd graph task.
+
+        Raises RuntimeError in compiled autograd, which would not call it: the gradients would stay those of this rank.
+        """
+        if in_compiled_backward():
+            self.arrived.clear()
+            raise RuntimeError(
+                "Compiled autograd must be off, because dualdist combines gradients in hooks of autograd, but it is on "
+                "instead. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it."
+            )
         self._task = _current_graph_task_id()
         if self._task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
             end = functools.partial(self._at_end)  # it exists as long as the graph task

@@ -17,6 +17,7 @@ import torch
 from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group
+from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
@@ -223,6 +224,7 @@ class GradSync(Combiner):
                 f"The gradient of {overwritten!r} was sent before its backward was complete, and is overwritten. {fix}"
             )
 
+    @not_compiled
     def _end_of_backward(self) -> None:
         self._arrivals.handle_arrived()
         arrived = list(self._arrivals.arrived)

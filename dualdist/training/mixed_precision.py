@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checks import instance, wrong
 from ..collectives.compression import Compression, Compressor
-from .compiling import not_compiled
+from ..compiling import not_compiled
 
 __all__ = ("MixedPrecision", "checked_mixed_precision", "reduction_of")
 

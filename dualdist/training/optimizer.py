@@ -18,6 +18,7 @@ from ..agreement.call_site import remember_call_site
 from ..checks import flag, instance, integer, mapping
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction
+from ..compiling import not_compiled
 from ..gradients.adasum_step import AdasumStep
 from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.comm_hook import checked_comm_hook
@@ -37,6 +38,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     _base: type[torch.optim.Optimizer]
     _skipping: bool
 
+    @not_compiled
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Usually there are none.
 
@@ -164,6 +166,7 @@ def DistributedOptimizer(
     return synchronized
 
 
+@not_compiled
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     remember_call_site()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -174,5 +177,6 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer._combiner.before_step()
 
 
+@not_compiled
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer._combiner.after_step()

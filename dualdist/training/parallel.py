@@ -25,13 +25,13 @@ from ..backends.torch_interface import (
 )
 from ..checks import flag, number
 from ..collectives.reduction import Reduction
+from ..compiling import not_compiled
 from ..gradients.buckets import BUCKET_BYTES
 from ..gradients.combiner import NullCombiner
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average
 from ..world.process_sets import global_process_set, reporting
-from .compiling import not_compiled
 from .mixed_precision import MixedPrecision, checked_mixed_precision, reduction_of
 from .parallel_arguments import (
     bucket_groups,

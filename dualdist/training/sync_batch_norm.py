@@ -16,9 +16,9 @@ from ..agreement import call_kinds
 from ..backends.torch_interface import ranks_of
 from ..checks import flag, instance, integer, number, wrong
 from ..collectives.rows import gather_rows, sum_rows
+from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
 from .batch_norm_kernels import Kernels, Statistics, kernels_for
-from .compiling import not_compiled
 from .devices import checked_device
 from .process_groups import set_of_group
 
@@ -240,6 +240,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @not_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, weight, *tensors = ctx.saved_tensors
         kernels, found = kernels_for(input), Statistics(*tensors)

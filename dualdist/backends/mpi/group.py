@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ...compiling import not_compiled
 from ...rendezvous import mpi
 from .closed import Label, closed
 from .communicator import Communicator, Operation
 from .monitored_barrier import monitored_barrier
 from .profiling import profiler_range
 from .progress import progress
-from .untraced import untraced
 from .work import FORKED, MpiWork
 
 __all__ = ("MpiProcessGroup",)
@@ -28,7 +28,7 @@ Tensors = list[torch.Tensor]
 _KEPT_WORKS = 1024
 
 
-@untraced
+@not_compiled
 class MpiProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed, on a communicator that no other group uses."""
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...compiling import not_compiled
 from .callbacks import callbacks
 from .communicator import Operation
 from .progress import progress
-from .untraced import untraced
 
 __all__ = ("FORKED", "MpiWork")
 
@@ -31,7 +31,7 @@ _unfinished: list[Any] = []
 """Requests that were given up, and their buffers: MPI may still write to them when the late rank arrives."""
 
 
-@untraced
+@not_compiled
 class MpiWork(dist.Work):
     """Pending MPI requests. The progress thread and waiting threads test them."""
 

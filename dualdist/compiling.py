@@ -1,0 +1,40 @@
+"""Code that torch.compile must not compile: communication, which uses call sites, locks and threads."""
+
+from __future__ import annotations
+
+import sys
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ("in_compiled_backward", "not_compiled")
+
+T = TypeVar("T")
+
+
+def not_compiled(made: T) -> T:
+    """Decorate a function, or a class for its methods: it stays uncompiled, with all that it calls.
+
+    `torch.compiler.disable` does the same, but imports Dynamo, which takes longer than importing torch, and adds a call
+    to each call. These are the two settings that it makes: one for what compiled code calls, one for what C++ calls
+    while a compiled function runs, such as the hooks of autograd.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    for member in vars(made).values() if isinstance(made, type) else (made,):
+        function: Any = member
+        if isinstance(member, property):
+            function = member.fget
+        elif isinstance(member, staticmethod):
+            function = member.__func__
+        if isinstance(function, FunctionType):
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return made
+
+
+def in_compiled_backward() -> bool:
+    """Return whether compiled autograd runs the current backward (`torch._dynamo.config.compiled_autograd`)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
