@@ -162,6 +162,8 @@ class Backend(ABC):
     """The IPv4 address at which the other processes reach this one."""
     device: torch.device | None = None
     """The device to which the transport is bound; None if it is bound to none."""
+    is_elastic = False
+    """Whether it can join another world when the launcher has changed the hosts of the job (`Launch.elastic`)."""
     runs_ahead = False
     """Whether collectives on `device` only order streams, so that the host runs ahead of them."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .. import checks
-from ..errors import HorovodInternalError, HostsUpdatedInterrupt
+from ..errors import ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt
 from ..lifecycle import init, shutdown
 from ..world.context import current
 from .restarting import restarting
@@ -35,6 +35,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Collective: every rank must call it, after `init()`, with a `State` as first argument. The docstring of this package
     lists the failures that it can recover from.
+
+    Raises ConfigurationError when the launcher changes the hosts during the job, and the backend cannot follow it.
     """
 
     checks.function("func", func)
@@ -42,6 +44,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         _check_state(state)
+        _check_backend()
         if not current().launch.restarts:
             return run_fn(func, _rejoin)(state, *args, **kwargs)
         with restarting(state) as rejoin:
@@ -93,6 +96,15 @@ def _check_state(state: Any) -> None:
     if not all(callable(getattr(state, name, None)) for name in ("sync", "restore", "on_reset")):
         raise TypeError(
             f"`state` must be a TorchState or another State, but is a {type(state).__name__} instead."
+        )
+
+
+def _check_backend() -> None:
+    launch, backend = current().launch, current().backend
+    if launch.elastic and not backend.is_elastic:
+        raise ConfigurationError(
+            f"Elastic training under {launch.launcher} must run on backend 'horovod', but runs on {backend.name!r} "
+            f"instead, which cannot form a new world there. Set DUALDIST_BACKEND=horovod, or use torchrun."
         )
 
 

@@ -57,40 +57,42 @@ def assert_every_sample_is_seen_once(folder: Path) -> None:
     assert sorted(json.loads((folder / "seen.json").read_text())) == list(range(SAMPLES * EPOCHS))
 
 
-@long
-def test_horovodrun_survives_a_kill_and_changes_of_hosts(tmp_path: Path, undisturbed: float) -> None:
-    discovery = tmp_path / "discovery"
-    (tmp_path / "hosts").write_text("localhost:1\n")
-    discovery.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
+def horovodrun(folder: Path, most: int, *program: str) -> list[str]:
+    """Return the command of an elastic job, whose hosts are in a file of `folder`: at first one for one process."""
+    discovery = folder / "discovery"
+    (folder / "hosts").write_text("localhost:1\n")
+    discovery.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discovery.chmod(0o755)
-    ended = finish(
-        [
-            f"{BIN}/horovodrun",
-            "--gloo",
-            "--network-interfaces",
-            "lo",
-            "-np",
-            "1",
-            "--min-np",
-            "1",
-            "--max-np",
-            "2",
-            "--host-discovery-script",
-            str(discovery),
-            sys.executable,
-            DISTURBED,
-            str(tmp_path),
-            "10:add:localhost:1,127.0.0.1:1",
-            "20:kill",
-            # horovodrun does not reuse the host of a killed process, so the next host has another name.
-            "25:add:localhost:1,127.1:1",
-            "30:remove:localhost:1",
-        ],
-        seconds=STARTS * SECONDS,
+    sizes = ("-np", "1", "--min-np", "1", "--max-np", str(most))
+    hosts = ("--network-interfaces", "lo", "--host-discovery-script", str(discovery))
+    return [f"{BIN}/horovodrun", "--gloo", *sizes, *hosts, sys.executable, *program]
+
+
+@long
+@pytest.mark.parametrize("module", [(), ("-m", "dualdist.compat")], ids=["plain", "compat"])
+def test_horovodrun_survives_a_kill_and_changes_of_hosts(
+    module: tuple[str, ...], tmp_path: Path, undisturbed: float
+) -> None:
+    events = (
+        "10:add:localhost:1,127.0.0.1:1",
+        "20:kill",
+        # horovodrun does not reuse the host of a killed process, so the next host has another name.
+        "25:add:localhost:1,127.1:1",
+        "30:remove:localhost:1",
     )
+    program = (*module, DISTURBED, str(tmp_path), *events)
+    ended = finish(horovodrun(tmp_path, 2, *program), seconds=STARTS * SECONDS)
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 2), (step, 1), (25, 2), (30, 1)] for step in KILLED)
     assert_every_sample_is_seen_once(tmp_path)
+
+
+def test_a_backend_that_cannot_follow_horovodrun_is_refused(tmp_path: Path) -> None:
+    ended = finish(horovodrun(tmp_path, 1, EXAMPLE), {"DUALDIST_BACKEND": "torch"})
+    assert ended.code != 0
+    assert (
+        "Elastic training under horovodrun must run on backend 'horovod', but runs on 'torch'" in ended.output
+    )
 
 
 @long

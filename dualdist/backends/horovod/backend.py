@@ -38,6 +38,7 @@ from ..torch_devices import bind_device
 from .group import HorovodGroup, wrapped
 from .installed import real_horovod
 from .limited import forget_shutdown, limited, never_shut_down
+from .notifications import Notifications
 from .process_group import NAME, HorovodProcessGroup
 from .process_sets import check_process_set, known_process_sets, make_process_set
 from .rendezvous import GlooRendezvous, serve_rendezvous
@@ -45,7 +46,6 @@ from .start_variables import start_variables
 
 with real_horovod():
     import horovod.torch as hvd
-    from horovod.runner.elastic.worker import WorkerNotificationManager
 
 __all__ = ("HorovodBackend",)
 
@@ -54,6 +54,7 @@ T = TypeVar("T")
 
 class HorovodBackend(Backend):
     name = "horovod"
+    is_elastic = True
 
     _kept = False
     """Whether Horovod still runs after a shutdown: its MPI controller cannot be started twice in a process."""
@@ -73,7 +74,7 @@ class HorovodBackend(Backend):
     _opened: HorovodBackend | None = None
     """The backend whose `open_process_group` has made torch.distributed's default group."""
 
-    _notifications = WorkerNotificationManager()
+    _notifications = Notifications()
     """Receives horovodrun's messages about changed hosts. It listens on one port for the life of the process."""
 
     def __init__(
