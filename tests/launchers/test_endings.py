@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,25 @@ def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, scrip
     assert ended.output.count("RuntimeError: the reason") == 1
 
 
-def test_an_exit_code_of_one_rank_ends_all(script: str) -> None:
-    assert launch("mpirun", script, "exit").code != 0
+REPORTS = {
+    "torchrun": r"local_rank: (\d) \(pid",
+    "horovodrun": r"Process name: (\d)",
+    "mpirun": r"Process name: \[\[\d+,1\],(\d)\]",
+}
+"""How a launcher names the process that has failed first."""
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_launcher_reports_the_rank_that_has_raised(name: str, script: str) -> None:
+    """And not the other one, which ends because of it, and whose interpreter may end sooner."""
+    ended = launch(name, script, "raise", forks=False)
+    reported = re.search(REPORTS[name], ended.output)
+    assert reported is not None and reported.group(1) == "1", ended.output
+
+
+def test_the_exit_code_of_one_rank_is_that_of_the_job(script: str) -> None:
+    ended = launch("mpirun", script, "exit", forks=False)
+    assert ended.code == 3, ended.output
 
 
 def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) -> None:
