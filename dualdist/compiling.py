@@ -1,4 +1,4 @@
-"""Code that torch.compile must not compile: communication, which uses call sites, locks and threads."""
+"""Code that torch.compile must not compile: communication, which reads frames and uses locks and threads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ T = TypeVar("T")
 def not_compiled(made: T) -> T:
     """Decorate a function, or a class for its methods: it stays uncompiled, with all that it calls.
 
-    `torch.compiler.disable` does the same, but imports Dynamo, which takes longer than importing torch, and adds a call
-    to each call. These are the two settings that it makes: one for what compiled code calls, one for what C++ calls
-    while a compiled function runs, such as the hooks of autograd.
+    `torch.compiler.disable` does the same, but imports Dynamo, which takes longer than importing torch, and wraps each
+    function in another one. These are the two settings that it makes: one for what compiled code calls, one for what
+    C++ calls while a compiled function runs, such as the hooks of autograd.
+
+    It must stand directly above `def`: it marks the code, which all functions share that another decorator has wrapped.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -29,6 +31,9 @@ def not_compiled(made: T) -> T:
         elif isinstance(member, staticmethod):
             function = member.__func__
         if isinstance(function, FunctionType):
+            assert function.__module__ == function.__globals__["__name__"], (
+                "the code is that of another decorator"
+            )
             function._torchdynamo_disable = True  # type: ignore[attr-defined]
             frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return made

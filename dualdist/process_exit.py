@@ -6,12 +6,15 @@ import ctypes
 import sys
 import time
 
-from .errors import HorovodInternalError
+from .errors import CollectiveMismatchError, HorovodInternalError, NotInitializedError, StallError
 
-__all__ = ("let_the_first_end", "never_delete", "skip_destructors_at_exit")
+__all__ = ("never_delete", "skip_destructors_at_exit", "wait_after_failed_collective")
 
-_LATER_SECONDS = 1.0
-"""The interpreter of a process with torch takes 0.1 to 0.9 s to end after its exit functions."""
+_LATER_SECONDS = 3.0
+"""The interpreter of a process with torch takes up to a second to end after its exit functions. Most launchers end the
+process that waits as soon as the other one has ended."""
+_COMMON = (CollectiveMismatchError, NotInitializedError, StallError)
+"""Errors that all ranks raise, or this one by itself."""
 
 
 def never_delete(thing: object) -> None:
@@ -32,11 +35,13 @@ def skip_destructors_at_exit() -> None:
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
-def let_the_first_end() -> None:
-    """At exit: if a failed collective ends this process, let the rank end first that has failed first.
+def wait_after_failed_collective() -> None:
+    """At exit, if a failed collective ends this process: wait, so that the rank that failed first also ends first.
 
-    Launchers report the process that ends first with an exit code, and end the others. But a rank that has raised an
-    error leaves the world before its interpreter ends, and the others notice it at once: often they ended first.
+    Launchers report the process that ends first with an exit code. A rank that raises an error leaves the world before
+    its interpreter ends; the others notice at once, and would often end sooner. After a mismatch or a stall nobody has
+    failed before the others.
     """
-    if isinstance(getattr(sys, "last_value", None), HorovodInternalError):
+    error = getattr(sys, "last_value", None)  # of an exception that nobody has caught
+    if isinstance(error, HorovodInternalError) and not isinstance(error, _COMMON):
         time.sleep(_LATER_SECONDS)

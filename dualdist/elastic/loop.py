@@ -36,7 +36,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     Collective: every rank must call it, after `init()`, with a `State` as first argument. The docstring of this package
     lists the failures that it can recover from.
 
-    Raises ConfigurationError when the launcher changes the hosts during the job, and the backend cannot follow it.
+    Raises ConfigurationError if the launcher can change the hosts of the job, but the backend cannot join a new world.
     """
 
     checks.function("func", func)
@@ -44,7 +44,6 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         _check_state(state)
-        _check_backend()
         if not current().launch.restarts:
             return run_fn(func, _rejoin)(state, *args, **kwargs)
         with restarting(state) as rejoin:
@@ -62,6 +61,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         _check_state(state)
+        _check_backend()
         failures, made = 0, commits_made(state)
         backend = current().backend
         backend.add_host_listener(state)
@@ -104,7 +104,8 @@ def _check_backend() -> None:
     if launch.elastic and not backend.is_elastic:
         raise ConfigurationError(
             f"Elastic training under {launch.launcher} must run on backend 'horovod', but runs on {backend.name!r} "
-            f"instead, which cannot form a new world there. Set DUALDIST_BACKEND=horovod, or use torchrun."
+            'instead, which cannot form a new world there. Call init(backend="horovod") or set '
+            "DUALDIST_BACKEND=horovod, or start with torchrun."
         )
 
 

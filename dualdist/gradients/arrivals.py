@@ -100,6 +100,16 @@ class Arrivals:
         return on_gradient
 
     def _on_arrival(self, index: int) -> None:
+        """Handle the gradients that have arrived, if it is time.
+
+        Raises RuntimeError in compiled autograd, which calls nothing at its end: gradients would not be combined.
+        """
+        if in_compiled_backward():
+            self.arrived.clear()
+            raise RuntimeError(
+                "Compiled autograd must be off, because dualdist combines gradients in hooks of autograd, but it is on "
+                "instead. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it."
+            )
         if self._next_stop:
             if self._follow_order():
                 return
@@ -155,16 +165,7 @@ class Arrivals:
         self.handled.add(index)
 
     def _end_with_backward(self) -> None:
-        """Call `at_end` at the end of the current autograd graph task.
-
-        Raises RuntimeError in compiled autograd, which would not call it: the gradients would stay those of this rank.
-        """
-        if in_compiled_backward():
-            self.arrived.clear()
-            raise RuntimeError(
-                "Compiled autograd must be off, because dualdist combines gradients in hooks of autograd, but it is on "
-                "instead. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it."
-            )
+        """Call `at_end` at the end of the current autograd graph task."""
         self._task = _current_graph_task_id()
         if self._task not in self._tasks:  # reentrant checkpoints run nested tasks, each with its own end
             end = functools.partial(self._at_end)  # it exists as long as the graph task

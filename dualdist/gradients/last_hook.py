@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..compiling import not_compiled
+
 __all__ = ("register_last_hook",)
 
 Hook = Callable[[torch.Tensor], None]
@@ -40,6 +42,7 @@ class _Hooks(OrderedDict[int, Hook]):
         """The IDs of those that run after all others."""
         if earlier:
 
+            @not_compiled
             def call_earlier(tensor: torch.Tensor) -> None:
                 for hook in list(earlier.values()):
                     hook(tensor)

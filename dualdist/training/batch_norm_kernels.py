@@ -30,6 +30,8 @@ class Statistics(NamedTuple):
     """(C,), the unbiased variance."""
     counts: torch.Tensor
     """Values per channel of each rank: (size,)."""
+    var_plus_eps: torch.Tensor | None = None
+    """(C,), of the biased variance; None if the kernels do not use it."""
 
 
 class Kernels(ABC):
@@ -75,13 +77,13 @@ class Kernels(ABC):
 class _Portable(Kernels):
     """Kernels of torch's plain BatchNorm: one pass for each sum, and one or two for each result.
 
-    The rows of forward are in float64, which keeps the count exact. A row is short. So what costs time is how many
-    operations there are (about 8 us each in a training step), not how many numbers.
+    Rows of forward are float64, which keeps the count exact. Rows are short, so the number of operations (about 8 us
+    each in a training step) costs time, not their length.
     """
 
     def row(self, input: torch.Tensor, eps: float) -> torch.Tensor:
         channels = input.shape[1]
-        count = torch.tensor([input.numel() // channels], dtype=torch.float64, device=input.device)
+        count = torch.full((1,), input.numel() // channels, dtype=torch.float64, device=input.device)
         if not input.numel():
             return torch.cat([count.new_zeros(2 * channels), count])
         # Faster than var_mean by a factor of 5 on the CPU.
@@ -94,10 +96,11 @@ class _Portable(Kernels):
         total = counts.sum()
         shares = counts / total
         mean = (shares * means).sum(dim=0)
-        var = (shares * (variances + (means - mean).square())).sum(dim=0)
-        found = torch.stack([mean, torch.rsqrt(var + eps), var * (total / (total - 1))])
-        mean, invstd, unbiased = found.to(compute_dtype(input))
-        return Statistics(mean, invstd, unbiased, counts.view(-1))
+        biased = (shares * (variances + (means - mean).square())).sum(dim=0)
+        var_plus_eps = biased + eps
+        stacked = torch.stack([mean, var_plus_eps.rsqrt(), biased * (total / (total - 1)), var_plus_eps])
+        mean, invstd, unbiased, var_plus_eps = stacked.to(compute_dtype(input))
+        return Statistics(mean, invstd, unbiased, counts.view(-1), var_plus_eps)
 
     def normalize(
         self,
@@ -153,8 +156,7 @@ def _scaled(
     input: torch.Tensor, found: Statistics, scale: torch.Tensor | None, shift: torch.Tensor | None
 ) -> torch.Tensor:
     """Return (input - mean) * invstd * scale + shift."""
-    var = found.invstd.pow(-2)  # with eps
-    return functional.batch_norm(input, found.mean, var, scale, shift, False, 0.0, 0.0)
+    return functional.batch_norm(input, found.mean, found.var_plus_eps, scale, shift, False, 0.0, 0.0)
 
 
 class _Fused(Kernels):

@@ -21,6 +21,7 @@ from ..collectives.plans.arguments import check_root, check_tensor, dtype_name
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.small_broadcast import overwrite, root_payload
 from ..collectives.wire import as_bytes, from_bytes
+from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
 
 __all__ = ("broadcast_optimizer_state", "broadcast_parameters")
@@ -33,6 +34,7 @@ _BATCH_BYTES = 128 << 20
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
+@not_compiled
 def broadcast_parameters(
     params: Parameters, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -195,6 +197,7 @@ class _Optimizer:
         return f"{self.name} with groups of {', '.join(map(str, self.sizes))} parameters"
 
 
+@not_compiled
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:

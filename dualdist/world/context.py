@@ -30,7 +30,7 @@ from ..backends import Backend, check_transport, choose
 from ..backends.base import Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, topology
-from ..process_exit import let_the_first_end, never_delete, skip_destructors_at_exit
+from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..rendezvous import mpi
 from ..types import Launch, Settings, World
 from .cpu_threads import warn_of_too_many_threads
@@ -245,8 +245,6 @@ def join_world(
     check_transport(transport)
     chosen, reason = choose(backend, transport, launch, env)
     _context = Context(chosen.start(launch, settings, env, transport), launch, settings, stand_in)
-    atexit.unregister(let_the_first_end)
-    atexit.register(let_the_first_end)  # runs after `leave_world`, as the newest function runs first
     atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
     if _context.backend.rank == 0:
         logger.info(
@@ -282,3 +280,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(wait_after_failed_collective)  # here, so that it runs last: the newest function runs first

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import dualdist as hvd
 
+from ..helpers.public_functions import COLLECTIVES
 from ..helpers.reference_training import assert_same_weights, batches, loss_of, share, train_beside
 from ..helpers.world import everywhere
 from .test_wrong_use import STYLES
@@ -36,17 +38,23 @@ def test_a_compiled_model_trains_as_one_process_does(style: str) -> None:
     assert_same_weights(model, reference)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` for the first time, and without a warning that torch hides, but not from a test."""
+def freshly_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` without earlier caches. The result raises AssertionError if no part of it was compiled.
+
+    It ignores a warning that torch raises internally.
+    """
     torch.compiler.reset()
-    made = torch.compile(function, backend="aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    made = torch.compile(function, backend=counter)
 
     def run(*args: torch.Tensor) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning
             )
-            return made(*args)
+            result = made(*args)
+        assert counter.frame_count
+        return result
 
     return run
 
@@ -57,10 +65,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_compiled_backward_combines_gradients(style: str) -> None:
     """Then autograd calls dualdist while a compiled function runs, in which torch compiles all that is called."""
     model, reference = hvd.SyncBatchNorm.convert_sync_batchnorm(make_model()), make_model()
+    hooked: list[torch.Tensor] = []
+    next(model.parameters()).register_post_accumulate_grad_hook(hooked.append)
     wrapped, optimizer = STYLES[style](model)
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
 
-    @compiled
+    @freshly_compiled
     def backward(inputs: torch.Tensor, targets: torch.Tensor) -> None:
         loss_of(wrapped, inputs, targets).backward()
 
@@ -74,6 +84,7 @@ def test_a_compiled_backward_combines_gradients(style: str) -> None:
         optimizer.step()
         alone.step()
     assert_same_weights(model, reference)
+    assert len(hooked) == 3
 
 
 @pytest.mark.ranks(2)
@@ -88,59 +99,80 @@ def test_compiled_autograd_is_refused_and_training_without_it_continues(style: s
     alone = torch.optim.SGD(reference.parameters(), lr=1.0)
     train_beside(batches(2), wrapped, optimizer, reference, alone)
     with torch._dynamo.config.patch(compiled_autograd=True):
-        # compiled() must be inside: torch.compile reads the setting
-        backward = compiled(lambda inputs, targets: loss_of(wrapped, inputs, targets).backward())
-        for inputs, targets in batches(1):
-            with pytest.raises(RuntimeError, match="Compiled autograd must be off"):
-                backward(share(inputs), share(targets))
+        # inside: torch.compile reads the setting
+        backward = freshly_compiled(lambda inputs, targets: loss_of(wrapped, inputs, targets).backward())
+        inputs, targets = next(batches(1))
+        with pytest.raises(RuntimeError, match="Compiled autograd must be off"):
+            backward(share(inputs), share(targets))
     train_beside(batches(2), wrapped, optimizer, reference, alone)
     assert_same_weights(model, reference)
 
 
-CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "allreduce": (lambda x: hvd.allreduce(2 * x, op=hvd.Sum) + 1, lambda xs: 2 * sum(xs) + 1),
+def own(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's half of 4 numbers."""
+    return x.view(2, 2)[hvd.rank()]
+
+
+Function = Callable[..., Any]
+CALLS: dict[str, tuple[Function, Function]] = {
+    "allreduce": (lambda x: hvd.allreduce(2 * x, op=hvd.Sum), lambda xs: 2 * sum(xs)),
     "grouped_allreduce": (
-        lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1] + 1,
-        lambda xs: 2 * sum(xs) + 1,
+        lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1],
+        lambda xs: 2 * sum(xs),
     ),
-    "allgather": (lambda x: hvd.allgather(2 * x) + 1, lambda xs: 2 * torch.cat(xs) + 1),
-    "broadcast": (lambda x: hvd.broadcast(2 * x, 1) + 1, lambda xs: 2 * xs[1] + 1),
-    "reducescatter": (
-        lambda x: hvd.reducescatter(2 * x, op=hvd.Sum) + 1,
-        lambda xs: 2 * sum(x.view(2, 2)[hvd.rank()] for x in xs) + 1,
-    ),
+    "allgather": (lambda x: hvd.allgather(2 * x), lambda xs: 2 * torch.cat(xs)),
+    "broadcast": (lambda x: hvd.broadcast(2 * x, 1), lambda xs: 2 * xs[1]),
+    "reduce": (lambda x: hvd.reduce(2 * x, root_rank=1, op=hvd.Sum), lambda xs: 2 * sum(xs) * hvd.rank()),
+    "reducescatter": (lambda x: hvd.reducescatter(2 * x, op=hvd.Sum), lambda xs: 2 * sum(map(own, xs))),
     "alltoall": (
-        lambda x: hvd.alltoall(2 * x, [2, 2])[0] + 1,
-        lambda xs: 2 * torch.cat([x.view(2, 2)[hvd.rank()] for x in xs]) + 1,
+        lambda x: hvd.alltoall(2 * x, torch.tensor([2, 2], dtype=torch.int32))[0],
+        lambda xs: 2 * torch.cat([own(x) for x in xs]),
     ),
-    "asynchronous": (
-        lambda x: hvd.synchronize(hvd.allreduce_async(2 * x, op=hvd.Sum)) + 1,
-        lambda xs: 2 * sum(xs) + 1,
-    ),
-    "object": (lambda x: x * hvd.broadcast_object(7 + hvd.rank(), 1), lambda xs: 8 * xs[hvd.rank()]),
 }
-"""A function to compile, and the result from the inputs of both ranks."""
+"""A function to compile, and its result from the inputs of both ranks."""
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @pytest.mark.parametrize("name", CALLS)
 @everywhere
 def test_a_compiled_function_may_call_collectives(name: str) -> None:
+    """With the same results and gradients as when it is not compiled."""
     function, expect = CALLS[name]
-    run = compiled(function)
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = torch.ones(4, requires_grad=True)
+        result = function(weight * x) + 1
+        result.square().sum().backward()
+        return result.detach(), weight.grad
+
+    compiled = freshly_compiled(run)
     for step in range(3):
         inputs = [torch.arange(4.0) + 10 * rank + step for rank in range(2)]
-        torch.testing.assert_close(run(inputs[hvd.rank()]), expect(inputs))
+        result, gradient = compiled(inputs[hvd.rank()])
+        torch.testing.assert_close(result, expect(inputs) + 1)
+        torch.testing.assert_close(gradient, run(inputs[hvd.rank()])[1])
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
 @everywhere
-def test_a_collective_in_a_compiled_function_has_a_gradient() -> None:
-    @compiled
-    def gradient(scale: torch.Tensor) -> torch.Tensor | None:
-        weight = torch.ones(3, requires_grad=True)
-        hvd.allreduce(weight * scale, op=hvd.Sum).sum().backward()
-        return weight.grad
+def test_a_compiled_function_may_call_collectives_without_gradients() -> None:
+    @freshly_compiled
+    def run(x: torch.Tensor, parameter: torch.Tensor) -> Any:
+        hvd.broadcast_parameters([parameter], 1)
+        total = hvd.synchronize(hvd.allreduce_async(2 * x, op=hvd.Sum)) + parameter
+        factor: int = hvd.broadcast_object(7 + hvd.rank(), 1)
+        return total * factor
 
-    scale = torch.arange(3.0) + hvd.rank()
-    torch.testing.assert_close(gradient(scale), 2 * scale)  # the sum of the gradients of both ranks: of ones
+    for step in range(3):
+        inputs = [torch.arange(4.0) + 10 * rank + step for rank in range(2)]
+        parameter = torch.full((4,), float(hvd.rank()))
+        torch.testing.assert_close(
+            run(inputs[hvd.rank()], parameter), 8 * (2 * inputs[0] + 2 * inputs[1] + 1)
+        )
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, "broadcast_parameters", "broadcast_optimizer_state", "join"])
+def test_no_public_collective_is_compiled(name: str) -> None:
+    assert getattr(hvd, name)._torchdynamo_disable

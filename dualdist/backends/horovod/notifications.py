@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import cloudpickle
+
 from .installed import real_horovod
 
 with real_horovod():
-    import cloudpickle
     from horovod.runner.common.util import network
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
@@ -15,12 +16,12 @@ __all__ = ("Notifications",)
 
 
 class _Pickles:
-    """Takes the place of cloudpickle in Horovod's Wire: pickles name the classes of messages by Horovod's modules."""
+    """Replaces cloudpickle in Horovod's Wire: pickles name the modules of classes, which dualdist.compat replaces."""
 
     @staticmethod
-    def dumps(message: Any, protocol: int | None = None) -> Any:
+    def dumps(message: Any, protocol: int | None = None) -> bytes:
         with real_horovod():
-            return cloudpickle.dumps(message, protocol=protocol)
+            return bytes(cloudpickle.dumps(message, protocol=protocol))
 
     @staticmethod
     def loads(data: bytes) -> Any:
@@ -32,6 +33,6 @@ class Notifications(WorkerNotificationManager):  # type: ignore[misc]
     """Receives the messages, and passes them to the listeners."""
 
     def init(self) -> None:
-        """Listen, and tell horovodrun where; it sends a message at once, to see whether one arrives. Local."""
+        """Listen, and send the address to horovodrun, which sends a test message at once. Local."""
         network.cloudpickle = _Pickles
         super().init()
