@@ -29,7 +29,7 @@ ROOMS = (
     {"backends"},
     {"rendezvous"},
     {"launch"},
-    {"accelerator", "checks", "process_exit"},
+    {"accelerator", "checks", "compiling", "process_exit"},
     {"types", "errors"},
 )
 """From the top to the bottom: a module imports from its own room and from those further down."""
