@@ -12,9 +12,9 @@ __all__ = ("never_delete", "skip_destructors_at_exit", "wait_after_failed_collec
 
 _LATER_SECONDS = 3.0
 """The interpreter of a process with torch takes up to a second to end after its exit functions. Most launchers end the
-process that waits as soon as the other one has ended."""
-_COMMON = (CollectiveMismatchError, NotInitializedError, StallError)
-"""Errors that all ranks raise, or this one by itself."""
+process that waits as soon as the other one has ended. No event tells this: the connections were closed before."""
+_WITHOUT_A_FIRST = (CollectiveMismatchError, NotInitializedError, StallError)
+"""Errors that all ranks raise at the same time, or that have nothing to do with other ranks."""
 
 
 def never_delete(thing: object) -> None:
@@ -39,9 +39,8 @@ def wait_after_failed_collective() -> None:
     """At exit, if a failed collective ends this process: wait, so that the rank that failed first also ends first.
 
     Launchers report the process that ends first with an exit code. A rank that raises an error leaves the world before
-    its interpreter ends; the others notice at once, and would often end sooner. After a mismatch or a stall nobody has
-    failed before the others.
+    its interpreter ends; the others notice at once, and would often end sooner.
     """
     error = getattr(sys, "last_value", None)  # of an exception that nobody has caught
-    if isinstance(error, HorovodInternalError) and not isinstance(error, _COMMON):
+    if isinstance(error, HorovodInternalError) and not isinstance(error, _WITHOUT_A_FIRST):
         time.sleep(_LATER_SECONDS)

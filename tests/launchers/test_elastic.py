@@ -69,9 +69,9 @@ def horovodrun(folder: Path, most: int, *program: str) -> list[str]:
 
 
 @long
-@pytest.mark.parametrize("module", [(), ("-m", "dualdist.compat")], ids=["plain", "compat"])
+@pytest.mark.parametrize("runner", [(), ("-m", "dualdist.compat")], ids=["plain", "compat"])
 def test_horovodrun_survives_a_kill_and_changes_of_hosts(
-    module: tuple[str, ...], tmp_path: Path, undisturbed: float
+    runner: tuple[str, ...], tmp_path: Path, undisturbed: float
 ) -> None:
     events = (
         "10:add:localhost:1,127.0.0.1:1",
@@ -80,7 +80,7 @@ def test_horovodrun_survives_a_kill_and_changes_of_hosts(
         "25:add:localhost:1,127.1:1",
         "30:remove:localhost:1",
     )
-    program = (*module, DISTURBED, str(tmp_path), *events)
+    program = (*runner, DISTURBED, str(tmp_path), *events)
     ended = finish(horovodrun(tmp_path, 2, *program), seconds=STARTS * SECONDS)
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 2), (step, 1), (25, 2), (30, 1)] for step in KILLED)

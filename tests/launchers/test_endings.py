@@ -103,7 +103,7 @@ def test_the_launcher_reports_the_rank_that_has_raised(name: str, script: str) -
     assert reported is not None and reported.group(1) == "1", ended.output
 
 
-def test_the_exit_code_of_one_rank_is_that_of_the_job(script: str) -> None:
+def test_mpirun_returns_the_exit_code_of_the_rank_that_has_ended_first(script: str) -> None:
     ended = launch("mpirun", script, "exit", forks=False)
     assert ended.code == 3, ended.output
 
