@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..backends.store_gather import get_all
 from ..errors import HorovodInternalError
 
 __all__ = ("Meeting",)
@@ -58,11 +59,11 @@ class Meeting:
             )
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        found = {}
-        for place, key in zip(missing, keys, strict=True):
-            host, port, token = json.loads(self._store.get(key))
-            found[place] = (host, port, bytes.fromhex(token))
-        return found
+        endpoints = map(json.loads, get_all(self._store, keys))
+        return {
+            place: (host, port, bytes.fromhex(token))
+            for place, (host, port, token) in zip(missing, endpoints, strict=True)
+        }
 
     def left(self) -> float:
         """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""

@@ -3,6 +3,7 @@
 torchrun keeps one store for all its restarts, which may change ranks and size, and for programs that run one after
 another. Old keys look like new ones. TORCHELASTIC_RESTART_COUNT does not distinguish them: it counts the failures of
 one agent only. Therefore every rank sends a random token, and rank 0 replies to each new token with the prefix to use.
+A token may come from a process that has ended. The first gathering of texts under the prefix shows that all ranks live.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..rendezvous import not_arrived
-from .store_gather import await_all
+from ..rendezvous import Gather, not_arrived
+from .store_gather import store_gather
 
 __all__ = ("new_prefix_store",)
 
@@ -25,19 +26,27 @@ _POLL_SECONDS = 0.02
 
 def new_prefix_store(
     store: dist.Store, rank: int, size: int, timeout: timedelta, advice: str
-) -> dist.PrefixStore:
-    """Return a part of `store` that only these `size` processes use. Collective.
+) -> tuple[dist.PrefixStore, Gather]:
+    """Return a part of `store` that only these `size` processes use, and a Gather whose first call all must make next.
 
-    timeout: how long to wait for another process. advice: the last sentences of the error.
-    Raises ConfigurationError when a process does not arrive.
+    Collective. timeout: how long to wait for another process. advice: the last sentences of the error. This call and
+    the Gather raise ConfigurationError when a process does not arrive.
     """
     token = secrets.token_hex(8)
     calls = _QueuedCalls(store) if _has_queues(store) else _PolledCalls(store, size)
     prefix = token if rank == 0 else _request(store, calls, token, rank, timeout, advice)
     part = dist.PrefixStore(f"dualdist/{prefix}", store)
     reply = functools.partial(calls.reply, prefix) if rank == 0 else None
-    await_all(part, rank, size, timeout.total_seconds(), advice=advice, pause=reply, after_set=calls.wake)
-    return part
+    gather = store_gather(
+        dist.PrefixStore("arrival", part),
+        rank,
+        size,
+        timeout.total_seconds(),
+        advice=advice,
+        pause=reply,
+        after_set=calls.wake,
+    )
+    return part, gather
 
 
 def _request(

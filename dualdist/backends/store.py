@@ -93,8 +93,8 @@ def _own_part(store: dist.Store) -> dist.Store:
 def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> SharedStore:
     if launch.init_method is not None:
         given = _rendezvous(launch, env, timeout)
-        store = new_prefix_store(given, launch.rank, launch.size, timeout, _ADVICE[launch.restarts])
-        return _with_addresses(store, launch, env, timeout)
+        store, gather = new_prefix_store(given, launch.rank, launch.size, timeout, _ADVICE[launch.restarts])
+        return SharedStore(store, find_addresses(launch.rank, gather, env))
     served: list[dist.TCPStore] = []
 
     def serve(host: str) -> int:
@@ -103,7 +103,9 @@ def _open_first(launch: Launch, env: Mapping[str, str], timeout: timedelta) -> S
 
     with share_server_address(launch, env, serve, timeout.total_seconds()) as (host, port):
         joined = served[0] if served else dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        return _with_addresses(joined, launch, env, timeout)
+        part = dist.PrefixStore("dualdist/addresses", joined)
+        gather = store_gather(part, launch.rank, launch.size, timeout.total_seconds())
+        return SharedStore(joined, find_addresses(launch.rank, gather, env))
 
 
 def _is_free(store: dist.Store) -> bool:
@@ -115,14 +117,6 @@ def _is_free(store: dist.Store) -> bool:
     except OSError:
         return False
     return True
-
-
-def _with_addresses(
-    store: dist.Store, launch: Launch, env: Mapping[str, str], timeout: timedelta
-) -> SharedStore:
-    part = dist.PrefixStore("dualdist/addresses", store)
-    gather = store_gather(part, launch.rank, launch.size, timeout.total_seconds())
-    return SharedStore(store, find_addresses(launch.rank, gather, env))
 
 
 def _met(rendezvous: Callable[[], T], timeout: timedelta) -> T:

@@ -1,4 +1,4 @@
-"""Gathering short texts from all processes through c10d's Store."""
+"""Reading many keys of c10d's Store at once, and gathering short texts from all processes through it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..rendezvous import ADVICE, Gather, gather_through
 
-__all__ = ("await_all", "store_gather")
-
-
-def await_all(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: float,
-    *,
-    advice: str = ADVICE,
-    pause: Callable[[float], object] | None = None,
-    after_set: Callable[[], object] = lambda: None,
-) -> None:
-    """Wait until all ranks have called this with the same `store`. Collective. Arguments and errors: store_gather."""
-    part = dist.PrefixStore("arrival", store)
-    store_gather(part, rank, size, timeout, advice=advice, pause=pause, after_set=after_set)("")
+__all__ = ("get_all", "store_gather")
 
 
 def store_gather(
@@ -53,7 +38,7 @@ def store_gather(
                 store.wait(list(keys), timedelta(seconds=seconds))
             elif not store.check(list(keys)):
                 return None
-            return [text.decode() for text in _get_all(store, list(keys))]
+            return [text.decode() for text in get_all(store, list(keys))]
         except dist.DistNetworkError as error:
             raise ConfigurationError(
                 f"Rank {rank} lost the connection to the job's store, which rank 0 or the launcher serves: "
@@ -65,7 +50,8 @@ def store_gather(
     return gather_through(rank, size, set_, get, timeout, advice=advice, pause=pause)
 
 
-def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
+def get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """Return the values of `keys`, which are set. In one request if the store can."""
     if store.has_extended_api():  # type: ignore[attr-defined]
         return list(store.multi_get(keys))
     return [store.get(key) for key in keys]

@@ -48,7 +48,7 @@ def join(rank, backend, address, moment, folder):
         if moment == "before":
             end()
         elif moment == "while all arrive":
-            prefix_store.await_all = end
+            prefix_store.store_gather = end
         elif moment == "while torch connects":
             torch.distributed.init_process_group = end
         elif moment == "while Horovod connects":

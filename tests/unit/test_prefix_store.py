@@ -29,11 +29,16 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return server.clone  # a connection waits for one key at a time
 
 
+def arrive(store: Store, rank: int, size: int, seconds: timedelta) -> Store:
+    part, gather = new_prefix_store(store, rank, size, seconds, "Look.")
+    assert gather(f"I am {rank}") == [f"I am {other}" for other in range(size)]
+    return part
+
+
 def meet(open_store: Open, size: int) -> list[str]:
     """Let `size` processes make their part, return the keys that the last one finds there, and set a key per rank."""
     with ThreadPoolExecutor(size) as pool:
-        make = lambda rank: new_prefix_store(open_store(), rank, size, SECONDS, "")  # noqa: E731
-        parts = list(pool.map(make, range(size)))
+        parts = list(pool.map(lambda rank: arrive(open_store(), rank, size, SECONDS), range(size)))
     found = [name for name in map(str, range(9)) if parts[-1].check([name])]
     for rank, part in enumerate(parts):
         part.set(str(rank), "here")
@@ -71,7 +76,7 @@ def test_a_missing_rank_is_named_on_every_rank() -> None:
     short = timedelta(milliseconds=300)
     store.set_timeout(short)
     with ThreadPoolExecutor(2) as pool:
-        first, last = (pool.submit(new_prefix_store, store, rank, 3, short, "Look.") for rank in (0, 2))
+        first, last = (pool.submit(arrive, store, rank, 3, short) for rank in (0, 2))
         for result in (first, last):
             with pytest.raises(
                 ConfigurationError, match=r"Rank [02] waited 0 s for rank 1, which did not arrive\. Look"
@@ -80,4 +85,4 @@ def test_a_missing_rank_is_named_on_every_rank() -> None:
     with pytest.raises(
         ConfigurationError, match=r"Rank 1 waited 0 s for rank 0, which did not arrive\. Look"
     ):
-        new_prefix_store(store, 1, 3, short, "Look.")
+        arrive(store, 1, 3, short)
