@@ -2,34 +2,36 @@
 
     python benchmarks/scale.py
 
-It measures no time. Up to --driven ranks, the package's own code runs, one thread per rank, over a network in memory
-that counts: the agreement before each collective (dualdist/agreement) and the gathering of texts through a store at a
-start (dualdist/rendezvous/gather.py). For larger worlds the figures of the agreement are computed from the rounds of
-that code, by formulas that are checked against every world that ran. Rows marked `*` are computed. Mostly all ranks
-send equal messages. In the last column, all messages differ, as before an allgather of another length on each rank. The
-time of an agreement is its rounds times the latency of a message, without the time of its bytes. Backends are not in
-the model: Gloo's own connections grow with the number of ranks; benchmarks/startup.py counts those.
+The agreement before each collective (dualdist/agreement): up to --driven ranks, the package's own code runs, one thread
+per rank, over a network in memory that counts. For larger worlds the figures are computed from the rounds of that code,
+by formulas that are checked against every world that ran. Mostly all ranks send equal messages. In the last column, all
+messages differ, as before an allgather of another length on each rank. The time of an agreement is its rounds times the
+latency of a message, without the time of its bytes.
+
+The start of a world: see scale_start.py. It runs with up to --started ranks; other worlds are computed from lines
+through these. Backends are not in the model.
+
+Rows marked `*` are computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+
+from scale_start import print_starts
 
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.connections import Connections, _Peer
 from dualdist.agreement.frames import _HEADER
 from dualdist.agreement.verdict import _MESSAGE, ACTIVE, Entry, agree
-from dualdist.rendezvous import gather_through
 
 SIZES = (64, 256, 1024, 4096, 16384)
 SECONDS = 300.0
-TEXT = "x" * 60
-"""As long as what a rank sends about its host at a start."""
 OTHER_DESCRIPTORS = 2
 """Of a rank in a world of any size: its connection to the job's store, and the socket on which it answers questions
 about its state (dualdist/agreement/status.py)."""
@@ -147,48 +149,13 @@ def computed_agreement(size: int, *, differ: bool = False) -> Counts:
     return Counts(descriptors, rounds, rounds, texts * (_HEADER.size + _MESSAGE.size))
 
 
-class MemoryStore:
-    """A store that counts the calls and bytes of each rank."""
-
-    def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
-        self.values: dict[str, str] = {}
-        self.calls, self.bytes = [0] * size, [0] * size
-
-    def set(self, rank: int, key: str, text: str) -> None:
-        with self.changed:
-            self.values[key] = text
-            self.calls[rank] += 1
-            self.bytes[rank] += len(text)
-            self.changed.notify_all()
-
-    def get(self, rank: int, keys: Sequence[str], seconds: float) -> list[str] | None:
-        with self.changed:
-            self.calls[rank] += 1
-            if not self.changed.wait_for(lambda: all(key in self.values for key in keys), seconds):
-                return None
-            texts = [self.values[key] for key in keys]
-            self.bytes[rank] += sum(map(len, texts))
-            return texts
-
-
-def driven_gather(size: int) -> MemoryStore:
-    """Let `size` ranks gather their texts as at a start. Return the store."""
-    store = MemoryStore(size)
-
-    def run(rank: int) -> list[str]:
-        set_: Callable[[str, str], None] = lambda key, text: store.set(rank, key, text)  # noqa: E731
-        get: Callable[[Sequence[str], float], Any] = lambda keys, seconds: store.get(rank, keys, seconds)  # noqa: E731
-        return gather_through(rank, size, set_, get, SECONDS)(f"{TEXT}{rank}")
-
-    assert all(texts == [f"{TEXT}{rank}" for rank in range(size)] for texts in on_all_ranks(size, run))
-    return store
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count what an agreement and a start cost each rank.")
     parser.add_argument("--driven", type=int, default=256, help="the largest world that runs (%(default)s)")
     parser.add_argument("--latency", type=float, default=50.0, help="of a message, in us (%(default)s)")
+    parser.add_argument(
+        "--started", type=int, default=128, help="the ranks of the largest start that runs (%(default)s)"
+    )
     settings = parser.parse_args()
     print("An agreement, per rank")
     print("    ranks  descriptors  rounds  messages     bytes  us of latency  bytes if all differ")
@@ -206,11 +173,8 @@ def main() -> None:
         f"{name} {large / small:.1f}" for name, small, large in zip(Counts._fields, first, last, strict=True)
     )
     print(f"4096 ranks over 64: {', '.join(ratios)}")
-    print("One gathering of texts at a start")
-    print("    ranks  calls of rank 0  of another  bytes of rank 0  of another")
-    for size in (size for size in SIZES if size <= settings.driven):
-        store = driven_gather(size)
-        print(f"{size:9}{store.calls[0]:17}{store.calls[-1]:12}{store.bytes[0]:17}{store.bytes[-1]:12}")
+    started = [settings.started >> halvings for halvings in (3, 2, 1, 0)]
+    print_starts(SIZES, started, settings.latency / 1e6)
 
 
 if __name__ == "__main__":
