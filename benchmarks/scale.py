@@ -8,8 +8,8 @@ by formulas that are checked against every world that ran. Mostly all ranks send
 messages differ, as before an allgather of another length on each rank. The time of an agreement is its rounds times the
 latency of a message, without the time of its bytes.
 
-The start of a world: see scale_start.py. It runs with up to --started ranks; other worlds are computed from lines
-through these. Backends are not in the model.
+The start of a world: see scale_start.py. It runs with up to --started ranks; larger worlds are computed from lines
+fitted to these. Backends are not in the model.
 
 Rows marked `*` are computed.
 """
@@ -157,6 +157,8 @@ def main() -> None:
         "--started", type=int, default=128, help="the ranks of the largest start that runs (%(default)s)"
     )
     settings = parser.parse_args()
+    if settings.started < 16:
+        parser.error("--started must be at least 16")
     print("An agreement, per rank")
     print("    ranks  descriptors  rounds  messages     bytes  us of latency  bytes if all differ")
     for size in SIZES:
@@ -174,7 +176,7 @@ def main() -> None:
     )
     print(f"4096 ranks over 64: {', '.join(ratios)}")
     started = [settings.started >> halvings for halvings in (3, 2, 1, 0)]
-    print_starts(SIZES, started, settings.latency / 1e6)
+    print_starts(started, [size for size in SIZES if size > settings.started], settings.latency / 1e6)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Counts what the start of a world costs its store, rank 0 and the other ranks. A model, fitted to starts that ran.
 
-In a start that runs, each rank is a thread, and a process of its own serves the store, as torchrun's agent does. The
-ranks run what they run before and after torch connects them: they find each other in the store, learn their addresses,
-watch each other, and make the connections for agreements. What torch itself does is not in the model:
-`init_process_group` and the connections of Gloo (benchmarks/startup.py measures whole starts), and its connection to
-the store takes no time of rank 0. Neither are the exchanges between the ranks, whose number grows with log2(n).
+Run scale.py. As a script, this file is the process that serves the store, as torchrun's agent does.
+
+In a start that runs, each rank is a thread, and each host has 8. The ranks run what they run before and after torch
+connects them: they find each other in the store, learn their addresses, watch each other, and make the connections for
+agreements. Not in the model: `init_process_group` and Gloo's connections (benchmarks/startup.py measures whole starts);
+the store's wait for the name of each process that connects, which is long without a working name server; and the
+exchanges between ranks, whose number grows with log2(n).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -29,14 +32,14 @@ from dualdist.agreement.connections import Connections
 from dualdist.backends import store as store_module
 from dualdist.backends.start_step import start_step
 from dualdist.backends.start_watch import StartWatch
+from dualdist.rendezvous import addresses
 from dualdist.types import Launch
 
 SECONDS = 300.0
 HOST = "127.0.0.1"
 MESSAGE = "x" * 60
 """As long as what a rank sends about its host."""
-STEPS = ("process group", "groups 0", "numbers")
-"""The steps of a start on torch that start_step watches."""
+RANKS_PER_HOST = 8
 REQUESTS = ("set", "get", "wait", "check", "multi_get", "queue_push", "queue_pop")
 """The methods of c10d's Store that a start calls."""
 IMPORTS = (
@@ -50,18 +53,21 @@ class Start(NamedTuple):
     """What a start of `size` ranks has cost."""
 
     size: int
-    first: int
-    """Requests of rank 0."""
-    other: int
-    """The most requests of another rank."""
-    server: float
-    """Seconds of CPU time of the process that serves the store."""
-    first_cpu: float
-    """Seconds of CPU time of rank 0."""
+    rank_0_requests: int
+    other_requests: int
+    """The most of another rank."""
+    server_cpu: float
+    """Seconds of the process that serves the store."""
+    rank_0_cpu: float
+    """Seconds."""
 
     def seconds(self, latency: float) -> float:
-        """Return how long the start takes if rank 0 and the store never work at the same time."""
-        return self.server + self.first_cpu + self.other * latency
+        """Return how long the start takes if rank 0 and the store never work at the same time.
+
+        Each request counts as one answer: c10d sends none to a `set` and two to a `get`.
+        """
+        requests = max(self.rank_0_requests, self.other_requests)
+        return self.server_cpu + self.rank_0_cpu + requests * latency
 
 
 class Server:
@@ -114,31 +120,33 @@ def counted_requests() -> Iterator[Counter[int]]:
 
 def run_start(size: int) -> Start:
     """Let `size` ranks start."""
-    server = Server()
-    given = {"MASTER_ADDR": HOST, "MASTER_PORT": server.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    cpu: list[float] = [0.0] * size
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> float:
         _thread.rank = rank
         begun = time.thread_time()
         watch_cpu = start_rank(rank, size)
-        cpu[rank] = time.thread_time() - begun + watch_cpu
+        return time.thread_time() - begun + watch_cpu
 
-    # Each rank is a process in a real start, and numbers its starts itself.
-    generation = patch.object(store_module, "_generation", itertools.repeat(0))
-    try:
-        with patch.dict(os.environ, given), patch.dict(store_module._stores), generation:
-            before = server.cpu_seconds()
-            with counted_requests() as counts:
-                threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-            used = server.cpu_seconds() - before
-    finally:
-        server.close()
+    server = Server()
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        given = {"MASTER_ADDR": HOST, "MASTER_PORT": server.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        stack.enter_context(patch.dict(os.environ, given))
+        # What each rank has as a process of its own: the stores that it has opened, the number of its start, its host.
+        stack.enter_context(patch.dict(store_module._stores))
+        stack.enter_context(patch.object(store_module, "_generation", itertools.repeat(0)))
+        stack.enter_context(patch.object(addresses, "own_node", own_node))
+        stack.enter_context(patch.object(addresses, "candidates", lambda env: [HOST]))
+        counts = stack.enter_context(counted_requests())
+        before = server.cpu_seconds()
+        with ThreadPoolExecutor(size) as pool:
+            cpu = list(pool.map(run, range(size)))
+        used = server.cpu_seconds() - before
     return Start(size, counts.pop(0), max(counts.values()), used, cpu[0])
+
+
+def own_node() -> str:
+    return f"host {_thread.rank // RANKS_PER_HOST}"
 
 
 def start_rank(rank: int, size: int) -> float:
@@ -146,14 +154,18 @@ def start_rank(rank: int, size: int) -> float:
     launch = Launch("torchrun", rank, size, init_method="env://")
     store = store_module.open_store(launch, os.environ, SECONDS, MESSAGE).store
     watch = StartWatch(store, rank, size, HOST, SECONDS)
-    connections = None
-    for name in STEPS:
+
+    def step(name: str) -> None:
         start_step(lambda: None, store, name, rank, size, watch)
-        connections = connections or Connections(store, "set 0", range(size), rank, HOST, SECONDS)
-    assert connections is not None and watch.lost is None
+
+    step("process group")
+    connections = Connections(store, "set 0", range(size), rank, HOST, SECONDS)
+    step("groups 0")
+    step("numbers")
+    assert watch.lost is None
     assert connections.allgather_messages(b"started") == [b"started"] * size
-    clock = time.pthread_getcpuclockid(watch._thread.ident or 0)
-    watch_cpu = time.clock_gettime(clock)
+    assert watch._thread.ident is not None
+    watch_cpu = time.clock_gettime(time.pthread_getcpuclockid(watch._thread.ident))
     watch.close(started=True)
     connections.allgather_messages(b"ended")  # no rank closes its connections before
     connections.close()
@@ -167,7 +179,10 @@ def import_seconds() -> float:
 
 
 def modelled(size: int, starts: Sequence[Start]) -> Start:
-    """Return the start of `size` ranks on the lines through `starts`, by least squares."""
+    """Return the start of `size` ranks, from lines fitted to `starts` by least squares.
+
+    The requests of another rank are the most that a start made: without those while it waits, they do not grow.
+    """
     sizes = [start.size for start in starts]
 
     def at_size(figures: Sequence[float]) -> float:
@@ -175,15 +190,15 @@ def modelled(size: int, starts: Sequence[Start]) -> Start:
 
     return Start(
         size,
-        round(at_size([start.first for start in starts])),
-        max(start.other for start in starts),
-        at_size([start.server for start in starts]),
-        at_size([start.first_cpu for start in starts]),
+        round(at_size([start.rank_0_requests for start in starts])),
+        max(start.other_requests for start in starts),
+        at_size([start.server_cpu for start in starts]),
+        at_size([start.rank_0_cpu for start in starts]),
     )
 
 
-def print_starts(sizes: Sequence[int], driven: Sequence[int], latency: float) -> None:
-    """Print the starts of worlds of `driven` ranks, which run, and of `sizes`, which are computed.
+def print_starts(driven: Sequence[int], larger: Sequence[int], latency: float) -> None:
+    """Print the starts of worlds of `driven` ranks, which run, and of `larger` ones, which are computed.
 
     latency: seconds from a request to its answer, besides the CPU time of the store's process.
     """
@@ -192,8 +207,8 @@ def print_starts(sizes: Sequence[int], driven: Sequence[int], latency: float) ->
     def show(start: Start, mark: str) -> None:
         seconds = start.seconds(latency)
         print(
-            f"{start.size:9}{mark}{start.first:19}{start.other:12}{1e3 * start.server:17.1f}"
-            f"{1e3 * start.first_cpu:18.1f}{seconds:9.2f}{imports + seconds:17.2f}",
+            f"{start.size:9}{mark}{start.rank_0_requests:19}{start.other_requests:12}{1e3 * start.server_cpu:17.1f}"
+            f"{1e3 * start.rank_0_cpu:18.1f}{seconds:9.2f}{imports + seconds:17.2f}",
             flush=True,
         )
 
@@ -205,7 +220,7 @@ def print_starts(sizes: Sequence[int], driven: Sequence[int], latency: float) ->
     for size in driven:
         starts.append(run_start(size))
         show(starts[-1], " ")
-    for size in sizes:
+    for size in larger:
         show(modelled(size, starts), "*")
     first, last = (modelled(size, starts).seconds(latency) for size in (64, 4096))
     print(

@@ -3,13 +3,15 @@
 torchrun keeps one store for all its restarts, which may change ranks and size, and for programs that run one after
 another. Old keys look like new ones. TORCHELASTIC_RESTART_COUNT does not distinguish them: it counts the failures of
 one agent only. Therefore every rank sends a random token, and rank 0 replies to each new token with the prefix to use.
-A token may come from a process that has ended. The first gathering of texts under the prefix shows that all ranks live.
+A token may come from a process that has ended. Therefore a reply does not show that a rank is there; only the first
+gathering of texts under the prefix does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import secrets
 import time
 from datetime import timedelta
@@ -27,26 +29,25 @@ _POLL_SECONDS = 0.02
 def new_prefix_store(
     store: dist.Store, rank: int, size: int, timeout: timedelta, advice: str
 ) -> tuple[dist.PrefixStore, Gather]:
-    """Return a part of `store` that only these `size` processes use, and a Gather whose first call all must make next.
+    """Return a part of `store` for these `size` processes only, and a Gather that uses it. Collective.
 
-    Collective. timeout: how long to wait for another process. advice: the last sentences of the error. This call and
-    the Gather raise ConfigurationError when a process does not arrive.
+    Every process must call the Gather next: rank 0 replies to the other ranks only inside its first call.
+
+    timeout: how long to wait for another process. advice: the last sentences of the error. This call and the Gather
+    raise ConfigurationError when a process does not arrive.
     """
+    seconds = timeout.total_seconds()
     token = secrets.token_hex(8)
     calls = _QueuedCalls(store) if _has_queues(store) else _PolledCalls(store, size)
     prefix = token if rank == 0 else _request(store, calls, token, rank, timeout, advice)
     part = dist.PrefixStore(f"dualdist/{prefix}", store)
     reply = functools.partial(calls.reply, prefix) if rank == 0 else None
-    gather = store_gather(
-        dist.PrefixStore("arrival", part),
-        rank,
-        size,
-        timeout.total_seconds(),
-        advice=advice,
-        pause=reply,
-        after_set=calls.wake,
-    )
-    return part, gather
+    arrival = dist.PrefixStore("arrival", part)
+    first = store_gather(arrival, rank, size, seconds, advice=advice, pause=reply, after_set=calls.wake)
+    # All ranks have arrived by then. Rank 0 needs no wake-ups, and must not reply to the tokens of later processes.
+    later = store_gather(dist.PrefixStore("later", part), rank, size, seconds, advice=advice)
+    gathers = itertools.chain([first], itertools.repeat(later))
+    return part, lambda text: next(gathers)(text)
 
 
 def _request(

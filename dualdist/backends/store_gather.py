@@ -51,7 +51,7 @@ def store_gather(
 
 
 def get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """Return the values of `keys`, which are set. In one request if the store can."""
+    """Return the values of `keys`, which must be set, in one call if the store has `multi_get`."""
     if store.has_extended_api():  # type: ignore[attr-defined]
         return list(store.multi_get(keys))
     return [store.get(key) for key in keys]

@@ -31,8 +31,17 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 def arrive(store: Store, rank: int, size: int, seconds: timedelta) -> Store:
     part, gather = new_prefix_store(store, rank, size, seconds, "Look.")
-    assert gather(f"I am {rank}") == [f"I am {other}" for other in range(size)]
+    for text in ("I am", "I am still"):
+        assert gather(f"{text} {rank}") == [f"{text} {other}" for other in range(size)]
     return part
+
+
+def send(store: Store, rank: int, token: str) -> None:
+    """Send a token as a process of another start does."""
+    if _has_queues(store):
+        store.queue_push("dualdist/calls", token.encode())
+    else:
+        store.set(f"dualdist/call/{rank}", token)
 
 
 def meet(open_store: Open, size: int) -> list[str]:
@@ -54,13 +63,23 @@ def test_each_start_has_a_part_of_its_own_whatever_the_size(open_store: Open) ->
 
 def test_processes_that_died_before_all_had_arrived_disturb_nobody(open_store: Open) -> None:
     store = open_store()
-    if _has_queues(store):
-        for token in ("from the past", "from a larger world"):
-            store.queue_push("dualdist/calls", token.encode())
-    else:
-        store.set("dualdist/call/1", "from the past")
-        store.set("dualdist/call/2", "from a larger world")
+    send(store, 1, "from the past")
+    send(store, 2, "from a larger world")
     assert meet(open_store, 2) == []
+
+
+def test_rank_0_replies_to_no_other_process_when_all_have_arrived(open_store: Open) -> None:
+    def run(rank: int) -> None:
+        store = open_store()
+        _, gather = new_prefix_store(store, rank, 2, SECONDS, "")
+        gather("first")
+        if rank == 1:
+            send(store, 1, "too late")
+        gather("second")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    assert not open_store().check(["dualdist/answer/too late"])
 
 
 @pytest.mark.parametrize("open_store", ["with queues"], indirect=True)
