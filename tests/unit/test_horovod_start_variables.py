@@ -6,6 +6,7 @@ import pytest
 
 from dualdist.backends.horovod.start_variables import start_variables
 
+FUSION = "HOROVOD_FUSION_THRESHOLD"
 FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}
 
 
@@ -25,3 +26,9 @@ def test_variables_that_dualdist_has_copied_are_unset() -> None:
         {"HOROVOD_RANK": "1", "DUALDIST_COPIES": "HOROVOD_RANK=1"}, None, uses_mpi=False
     )
     assert variables["HOROVOD_RANK"] is None
+
+
+def test_horovod_fuses_no_large_buckets_unless_the_user_sets_how_it_fuses() -> None:
+    assert start_variables({}, "gloo", uses_mpi=False)[FUSION] == str(8 * 2**20)
+    for name in (FUSION, "HOROVOD_AUTOTUNE"):
+        assert FUSION not in start_variables({name: "1"}, "gloo", uses_mpi=False)
