@@ -45,6 +45,7 @@ REQUESTS = ("set", "get", "wait", "check", "multi_get", "queue_push", "queue_pop
 IMPORTS = (
     "import time; begun = time.perf_counter(); import torch, dualdist; print(time.perf_counter() - begun)"
 )
+"""With PYTHONDONTWRITEBYTECODE, it compiles dualdist as well: about 0.1 s."""
 
 _thread = threading.local()
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..backends.store_gather import get_all
+from ..backends.store_keys import get_all
 from ..errors import HorovodInternalError
 
 __all__ = ("Meeting",)

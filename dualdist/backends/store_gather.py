@@ -1,4 +1,4 @@
-"""Reading many keys of c10d's Store at once, and gathering short texts from all processes through it."""
+"""Gathering short texts from all processes through c10d's Store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from ..errors import ConfigurationError
 from ..rendezvous import ADVICE, Gather, gather_through
+from .store_keys import get_all
 
-__all__ = ("get_all", "store_gather")
+__all__ = ("store_gather",)
 
 
 def store_gather(
@@ -48,10 +49,3 @@ def store_gather(
             return None
 
     return gather_through(rank, size, set_, get, timeout, advice=advice, pause=pause)
-
-
-def get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """Return the values of `keys`, which must be set, in one call if the store has `multi_get`."""
-    if store.has_extended_api():  # type: ignore[attr-defined]
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
