@@ -3,6 +3,9 @@
 A hook on each parameter reports its gradient. If the order is the same as in the last backward, gradients are handled
 in groups, each when a bucket can be sent or when gradients can be moved to their buckets. Otherwise each gradient is
 handled when it arrives.
+
+A gradient may be sent when the next one arrives: until then others may change or read it, in hooks of its parameter
+that were registered later, or in hooks of its autograd node, as torch's DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._C import _current_graph_task_id
+from torch._C import _current_autograd_node, _current_graph_task_id
 
 from ..compiling import in_compiled_backward, not_compiled
 from .arrival_order import ArrivalOrder
@@ -52,9 +55,13 @@ class Arrivals:
         """Autograd graph tasks that call `at_end` at their end, each with what it calls."""
         self._task: int | None = None
         """The newest one of `_tasks`."""
+        self._seen_task: int | None = None
+        """The graph task of the gradient that was looked at last."""
+        self._late_task: int | None = None
+        """The graph task that will call `at_end` again."""
         self._expected: Sequence[int] = ()
         self._stops: Sequence[int] = ()
-        """Numbers of arrived gradients at which some can be sent or moved."""
+        """Numbers of gradients that can be sent or moved together. They must have arrived, and one more."""
         self._num_handled = 0
         """How many of `arrived` are in `handled`, while gradients arrive in the expected order."""
         self._next_stop = 0
@@ -93,7 +100,7 @@ class Arrivals:
         @not_compiled
         def on_gradient(_: torch.Tensor) -> None:
             add(index)
-            if len(arrived) >= self._next_stop or task() != self._task:
+            if len(arrived) > self._next_stop or task() != self._task:
                 with self._lock:
                     self._on_arrival(index)
 
@@ -110,6 +117,9 @@ class Arrivals:
                 "Compiled autograd must be off, because dualdist combines gradients in hooks of autograd, but it is on "
                 "instead. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it."
             )
+        if self._seen_task != (task := _current_graph_task_id()):
+            self._seen_task = task
+            self._begin_backward(index)
         if self._next_stop:
             if self._follow_order():
                 return
@@ -124,21 +134,38 @@ class Arrivals:
                 self._handle_single(other)
         self._handle_single(index)
 
+    def _begin_backward(self, index: int) -> None:
+        """Note which parameters have a gradient before this backward. That at `index` is the first to have a new one.
+
+        Raises RuntimeError if the gradients are going to be part of another graph, which would not know their average.
+        """
+        if torch.is_grad_enabled():
+            self.arrived.clear()
+            raise RuntimeError(
+                "`create_graph` must be False in backward(), because .grad becomes the average over the ranks, but is "
+                "True instead. Use torch.autograd.grad(loss, parameters, create_graph=True), and then backward()."
+            )
+        for param in self._params:
+            param.is_given = param.tensor.grad is not None
+        first = self._params[index]
+        # Backward adds to a gradient in place, which counts its version up.
+        first.is_given = first.tensor.grad is not None and first.tensor.grad._version > 0
+
     def _follow_order(self) -> bool:
         """Handle gradients up to the next stop. Return False if they do not follow the expected order."""
-        count, done = len(self.arrived), self._num_handled
+        count, done = len(self.arrived) - 1, self._num_handled  # without the newest one
         if _current_graph_task_id() != self._task:
             # If some are handled, this was another graph task, which has failed or continues.
-            if count > 1 or self.handled:
+            if count or self.handled:
                 return False
             self._end_with_backward()
         if count < self._next_stop:
             return True
-        if self.arrived[done:] != self._expected[done:count]:
+        if self.arrived[done:count] != self._expected[done:count]:
             return False
-        self.handle_arrived()
+        self._mark_ready(self.take_arrived(count))
         self._next_stop = next((stop for stop in self._stops if stop > count), 0)
-        return True
+        return self._next_stop > 0
 
     def handle_arrived(self) -> None:
         """Pass the gradients that arrived in the expected order, and were not handled yet, to `mark_ready`."""
@@ -146,9 +173,9 @@ class Arrivals:
         if arrived:
             self._mark_ready(arrived)
 
-    def take_arrived(self) -> list[int]:
-        """Record the gradients that arrived in the expected order as handled, and return those that are new."""
-        arrived = self.arrived[self._num_handled :] if self._next_stop else []
+    def take_arrived(self, count: int | None = None) -> list[int]:
+        """Record the first `count` gradients of the expected order as handled, and return those that are new."""
+        arrived = self.arrived[self._num_handled : count] if self._next_stop else []
         self._num_handled += len(arrived)
         self._record(arrived)
         return arrived
@@ -171,6 +198,24 @@ class Arrivals:
             end = functools.partial(self._at_end)  # it exists as long as the graph task
             self._tasks[self._task] = weakref.ref(end)
             _queue_callback(end)
+
+    def is_last_call(self) -> bool:
+        """Return whether `at_end` is called for the second time, after what others do at the end of this backward.
+
+        At the first time, it will be called again.
+        """
+        if self._late_task == self._task or self._task is None:
+            return True
+        self._late_task = self._task
+        _queue_callback(self._at_end)
+        return False
+
+    def end_nested(self) -> bool:
+        """Return whether this backward runs within another one, which continues; then only its end is recorded."""
+        if _current_autograd_node() is None:
+            return False
+        del self._tasks[_current_graph_task_id()]
+        return True
 
     def drop_arrived(self) -> None:
         """Forget the gradients that have arrived, because they are not combined in this backward."""

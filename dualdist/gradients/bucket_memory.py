@@ -1,8 +1,12 @@
-"""The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients."""
+"""The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients.
+
+A script may put any memory anywhere between two calls, so no tensor that it can reach is trusted to be where it was. A
+gradient lies in its slot if its address, strides and dtype are those of the slot. Views are handed out as new tensors,
+and the uses of the storage show whether somebody still has one that is no gradient any more.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -26,83 +30,76 @@ class BucketMemory:
         bucket: Bucket,
         params: Sequence[TrackedParameter],
         flat: torch.Tensor,
-        *,
-        sparse_as_dense: bool = False,
     ) -> None:
-        """flat: zeros, ((bucket.length,), bucket.dtype). sparse_as_dense: whether sparse gradients are sent in it."""
+        """flat: zeros, ((bucket.length,), bucket.dtype)."""
         self.params = params
         self.flat = flat
         self._places = {slot.param: place for place, slot in enumerate(bucket.slots)}
         self._tensors = [param.tensor for param in params]
-        self._dtypes = [param.dtype for param in params]
-        self._devices = [param.device for param in params]
-        self._is_on_cpu = all(device.type == "cpu" for device in self._devices)
         self._all_dense = bytes([DENSE]) * len(params)
-        # .data gives each view a version counter of its own, which TrackedParameter.count_pass needs.
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
         self._gradients = [
-            torch.view_as_complex(view) if param.tensor.is_complex() else view
+            torch.view_as_complex(view) if param.dtype.is_complex else view
             for param, view in zip(params, self._views, strict=True)
         ]
-        self._sparse_as_dense = sparse_as_dense
-        self._replaces_dense = False
-        """Whether each parameter had a dense gradient when this memory was written, until `set_gradients` runs."""
-        self._has_pairs = any(param.tensor.is_complex() for param in params)
+        """What is handed out as new tensors; complex numbers are pairs in `_views`."""
+        self._strides = [view.stride() for view in self._gradients]
+        self._addresses = [view.data_ptr() if view.numel() else -1 for view in self._views]
+        self._start = flat.data_ptr()
+        self._there: Sequence[int] = ()
+        """The places of the gradients that lay in their slots when `can_take` looked."""
+        self._is_replaced: Sequence[bool] = ()
+        """Whether each combined gradient may take the place of what `.grad` is. Else it is written into that."""
+        self._has_pairs = any(param.dtype.is_complex for param in params)
         self._uses = self._count_uses()
-        self._references = self._count_references()
 
     def _count_uses(self) -> int:
         """Return how many tensors use this storage, including the reference that this call makes."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
-    def _count_references(self) -> list[int]:
-        return list(map(sys.getrefcount, self._gradients))
+    def slots_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
+        """Return the places of the gradients that lie in their slots."""
+        found = [None if grad is None or grad.is_sparse else grad.data_ptr() for grad in grads]
+        there = [
+            place for place, (own, slot) in enumerate(zip(found, self._addresses, strict=True)) if own == slot
+        ]
+        return [place for place in there if self._gradients[place].stride() == grads[place].stride()]  # type: ignore[union-attr]
 
-    def is_in_use(self) -> bool:
-        """Return whether the user's program still refers to this memory: to an earlier gradient or a view of one."""
-        if self._count_uses() > self._uses:
-            return True
-        references = self._count_references()
-        return references != self._references and any(
-            now > before and param.tensor.grad is not gradient
-            for now, before, param, gradient in zip(
-                references, self._references, self.params, self._gradients, strict=True
-            )
-        )
+    def can_take(self, grads: Sequence[torch.Tensor | None], *, in_place: bool) -> bool:
+        """Return whether nobody else needs what is in this memory, when `grads` are sent in it.
 
-    def has_unmoved_parameters(self) -> bool:
-        """Return whether all parameters have the expected dtype and device."""
-        if [tensor.dtype for tensor in self._tensors] != self._dtypes:
+        Somebody does if a tensor uses it that is no gradient in its slot: an earlier gradient, a view, or the gradient
+        of another parameter; or if a gradient lies here that is not sent. A script may also have resized the storage.
+        in_place: whether gradients may change here while they are sent.
+        """
+        self._there = self.slots_of(grads)
+        if self._there and not in_place:
             return False
-        if self._is_on_cpu:  # a list of devices would take three times as long
-            return all([tensor.is_cpu for tensor in self._tensors])
-        return [tensor.device for tensor in self._tensors] == self._devices
-
-    def current_gradients(self) -> list[torch.Tensor | None]:
-        """Return the parameters' gradients."""
-        return [tensor.grad for tensor in self._tensors]
+        if self.flat.data_ptr() != self._start or self._count_uses() > self._uses + len(self._there):
+            return False
+        return not any(
+            grad is None and self.holds(param) for grad, param in zip(grads, self.params, strict=True)
+        )
 
     @torch.no_grad()
     def take_gradients(self, indices: Sequence[int]) -> None:
         """Move the dense gradients of some parameters here before `pack`; their values remain. indices: of parameters.
 
-        Gradients of a parameter that has another dtype or device than expected stay where they are.
+        Only those that backward has made, of the expected shape, dtype and device.
         """
-        places = [self._places[index] for index in indices]
+        places = [self._places[index] for index in indices if not self.params[self._places[index]].is_given]
         grads = [self._tensors[place].grad for place in places]
         moving = [
             (place, grad)
             for place, grad in zip(places, grads, strict=True)
-            if grad is not None and grad is not self._gradients[place] and not grad.is_sparse
-            if not self.params[place].moved()
+            if grad is not None and not grad.is_sparse and self.params[place].fits(grad)
         ]
         if moving:
             torch._foreach_copy_(
                 [self._gradients[place] for place, _ in moving], [grad for _, grad in moving]
             )
         for place, _ in moving:
-            self._tensors[place].grad = self._gradients[place]
-            self.params[place].record_version()
+            self._tensors[place].grad = self._gradients[place].data
 
     @torch.no_grad()
     def pack(
@@ -111,24 +108,32 @@ class BucketMemory:
         """Write what this rank sends; return the kind of contribution to each gradient, see contributions.py.
 
         Args:
-            grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. If the parameter's
-                current gradient lies in the memory that they overwrite, it is copied first.
+            grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. `can_take` has
+                returned True for them.
             is_new: whether each gradient counts as a contribution. None: all do.
         """
-        sources = [grad for grad in grads if grad is not None and not grad.is_sparse]
-        is_whole = len(sources) == len(grads)
-        self._replaces_dense = is_whole and not self._sparse_as_dense
-        targets = self._views if is_whole else self._clear(grads)
-        if self._has_pairs:
-            sources = [as_real(source) for source in sources]
-        if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(targets):
+        self._is_replaced = [
+            grad is None or not param.is_given for grad, param in zip(grads, self.params, strict=True)
+        ]
+        there = set(self._there)
+        targets, sources = [], []
+        for place, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
+            if grad is None or grad.is_sparse:
+                view.zero_()
+            elif place not in there:
+                targets.append(view)
+                sources.append(as_real(grad) if self._has_pairs else grad)
+        if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(self._views):
             number = torch.tensor(factor, dtype=torch.float64)
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, number, out=target)
-        elif targets:
-            torch._foreach_copy_(targets, sources)
+            for place in there:
+                self._views[place].mul_(number)
+        else:
+            if targets:
+                torch._foreach_copy_(targets, sources)
             scale_(self.flat, factor)
-        if is_whole and (is_new is None or all(is_new)):
+        if len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
             return self._all_dense
         is_new = [True] * len(grads) if is_new is None else is_new
         return bytes(
@@ -136,43 +141,47 @@ class BucketMemory:
             for new, grad in zip(is_new, grads, strict=True)
         )
 
-    def _clear(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Write zeros where `grads` has no dense gradient; return the places of the dense ones."""
-        targets = []
-        for param, view, grad in zip(self.params, self._views, grads, strict=True):
-            if grad is not None and not grad.is_sparse:
-                targets.append(view)
-                continue
-            if self.holds(param):
-                param.tensor.grad = param.tensor.grad.clone()  # type: ignore[union-attr]
-            view.zero_()
-        return targets
-
     @torch.no_grad()
     def fill(self, combined: torch.Tensor) -> None:
         """Copy what the ranks have combined, (n,) of any dtype and device, unless it is this memory."""
         if combined.data_ptr() != self.flat.data_ptr() or combined.dtype != self.flat.dtype:
             self.flat.copy_(combined)
 
-    def set_gradients(self, kinds: bytes, *, early: bool = False) -> None:
-        """Make the views of this memory the gradients of those parameters whose kind is DENSE alone.
+    def set_early(self, kinds: bytes) -> None:
+        """Make views of this memory the gradients while the data is under way, if backward has made those there are.
 
-        early: while the data is under way. Then sparse gradients stay, because a search for the numbers that are not
-            zero writes beyond its result if these change meanwhile (nonzero_out_cpu in torch).
+        Sparse gradients stay, because a search for the numbers that are not zero writes beyond its result if these
+        change meanwhile (nonzero_out_cpu in torch).
         """
-        if self._replaces_dense and kinds == self._all_dense:
-            # Without a look at the old gradients, for each of which torch would make a Python object.
-            for tensor, combined in zip(self._tensors, self._gradients, strict=True):
-                tensor.grad = combined
-            self._replaces_dense = False
-            return
-        for tensor, combined, kind in zip(self._tensors, self._gradients, kinds, strict=True):
-            if kind == DENSE and (grad := tensor.grad) is not combined:
-                if grad is not None and grad.is_sparse:  # sparse_as_dense
-                    if early:
-                        continue
-                    combined = combined.to_sparse(grad.sparse_dim())
-                tensor.grad = combined
+        for tensor, view, kind, is_replaced in zip(
+            self._tensors, self._gradients, kinds, self._is_replaced, strict=True
+        ):
+            if kind == DENSE and is_replaced and not tensor.grad.is_sparse:  # type: ignore[union-attr]
+                tensor.grad = view.data
+
+    @torch.no_grad()
+    def set_gradients(self, kinds: bytes) -> None:
+        """Make the combined numbers the gradients of those parameters whose kind is DENSE alone.
+
+        They are written into memory that was the gradient before backward: a script may hold it.
+        """
+        grads = [tensor.grad for tensor in self._tensors]
+        there = set(self.slots_of(grads))
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place, (tensor, view, kind) in enumerate(zip(self._tensors, self._gradients, kinds, strict=True)):
+            if kind != DENSE or place in there:
+                continue
+            grad = grads[place]
+            if grad is None:
+                tensor.grad = view.data
+            elif grad.is_sparse:  # sparse_as_dense
+                tensor.grad = view.to_sparse(grad.sparse_dim())
+            elif self._is_replaced[place]:
+                tensor.grad = view.data
+            else:
+                written.append((grad, view))
+        if written:
+            torch._foreach_copy_([grad for grad, _ in written], [view for _, view in written])
 
     def dense_parts(self, kinds: bytes) -> dict[int, torch.Tensor | None]:
         """Return, for each parameter with sparse gradients, the combined dense ones, None if no rank has one."""

@@ -57,32 +57,36 @@ def lay_out(
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
     *,
+    devices: Sequence[torch.device] | None = None,
     small_last: bool = True,
 ) -> list[Bucket]:
     """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
 
     Args:
+        params: their shapes, strides and dtypes count; they may be on the device "meta".
         sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
         cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
+        devices: of the gradients. None: those of `params`.
         small_last: whether a large last bucket is split, which DDP does not do. `groups` are never split.
     """
     is_complex = [param.is_complex() for param in params]
     params = [as_real(param) for param in params]
+    devices = [param.device for param in params] if devices is None else devices
     cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
     buckets: list[Bucket] = []
     if groups is not None:
         grouped = {index for group in groups for index in group}
         single = [[index] for index in range(len(params)) if index not in grouped]
         for members in [*groups, *single][::-1]:
-            for same in _by_dtype_and_device(params, members[::-1]):
-                buckets.append(_bucket(params, same, sparse, is_complex))
+            for same in _by_dtype_and_device(params, devices, members[::-1]):
+                buckets.append(_bucket(params, devices, same, sparse, is_complex))
         return buckets
-    for same in _by_dtype_and_device(params, range(len(params))[::-1]):
+    for same in _by_dtype_and_device(params, devices, range(len(params))[::-1]):
         parts = _by_size(params, same, cap)
         if small_last:
             parts[-1:] = _split_at_end(params, parts[-1])
-        buckets += [_bucket(params, part, sparse, is_complex) for part in parts]
+        buckets += [_bucket(params, devices, part, sparse, is_complex) for part in parts]
     return buckets
 
 
@@ -114,15 +118,21 @@ def _split_at_end(params: Sequence[torch.Tensor], members: list[int]) -> list[li
     return [members] if early < 3 * LAST_BUCKET_BYTES else [members[:split], members[split:]]
 
 
-def _by_dtype_and_device(params: Sequence[torch.Tensor], order: Sequence[int]) -> list[list[int]]:
+def _by_dtype_and_device(
+    params: Sequence[torch.Tensor], devices: Sequence[torch.device], order: Sequence[int]
+) -> list[list[int]]:
     members: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index in order:
-        members[params[index].dtype, params[index].device].append(index)
+        members[params[index].dtype, devices[index]].append(index)
     return list(members.values())
 
 
 def _bucket(
-    params: Sequence[torch.Tensor], members: Sequence[int], sparse: Set[int], is_complex: Sequence[bool]
+    params: Sequence[torch.Tensor],
+    devices: Sequence[torch.device],
+    members: Sequence[int],
+    sparse: Set[int],
+    is_complex: Sequence[bool],
 ) -> Bucket:
     slots, start = [], 0
     for index in members:
@@ -135,7 +145,7 @@ def _bucket(
             start += start % 2  # complex numbers must begin at an even element
         slots.append(GradientSlot(index, start, shape, stride))
         start += shape.numel()
-    return Bucket(tuple(slots), start, params[members[0]].dtype, params[members[0]].device)
+    return Bucket(tuple(slots), start, params[members[0]].dtype, devices[members[0]])
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -33,9 +33,6 @@ class Combiner:
     def watch(self) -> None:
         """Include parameters whose `requires_grad` has become True. Local."""
 
-    def fill(self) -> None:
-        """Give zeros to parameters without a gradient, as Horovod does. Local."""
-
     def shadow(self) -> None:
         """Take part with zeros in one backward of the other ranks; the results become the gradients. Collective."""
 

@@ -23,7 +23,6 @@ from ..world.context import current
 from .arrivals import Arrivals
 from .combiner import Combiner
 from .comm_hook import CommHook
-from .last_hook import register_last_hook
 from .options import SyncOptions
 from .reducer import Reducer
 from .tracked_parameter import TrackedParameter
@@ -44,6 +43,7 @@ class GradSync(Combiner):
         passes: int = 1,
         *,
         compares_late: bool = False,
+        fills: bool = True,
     ) -> None:
         """Register hooks on the parameters. Collective, as `add` is.
 
@@ -52,11 +52,12 @@ class GradSync(Combiner):
             owner: the optimizer or module; the hooks are removed when it is deleted.
             passes: how many backward passes accumulate before gradients are combined.
             compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
+            fills: whether parameters that no rank used have zeros in a step.
         """
         self.kind = options.owner
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
-        self._compares_late = compares_late
+        self._compares_late, self._fills = compares_late, fills
         self._reducer = Reducer(options)
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
@@ -68,6 +69,12 @@ class GradSync(Combiner):
         """Whether a whole backward has been seen. In the first one nothing is sent early: gradients may repeat."""
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
+        self._is_shared = False
+        """Whether somebody else puts gradients into other memory during backward. They combine them, too."""
+        self._addresses: dict[int, int] = {}
+        """Where gradients have arrived, until a whole backward has been seen."""
+        self._newest: dict[torch.device, int] = {}
+        """The gradient that has arrived last from each device. It may be sent when the next one arrives."""
         self.set_passes(passes)
         weakref.finalize(owner, self.release).atexit = False
         self.add(named)
@@ -97,7 +104,7 @@ class GradSync(Combiner):
         for index in self._unhooked:
             param = self._params[index]
             if param.tensor.requires_grad:
-                param.hook = register_last_hook(param.tensor, self._arrivals.hook_of(index))
+                param.hook = param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))
             else:
                 still.append(index)
         self._unhooked = still
@@ -151,6 +158,7 @@ class GradSync(Combiner):
         self._reducer.divisor = number
 
     def _start_over(self) -> None:
+        self._newest.clear()
         self._arrivals.take_arrived()
         self._arrivals.forget()
         self._reducer.start_over()
@@ -170,12 +178,18 @@ class GradSync(Combiner):
         if has_failed or index in self._arrivals.handled:
             self._restart(has_failed, completed)
         self._arrivals.add_single(index)
+        if not self._has_observed:
+            self._addresses[index] = _address(param.tensor.grad)
         if self._can_send_early(index):
-            self._mark_ready([index])
+            before = self._newest.get(param.device)
+            self._newest[param.device] = index
+            if before is not None:
+                self._mark_ready([before])
 
     def _can_send_early(self, index: int) -> bool:
         """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
-        return self._has_observed and not self._repeats and self._params[index].passes >= self._passes
+        is_regular = self._has_observed and not (self._repeats or self._is_shared)
+        return is_regular and self._params[index].passes >= self._passes
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         if not self._reducer.is_known:
@@ -184,18 +198,19 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
-        is_regular = self._enabled and not self._counts and not self._repeats
+        is_regular = self._enabled and not (self._counts or self._repeats or self._is_shared)
         self._arrivals.expect(self._reducer.layout.order if is_regular else None)
 
     def _count(self, param: TrackedParameter) -> None:
-        """Count one more backward pass.
+        """Count one more backward pass; the first one after the gradient was None.
 
         Raises AssertionError when it added to a gradient that was combined before, unless the op is Average: combining
         that gradient again would give a wrong result.
         """
         was_reduced = self._reducer.is_reduced(param)
+        param.passes = param.passes + 1 if param.is_given else 1
         # Averaging equal averages again changes nothing.
-        if not (param.count_pass() and was_reduced) or self._averages:
+        if not (was_reduced and param.is_given) or self._averages:
             return
         raise AssertionError(
             f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
@@ -226,12 +241,28 @@ class GradSync(Combiner):
 
     @not_compiled
     def _end_of_backward(self) -> None:
+        if self._addresses:
+            moved = [
+                index
+                for index, address in self._addresses.items()
+                if _address(self._params[index].tensor.grad) not in (address, 0)
+            ]
+            self._is_shared |= bool(moved)
+            self._addresses = {}
+        if self._is_shared:
+            if not self._arrivals.is_last_call():
+                return  # first, others complete what they combine in their memory
+            for param in self._params:
+                param.is_given = True
         self._arrivals.handle_arrived()
         arrived = list(self._arrivals.arrived)
         # On several devices there are several threads, and the order differs from backward to backward.
         has_one_task = self._arrivals.has_one_task
         can_learn = has_one_task and self._is_on_one_device and not self._counts
         if any(self._params[index].passes >= self._passes for index in self._arrivals.handled):
+            is_partial = any(0 < param.passes < self._passes for param in self._params)
+            if is_partial and self._arrivals.end_nested():
+                return  # the gradients of layers before a reentrant checkpoint have not arrived
             self._combine()
             self._has_observed |= has_one_task
             if can_learn and arrived != self._reducer.layout.order.expected:
@@ -268,17 +299,15 @@ class GradSync(Combiner):
             self._combine()
         self.watch()
 
-    def fill(self) -> None:
-        """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
-        for param in self._params:
-            if param.tensor.grad is None and param.tensor.requires_grad:
-                param.tensor.grad = torch.zeros_like(param.tensor)
-
     def before_step(self) -> None:
-        self.fill()
+        """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
+        for index, param in enumerate(self._params if self._fills else ()):
+            if param.tensor.grad is None and param.tensor.requires_grad and index not in self._reducer.used:
+                param.tensor.grad = torch.zeros_like(param.tensor, dtype=param.dtype)
 
     def after_step(self) -> None:
         self._reducer.reduced = False
+        self._reducer.used.clear()
 
     def set_passes(self, passes: int) -> None:
         self._passes = passes
@@ -295,6 +324,11 @@ class GradSync(Combiner):
         self._reducer.register_comm_hook(hook, self._params, self)
         self._expect_order()  # the layout has changed
 
+    def _has_hooks(self) -> bool:
+        """Return whether the script has hooks on complete gradients. They may look at those of other parameters."""
+        hooks = [param.tensor._post_accumulate_grad_hooks for param in self._params if param.hook is not None]
+        return any([len(own or ()) > 1 for own in hooks])
+
     def refuse(self, reason: str) -> None:
         self._reducer.report_change(reason)
         self._combine()
@@ -309,13 +343,18 @@ class GradSync(Combiner):
         finally:
             self._start_over()
         # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
-        self._reducer.sets_early = not (self._repeats or self._overlaps)
+        self._reducer.sets_early = not (
+            self._repeats or self._overlaps or self._is_shared or self._has_hooks()
+        )
         for param in self._params:
-            param.passes = 0
-            if self._counts:
-                param.record_version()
+            param.passes, param.is_given = 0, True
         if self.after_combining is not None:
             self.after_combining()
+
+
+def _address(grad: torch.Tensor | None) -> int:
+    """Return where a gradient lies, 0 if it has no memory."""
+    return 0 if grad is None or grad.is_sparse else grad.data_ptr()
 
 
 def combined_elsewhere(params: Sequence[torch.Tensor], kind: Kind) -> Kind | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ..world.process_sets import channel_of
 from .arrival_order import ArrivalOrder
 from .bucket_memory import BucketMemory
@@ -26,12 +28,15 @@ class Layout:
         self.params = params
         self.sparse = sparse
         self.buckets = lay_out(
-            [param.tensor for param in params],
+            [param.like for param in params],
             sparse,
             options.groups,
             options.bucket_cap_mb,
+            devices=[param.device for param in params],
             small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
         )
+        self.members = [[params[slot.param] for slot in bucket.slots] for bucket in self.buckets]
+        """The parameters of each bucket."""
         self.order = ArrivalOrder(self.buckets)
         self.contributions = Contributions(
             [
@@ -51,30 +56,47 @@ class Layout:
         self._last |= self._current
         self._current = {}
 
-    def memory_of(self, place: int) -> BucketMemory:
-        """Return the memory of the bucket at `place` for this backward: that of the last one, unless it is in use."""
-        if place not in self._current:
-            self._current[place] = self._free_memory(place, self._last.pop(place, None))
-        return self._current[place]
+    def fits(self, place: int, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether all gradients of the bucket at `place` have the expected shape, dtype and device."""
+        is_on_cpu = self.buckets[place].device.type == "cpu"  # to compare devices takes three times as long
+        return all(
+            [
+                grad is None
+                or (
+                    grad.dtype is param.dtype
+                    and grad.shape == param.shape
+                    and (grad.is_cpu if is_on_cpu else grad.device == param.device)
+                )
+                for grad, param in zip(grads, self.members[place], strict=True)
+            ]
+        )
 
-    def memory_to_send(self, place: int) -> BucketMemory:
-        """Do the same, but take other memory if the program has kept a gradient that moved there in this backward."""
-        known = self._current.pop(place, None) or self._last.pop(place, None)
-        self._current[place] = self._free_memory(place, known)
-        return self._current[place]
+    def memory_of(
+        self, place: int, grads: Sequence[torch.Tensor | None] | None = None, *, in_place: bool = True
+    ) -> BucketMemory:
+        """Return the memory of the bucket at `place` for this backward.
 
-    def _free_memory(self, place: int, known: BucketMemory | None) -> BucketMemory:
-        """Return `known` if it is not in use, else new memory."""
-        return self._new_memory(place) if known is None or known.is_in_use() else known
+        It is that of the last backward, unless the script needs what is there (BucketMemory.can_take).
 
-    def _new_memory(self, place: int) -> BucketMemory:
-        bucket = self.buckets[place]
-        if bucket.device.type == "cpu":
-            keep_freed_memory()
-        members = [self.params[slot.param] for slot in bucket.slots]
-        group = channel_of(self._options.process_set).gradients
-        flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
-        return BucketMemory(bucket, members, flat, sparse_as_dense=self._options.sparse_as_dense)
+        Args:
+            grads: what is sent in it now. Look again: a hook may have kept a gradient that has moved there.
+            in_place: whether gradients that are there may be sent from there.
+        """
+        known = self._current.get(place) or self._last.pop(place, None)
+        if place in self._current and grads is None:
+            return self._current[place]
+        members = self.members[place]
+        if grads is None:
+            grads = [param.tensor.grad for param in members]
+        if known is None or not known.can_take(grads, in_place=in_place):
+            bucket = self.buckets[place]
+            if bucket.device.type == "cpu":
+                keep_freed_memory()
+            group = channel_of(self._options.process_set).gradients
+            flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
+            known = BucketMemory(bucket, members, flat)
+        self._current[place] = known
+        return known
 
     def release_memory(self) -> None:
         """Free the buckets' memory."""

@@ -59,10 +59,7 @@ class SyncOptions:
 
     def describe(self, params: Sequence[TrackedParameter]) -> tuple[tuple[str, Any], ...]:
         """Return (name, value) pairs that must be equal on all ranks, the layout of `params` first."""
-        layout = tuple(
-            (p.name, tuple(p.tensor.shape), p.tensor.stride(), str(p.tensor.dtype), p.tensor.device.type)
-            for p in params
-        )
+        layout = tuple((p.name, tuple(p.shape), p.like.stride(), str(p.dtype), p.device.type) for p in params)
         return (
             ("parameters", layout),
             ("optimizer", self.optimizer),

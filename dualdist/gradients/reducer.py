@@ -30,7 +30,6 @@ from ..world.context import current
 from ..world.process_sets import channel_of
 from .announcement import announce, announcement, settle
 from .bucket_memory import BucketMemory
-from .buckets import Bucket
 from .comm_hook import CommHook, HookQueue, HookWork
 from .contributions import SPARSE
 from .grad_bucket import GradBucket
@@ -63,12 +62,16 @@ class Reducer:
         """Since `enter_world`. The ranks compare it: a rank that repeats a backward alone sends more buckets."""
         self.reduced = False
         """Whether the gradients were reduced since the last step."""
+        self.used: set[int] = set()
+        """The parameters to whose gradients some rank has contributed since the last step."""
         self.divides_by_active = False
         """Whether averages divide by the number of ranks that have not called `join`."""
         self.divisor: int | None = None
         """What averages divide by; None: the number of ranks."""
         self.sets_early = False
-        """Whether gradients become views of a bucket before it is received. It frees backward's own tensors."""
+        """Whether gradients may be seen while they are sent: they become views of their bucket, or are so already.
+
+        It frees backward's own tensors."""
 
     # Membership and layout
 
@@ -157,8 +160,8 @@ class Reducer:
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._sent)
         bucket, group = self.layout.buckets[place], channel_of(self._options.process_set).gradients
-        memory = self.layout.memory_to_send(place)
-        grads = [None] * len(memory.params) if empty else self._all_contributions(bucket, memory)
+        grads = [None] * len(bucket.slots) if empty else self._all_contributions(place)
+        memory = self.layout.memory_of(place, grads, in_place=self._can_set_early)
         factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
         is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
         kinds = memory.pack(grads, is_new, factor)
@@ -175,8 +178,8 @@ class Reducer:
             self._sent.append(HookedBucket(hook_work, record))
         else:
             self._sent.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
-        if self._can_set_early:
-            memory.set_gradients(kinds, early=True)
+        if self._can_set_early and not self._options.sparse_as_dense:
+            memory.set_early(kinds)
 
     @property
     def _can_set_early(self) -> bool:
@@ -194,13 +197,14 @@ class Reducer:
         """Return whether the gradient of `param` was reduced, and backward has not added to it since."""
         return self.reduced and param.passes == 0
 
-    def _all_contributions(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor | None]:
-        """Return the gradients that this rank sends in a bucket."""
+    def _all_contributions(self, place: int) -> list[torch.Tensor | None]:
+        """Return the gradients that this rank sends in the bucket at `place`."""
+        grads = [param.tensor.grad for param in self.layout.members[place]]
         sends_all = self._options.reduction.op == Average or not self.reduced
         has_only_dense = not self.layout.sparse and not self._options.sparse_as_dense
-        if sends_all and has_only_dense and memory.has_unmoved_parameters():
-            return memory.current_gradients()
-        return [self._contribution(slot.param) for slot in bucket.slots]
+        if sends_all and has_only_dense and self.layout.fits(place, grads):
+            return grads
+        return [self._contribution(slot.param) for slot in self.layout.buckets[place].slots]
 
     def _contribution(self, index: int) -> torch.Tensor | None:
         """Return the gradient that this rank sends for the parameter at `index`, if any.
@@ -213,6 +217,12 @@ class Reducer:
             return None
         grad = param.tensor.grad
         if grad is None or (self._options.reduction.op != Average and self.is_reduced(param)):
+            return None
+        if not param.fits(grad):
+            self._changes.append(
+                f"the gradient of {param.name!r} is {tuple(grad.shape)}, {grad.dtype} on {grad.device} instead of "
+                f"{tuple(param.shape)}, {param.dtype} on {param.device}"
+            )
             return None
         if self._options.sparse_as_dense and grad.is_sparse:
             return grad.to_dense()
@@ -349,6 +359,8 @@ class Reducer:
             if settled and max(kinds) & SPARSE:
                 sparse |= memory.dense_parts(kinds)
             if keep:
+                slots = self.layout.buckets[place].slots
+                self.used.update(slot.param for slot, kind in zip(slots, kinds, strict=True) if kind)
                 memory.set_gradients(kinds)
             else:
                 memory.clear_gradients()

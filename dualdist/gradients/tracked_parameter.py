@@ -8,56 +8,43 @@ import torch
 
 __all__ = ("TrackedParameter",)
 
-_VERSION = "_dualdist_version"
-"""The attribute of a gradient that holds its recorded version."""
-
 
 class TrackedParameter:
     """One parameter, and how many backward passes added to its gradient since the ranks last combined it.
 
-    If GradSync does not count passes (see its `set_passes`), `passes` is 0 or 1 and the recorded version may be old.
+    If GradSync does not count passes (see its `set_passes`), `passes` is 0 or 1.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name
         self.tensor = tensor
         self.passes = 0
+        self.is_given = True
+        """Whether `.grad` may be memory that the script knows: it was set before the current backward."""
         self.hook: Any = None
         self.record_placement()
 
     def record_placement(self) -> None:
-        """Record the current dtype and device as the expected ones."""
-        self.dtype, self.device = self.tensor.dtype, self.tensor.device
+        """Record the current shape, strides, dtype and device as the expected ones, on which the ranks agree."""
+        tensor = self.tensor
+        self.shape, self.device = tensor.shape, tensor.device
+        self.dtype: torch.dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
+        """Of the gradient. Newer releases of torch allow another one than the parameter's."""
+        self.like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype, device="meta")
+
+    def fits(self, grad: torch.Tensor) -> bool:
+        """Return whether a gradient has the expected shape, dtype and device."""
+        return grad.dtype is self.dtype and grad.shape == self.shape and grad.device == self.device
 
     def moved(self) -> str:
-        """Return how dtype or device differ from the expected ones; '' when they do not."""
+        """Return how shape, dtype or device differ from the expected ones; '' when they do not."""
         tensor = self.tensor
-        if tensor.dtype is self.dtype and tensor.device == self.device:
+        dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
+        if dtype is self.dtype and tensor.device == self.device and tensor.shape == self.shape:
             return ""
-        return (
-            f"{self.name!r} changed from {self.dtype} on {self.device} to {tensor.dtype} on {tensor.device}"
-        )
-
-    def count_pass(self) -> bool:
-        """Count one more backward pass; return whether it added to an existing gradient.
-
-        It did when torch's version counter of the gradient is one above the recorded version. A new tensor has no
-        recorded version, and a tensor that was zeroed in between is two versions ahead.
-        """
-        grad = self.tensor.grad
-        if grad is None:  # a hook of the user has removed it
-            self.passes += 1
-            return False
-        version = grad._version
-        added = bool(getattr(grad, _VERSION, None) == version - 1)
-        self.passes = self.passes + 1 if added else 1
-        setattr(grad, _VERSION, version)
-        return added
-
-    def record_version(self) -> None:
-        """Record the current version of the gradient."""
-        if self.tensor.grad is not None:
-            setattr(self.tensor.grad, _VERSION, self.tensor.grad._version)
+        if tensor.shape != self.shape:
+            return f"{self.name!r} changed its shape from {tuple(self.shape)} to {tuple(tensor.shape)}"
+        return f"{self.name!r} changed from {self.dtype} on {self.device} to {dtype} on {tensor.device}"
 
     def release(self) -> None:
         """Remove the hook, and replace the parameter by a tensor of the same shape without memory."""

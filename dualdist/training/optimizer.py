@@ -71,7 +71,6 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[-1]
             raise
-        self._combiner.fill()
 
     def __reduce__(self) -> Any:
         """Pickle and copy as the original class, without hooks. The copy trains alone until it is wrapped again."""
@@ -154,8 +153,9 @@ def DistributedOptimizer(
             comm_hook=hook,
             optimizer=type(optimizer).__name__,
         )
-        combiner = GradSync(named, options, optimizer, passes)
-    combiner.fill()  # as Horovod does: scripts may read gradients before the first backward
+        # It takes no dense gradients.
+        fills = not isinstance(optimizer, torch.optim.SparseAdam)
+        combiner = GradSync(named, options, optimizer, passes, fills=fills)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
     synchronized = cast("SynchronizedOptimizer", optimizer)

@@ -66,10 +66,11 @@ class Wrapped:
 
     def fail_where_ranks_expect_different_orders(self) -> None:
         """Run a backward that raises after the first bucket. Rank 0 has not looked at its gradients by then."""
+        late = [self.weights[index] for index in (3, 1, 0, 2)]  # the first bucket is complete at the end
         self.zero_grad()
-        self.check([1, 1, 1, 1], chained(self.weights if hvd.rank() == 0 else self.ordered).backward)
+        self.check([1, 1, 1, 1], chained(late if hvd.rank() == 0 else self.ordered).backward)
         self.zero_grad()
-        self.fail_after(self.ordered[:2])
+        self.fail_after(self.ordered[:3])
 
 
 def chained(weights: Parts) -> torch.Tensor:
@@ -235,13 +236,15 @@ class Recorder(Compressor):
 
 @everywhere
 def test_buckets_are_sent_while_backward_runs() -> None:
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    first, second, third = params
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([first, second], lr=1.0), groups=[[first], [second]], compression=Recorder
+        torch.optim.SGD(params, lr=1.0), groups=[[param] for param in params], compression=Recorder
     )
     first.register_hook(lambda _: Recorder.events.append("first"))
     for step in range(4):
         Recorder.events = []
         optimizer.zero_grad()
-        (first.tanh() * second).sum().backward()
-        assert Recorder.events == (["sent", "first", "sent"] if step else ["first", "sent", "sent"])
+        (first.tanh() * second * third).sum().backward()
+        early = ["sent"] if step else []  # the third one's, when the second one's has arrived
+        assert Recorder.events == [*early, "first", *["sent"] * (3 - len(early))]

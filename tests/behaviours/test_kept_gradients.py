@@ -21,7 +21,7 @@ def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
     seen: list[int] = []
     first, last = model[0].weight, model[2].weight
-    first.register_post_accumulate_grad_hook(lambda _: seen.append(last.grad.data_ptr()))
+    first.register_hook(lambda _: seen.append(last.grad.data_ptr()))
     for _ in range(3):
         wrapped.zero_grad()
         wrapped(torch.ones(1, 4)).sum().backward()

@@ -268,8 +268,40 @@ def test_collectives_between_backward_and_step_do_not_mix_with_gradients() -> No
 
 
 @everywhere
-def test_gradients_are_zero_before_the_first_backward_as_in_horovod() -> None:
-    used, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
-    hvd.DistributedOptimizer(torch.optim.SGD([used, frozen], lr=1.0))
-    assert used.grad is not None and used.grad.tolist() == [0.0, 0.0]
-    assert frozen.grad is None
+def test_parameters_that_no_rank_used_have_zeros_in_the_step_and_not_before() -> None:
+    used, unused, frozen = (nn.Parameter(torch.ones(2), requires_grad=number < 2) for number in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused, frozen], lr=1.0, weight_decay=0.5))
+    assert used.grad is None and unused.grad is None
+    used.sum().backward()
+    assert unused.grad is None
+    optimizer.step()
+    assert unused.grad is not None and unused.grad.tolist() == [0.0, 0.0]
+    assert (used.tolist(), unused.tolist(), frozen.grad) == ([-0.5, -0.5], [0.5, 0.5], None)
+
+
+@everywhere
+def test_a_combined_gradient_that_the_script_takes_away_stays_away() -> None:
+    trained, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([trained, frozen], lr=1.0, momentum=0.9, weight_decay=0.5)
+    )
+    for number in range(3):
+        optimizer.zero_grad()
+        (trained + frozen).sum().backward()
+        frozen.grad = None  # as DINO freezes its last layer
+        optimizer.step()
+        assert frozen.tolist() == [1.0, 1.0] and frozen.grad is None
+        assert trained.tolist() != [1.0, 1.0], number
+
+
+@everywhere
+def test_sparse_adam_trains_without_zero_grad_and_with_a_table_that_no_rank_uses() -> None:
+    used, unused = (nn.Embedding(4, 2, sparse=True) for _ in range(2))
+    params = [*used.parameters(), *unused.parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(params, lr=0.1))
+    before = [param.detach().clone() for param in params]
+    for _ in range(2):
+        used(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    assert torch.equal(unused.weight, before[1])
+    assert torch.equal(used.weight[0], before[0][0]) and not torch.equal(used.weight[1], before[0][1])
