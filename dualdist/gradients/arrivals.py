@@ -199,6 +199,10 @@ class Arrivals:
             self._tasks[self._task] = weakref.ref(end)
             _queue_callback(end)
 
+    def are_in_backward(self) -> bool:
+        """Return whether this thread runs a backward."""
+        return bool(_current_graph_task_id() != -1)
+
     def is_last_call(self) -> bool:
         """Return whether `at_end` is called for the second time, after what others do at the end of this backward.
 

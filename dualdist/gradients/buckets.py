@@ -10,6 +10,8 @@ import torch
 
 __all__ = ("Bucket", "GradientSlot", "as_real", "lay_out")
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of gradients, with complex numbers as pairs. Frozen parameters of other dtypes, such as quantized ones, have none."""
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """DDP's sizes (torch/nn/parallel/distributed.py): a small first bucket starts the network early in backward."""
@@ -123,7 +125,8 @@ def _by_dtype_and_device(
 ) -> list[list[int]]:
     members: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index in order:
-        members[params[index].dtype, devices[index]].append(index)
+        if params[index].dtype in _DTYPES:
+            members[params[index].dtype, devices[index]].append(index)
     return list(members.values())
 
 

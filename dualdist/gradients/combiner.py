@@ -21,6 +21,9 @@ class Combiner:
     is_in_world = True
     """Whether the other ranks know this object. If not, they learn of it when it first combines gradients."""
 
+    passes = 1
+    """How many backward passes accumulate before gradients are combined."""
+
     comm_hook: CommHook | None = None
     """What combines the gradients instead of an allreduce."""
 
@@ -48,6 +51,9 @@ class Combiner:
 
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Collective when there are any."""
+
+    def check(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise ValueError if one of `params` was never added; see `refuse`."""
 
     def before_step(self) -> None:
         """Prepare for `step()`, after gradients are combined. Local."""

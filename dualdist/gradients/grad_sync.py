@@ -71,6 +71,8 @@ class GradSync(Combiner):
         """Whether another GradSync combines some of the same gradients."""
         self._is_shared = False
         """Whether somebody else puts gradients into other memory during backward. They combine them, too."""
+        self._checked: list[int] = []
+        """The ids of the parameters that `check` has found to be known."""
         self._addresses: dict[int, int] = {}
         """Where gradients have arrived, until a whole backward has been seen."""
         self._newest: dict[torch.device, int] = {}
@@ -189,7 +191,7 @@ class GradSync(Combiner):
     def _can_send_early(self, index: int) -> bool:
         """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
         is_regular = self._has_observed and not (self._repeats or self._is_shared)
-        return is_regular and self._params[index].passes >= self._passes
+        return is_regular and self._params[index].passes >= self.passes
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
         if not self._reducer.is_known:
@@ -259,8 +261,15 @@ class GradSync(Combiner):
         # On several devices there are several threads, and the order differs from backward to backward.
         has_one_task = self._arrivals.has_one_task
         can_learn = has_one_task and self._is_on_one_device and not self._counts
-        if any(self._params[index].passes >= self._passes for index in self._arrivals.handled):
-            is_partial = any(0 < param.passes < self._passes for param in self._params)
+        if any(self._params[index].passes >= self.passes for index in self._arrivals.handled):
+            grads = [self._params[index].tensor.grad for index in self._arrivals.handled]
+            if all([grad is None for grad in grads]):
+                raise RuntimeError(
+                    "Gradients must be there when backward() ends, to be combined, but hooks have removed all of "
+                    "them. An optimizer that steps in hooks uses this rank's gradients. Use torch.distributed.optim."
+                    "_apply_optimizer_in_backward, or a DistributedOptimizer for each parameter."
+                )
+            is_partial = any(0 < param.passes < self.passes for param in self._params)
             if is_partial and self._arrivals.end_nested():
                 return  # the gradients of layers before a reentrant checkpoint have not arrived
             self._combine()
@@ -290,7 +299,15 @@ class GradSync(Combiner):
         self._expect_order()
 
     def synchronize(self) -> None:
-        """Combine gradients that backward left uncombined. Collective when there are any."""
+        """Combine gradients that backward left uncombined. Collective when there are any.
+
+        Raises RuntimeError within backward, unless there is only one parameter, whose gradient is complete.
+        """
+        if self._arrivals.are_in_backward() and len(self._params) > 1:
+            raise RuntimeError(
+                "step() must not be called in a hook of backward, where gradients are still this rank's own and not "
+                "all complete, but is. Call it after backward(), or make a DistributedOptimizer for each parameter."
+            )
         self._arrivals.take_arrived()
         tensors = [self._params[index].tensor for index in self._unhooked]
         # A frozen parameter may have the gradient that other ranks have combined.
@@ -298,6 +315,17 @@ class GradSync(Combiner):
         if not self._reducer.reduced or unseen or any(param.passes for param in self._params):
             self._combine()
         self.watch()
+
+    def check(self, params: Sequence[torch.Tensor]) -> None:
+        if (ids := list(map(id, params))) == self._checked:
+            return
+        known = {id(param.tensor) for param in self._params}
+        for param in params:
+            if id(param) not in known:
+                self.refuse(
+                    f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
+                )
+        self._checked = ids
 
     def before_step(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
@@ -310,7 +338,7 @@ class GradSync(Combiner):
         self._reducer.used.clear()
 
     def set_passes(self, passes: int) -> None:
-        self._passes = passes
+        self.passes = passes
         # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
         self._counts = passes > 1 or not self._averages
         self._arrivals.take_arrived()
@@ -359,16 +387,27 @@ def _address(grad: torch.Tensor | None) -> int:
 
 def combined_elsewhere(params: Sequence[torch.Tensor], kind: Kind) -> Kind | None:
     """Return the kind of a wrapper that combines the gradients of some of `params`, but is not of `kind`."""
+    found = _first(params, lambda sync: sync.kind is not kind)
+    return None if found is None else found.kind
+
+
+def combined_twice(params: Sequence[torch.Tensor], options: SyncOptions) -> str | None:
+    """Return the name of one of `params` that another GradSync combines, too, if its gradient would then be wrong."""
+    found = _first(params, lambda sync: not (options.can_repeat and sync._reducer.options.can_repeat))
+    own = {id(param) for param in params}
+    return None if found is None else next(param.name for param in found._params if id(param.tensor) in own)
+
+
+def _first(params: Sequence[torch.Tensor], is_meant: Callable[[GradSync], bool]) -> GradSync | None:
+    """Return a GradSync with some of `params` that `is_meant`."""
     own = {id(param) for param in params}
 
-    def found() -> Kind | None:
+    def found() -> GradSync | None:
         for sync in _alive:
-            if sync.kind is not kind and any(id(param.tensor) in own for param in sync._params):
-                return sync.kind
+            if is_meant(sync) and any(id(param.tensor) in own for param in sync._params):
+                return sync
         return None
 
-    other = found()
-    if other is not None:
+    if found() is not None:
         gc.collect()  # its owner may be garbage
-        other = found()
-    return other
+    return found()

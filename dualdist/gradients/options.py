@@ -42,6 +42,11 @@ class SyncOptions:
     """The kind of wrapper that combines gradients, as errors name it."""
 
     @property
+    def can_repeat(self) -> bool:
+        """Whether gradients that were combined stay the same when they are combined once more."""
+        return self.reduction.op == Average and self.only_casts and self.comm_hook is None
+
+    @property
     def only_casts(self) -> bool:
         """Whether a copy decompresses: it casts. A compressor of the user may do more."""
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)

@@ -51,7 +51,7 @@ class Reducer:
     """
 
     def __init__(self, options: SyncOptions) -> None:
-        self._options = options
+        self.options = options
         self._hooks = HookQueue()
         self.layout = Layout([], replace(options, groups=None))  # `lay_out` gives the parameters
         self.is_known = False
@@ -87,7 +87,7 @@ class Reducer:
         Raises:
             CollectiveMismatchError: the ranks differ, or another rank called something else.
         """
-        options = options or self._options
+        options = options or self.options
         if options.comm_hook is not None:
             current().backend.open_process_group()
         call = Call(options.owner, options.describe(params), site=call_site())
@@ -101,17 +101,17 @@ class Reducer:
     @property
     def comm_hook(self) -> CommHook | None:
         """What combines the gradients instead of an allreduce."""
-        return self._options.comm_hook
+        return self.options.comm_hook
 
     def register_comm_hook(self, hook: CommHook, params: Sequence[TrackedParameter], member: object) -> None:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""
-        if self._options.comm_hook is not None:
+        if self.options.comm_hook is not None:
             raise RuntimeError("A communication hook can be registered only once.")
-        options = replace(self._options, comm_hook=hook)
+        options = replace(self.options, comm_hook=hook)
         if self.is_known:
             self.enter_world(params, member, options)
         # Until now, another rank may have combined gradients without a hook.
-        self._options = options
+        self.options = options
         self.lay_out(params)
 
     def forget_world(self, backend: Backend) -> None:
@@ -120,11 +120,11 @@ class Reducer:
         self._hooks.close(backend)
         self._hooks = HookQueue()
         self._buckets_sent = 0
-        self._use(Layout(self.layout.params, self._options))
+        self._use(Layout(self.layout.params, self.options))
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
         """Lay out buckets for `params`, to which some may have been added, and start over."""
-        self._use(Layout(params, self._options, self.layout.sparse))
+        self._use(Layout(params, self.options, self.layout.sparse))
 
     def _use(self, layout: Layout) -> None:
         self.layout = layout
@@ -159,31 +159,31 @@ class Reducer:
 
     def _send_next(self, empty: bool = False) -> None:
         place = len(self._sent)
-        bucket, group = self.layout.buckets[place], channel_of(self._options.process_set).gradients
+        bucket, group = self.layout.buckets[place], channel_of(self.options.process_set).gradients
         grads = [None] * len(bucket.slots) if empty else self._all_contributions(place)
         memory = self.layout.memory_of(place, grads, in_place=self._can_set_early)
-        factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
+        factor = 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0
         is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
         kinds = memory.pack(grads, is_new, factor)
         self._kinds.append(kinds)
         self._buckets_sent += 1
         record = functools.partial(self._recorded, place, memory)
-        hook = self._options.comm_hook
+        hook = self.options.comm_hook
         if hook is not None:
             is_last = place == len(self.layout.buckets) - 1
             grad_bucket = GradBucket(place, memory.flat, bucket.slots, memory.params, is_last)
             step = f"{self._id}.{self._buckets_sent - place}"
-            hook_work = HookWork(hook, grad_bucket, channel_of(self._options.process_set), step)
+            hook_work = HookWork(hook, grad_bucket, channel_of(self.options.process_set), step)
             self._hooks.submit(hook_work)
             self._sent.append(HookedBucket(hook_work, record))
         else:
-            self._sent.append(SummedBucket(self._options, group, memory, f"{self._id}.{place}", record))
-        if self._can_set_early and not self._options.sparse_as_dense:
+            self._sent.append(SummedBucket(self.options, group, memory, f"{self._id}.{place}", record))
+        if self._can_set_early and not self.options.sparse_as_dense:
             memory.set_early(kinds)
 
     @property
     def _can_set_early(self) -> bool:
-        hook = self._options.comm_hook
+        hook = self.options.comm_hook
         # Hooks other than torch's may run for long, and in a thread. Until then, the gradients are those of this rank.
         return self.sets_early and (hook is None or hook.only_starts)
 
@@ -200,8 +200,8 @@ class Reducer:
     def _all_contributions(self, place: int) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in the bucket at `place`."""
         grads = [param.tensor.grad for param in self.layout.members[place]]
-        sends_all = self._options.reduction.op == Average or not self.reduced
-        has_only_dense = not self.layout.sparse and not self._options.sparse_as_dense
+        sends_all = self.options.reduction.op == Average or not self.reduced
+        has_only_dense = not self.layout.sparse and not self.options.sparse_as_dense
         if sends_all and has_only_dense and self.layout.fits(place, grads):
             return grads
         return [self._contribution(slot.param) for slot in self.layout.buckets[place].slots]
@@ -216,7 +216,7 @@ class Reducer:
             self._changes.append(change)
             return None
         grad = param.tensor.grad
-        if grad is None or (self._options.reduction.op != Average and self.is_reduced(param)):
+        if grad is None or (self.options.reduction.op != Average and self.is_reduced(param)):
             return None
         if not param.fits(grad):
             self._changes.append(
@@ -224,7 +224,7 @@ class Reducer:
                 f"{tuple(param.shape)}, {param.dtype} on {param.device}"
             )
             return None
-        if self._options.sparse_as_dense and grad.is_sparse:
+        if self.options.sparse_as_dense and grad.is_sparse:
             return grad.to_dense()
         if index in self.layout.sparse and not grad.is_sparse:  # it has no place in the bucket
             return grad.to_sparse(1)
@@ -251,8 +251,8 @@ class Reducer:
         overwritten = next(
             (param.name for memory in memories for param in memory.params if memory.holds(param)), None
         )
-        if self._options.comm_hook is None:
-            channel_of(self._options.process_set).receive(self._announcement(), wait)
+        if self.options.comm_hook is None:
+            channel_of(self.options.process_set).receive(self._announcement(), wait)
         else:  # other ranks may take part only after the announcement
             self.layout.release_memory()
         self.start_over()
@@ -274,7 +274,7 @@ class Reducer:
         """
         while len(self._sent) < len(self.layout.buckets):
             self._send_next(empty)
-        channel = channel_of(self._options.process_set)
+        channel = channel_of(self.options.process_set)
         call = self._announcement()
         for sent in self._sent:
             if not sent.has_started:  # the error finds the rank that has left
@@ -282,7 +282,7 @@ class Reducer:
         if self._sent and not channel.has_joined:  # a joined rank sends only after the announcement
             in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
-            wrong = announce(self._options.process_set, call, self.layout.contributions, self._kinds)
+            wrong = announce(self.options.process_set, call, self.layout.contributions, self._kinds)
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, self._receive, call, keep=False, settled=False)
@@ -296,7 +296,7 @@ class Reducer:
 
     def _announcement(self) -> Call:
         return announcement(
-            self._options.process_set,
+            self.options.process_set,
             self._id,
             self._buckets_sent,
             changed=self.layout.contributions.changed(self._kinds),
@@ -311,12 +311,12 @@ class Reducer:
         """Raise on every rank when parameters changed on some `ranks`. changes: descriptions of those on this rank."""
         if changes:
             raise ValueError(
-                f"The parameters of {self._options.owner} must not change after it was made, but "
+                f"The parameters of {self.options.owner} must not change after it was made, but "
                 f"{changes[0]}. Move or change the model first, then wrap it."
             )
         if ranks:
             raise HorovodInternalError(
-                f"Gradients were not combined: on ranks {ranks}, parameters of {self._options.owner} were moved or "
+                f"Gradients were not combined: on ranks {ranks}, parameters of {self.options.owner} were moved or "
                 "replaced after it was made."
             )
 
@@ -339,19 +339,17 @@ class Reducer:
             keep: whether it becomes the gradients.
             settled: whether all ranks know which gradients are sparse. If not, no rank combines those.
         """
-        channel = channel_of(self._options.process_set)
+        channel = channel_of(self.options.process_set)
         channel.receive(call, functools.partial(self._unpack, channel.gradients, keep, settled))
 
     def _unpack(self, group: Group, keep: bool, settled: bool) -> None:
         sparse: dict[int, torch.Tensor | None] = {}
-        reduction = self._options.reduction
+        reduction = self.options.reduction
         for place, sent in enumerate(self._sent):
             sent.work.wait()
             memory = self.layout.memory_of(place)
             if keep:
-                divides = reduction.op == Average and not self._options.divides_first(
-                    memory.flat.dtype, group
-                )
+                divides = reduction.op == Average and not self.options.divides_first(memory.flat.dtype, group)
                 factor = reduction.postscale_factor / (group.size if divides else 1)
                 sent.finish(memory, factor * self._correction(group))
                 self._hook_error = self._hook_error or sent.error
@@ -367,17 +365,17 @@ class Reducer:
         for index, dense_part in sorted(sparse.items()):
             self._combine_sparse(group, index, dense_part, keep)
         if sparse.keys() - self.layout.sparse:
-            self._use(Layout(self.layout.params, self._options, self.layout.sparse | sparse.keys()))
+            self._use(Layout(self.layout.params, self.options, self.layout.sparse | sparse.keys()))
 
     def _correction(self, group: Group) -> float:
         """Return what an average must be multiplied by, because ranks have called `join`."""
-        if self._options.reduction.op != Average:
+        if self.options.reduction.op != Average:
             return 1.0
         if self.divisor is not None:
             return group.size / self.divisor
         if not self.divides_by_active:
             return 1.0
-        return group.size / (group.size - channel_of(self._options.process_set).num_joined)
+        return group.size / (group.size - channel_of(self.options.process_set).num_joined)
 
     def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
         """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
@@ -386,6 +384,6 @@ class Reducer:
         # A dense gradient of this rank was sent in the bucket.
         combined = sum_sparse(group, own if own is not None and own.is_sparse else None, param)
         if keep:
-            if self._options.reduction.op == Average:
+            if self.options.reduction.op == Average:
                 combined *= self._correction(group) / group.size
             param.grad = combined if dense_part is None else add_sparse(combined, dense_part.to_sparse(1))

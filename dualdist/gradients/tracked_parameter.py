@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class TrackedParameter:
         self.is_given = True
         """Whether `.grad` may be memory that the script knows: it was set before the current backward."""
         self.hook: Any = None
+        self._unswappable = weakref.ref(tensor)
+        """torch.utils.swap_tensors would take the hook away. It raises for a tensor with a weak reference."""
         self.record_placement()
 
     def record_placement(self) -> None:

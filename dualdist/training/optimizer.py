@@ -8,10 +8,12 @@ torch's hooks before and after `step()`, which also run when a scheduler has pat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..agreement import call_kinds
 from ..agreement.call_site import remember_call_site
@@ -26,7 +28,15 @@ from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Adasum, Average, Op
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
-from .optimizer_arguments import check_hook_alone, check_model, check_optimizer, grouped, named_in, numbered
+from .optimizer_arguments import (
+    check_hook_alone,
+    check_model,
+    check_optimizer,
+    check_overlap,
+    grouped,
+    named_in,
+    numbered,
+)
 
 __all__ = ("DistributedOptimizer", "SynchronizedOptimizer")
 
@@ -36,7 +46,10 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     _combiner: Combiner
     _base: type[torch.optim.Optimizer]
+    _options: SyncOptions
+    _step_hooks: list[RemovableHandle]
     _skipping: bool
+    _is_copy = False
 
     @not_compiled
     def synchronize(self) -> None:
@@ -45,6 +58,13 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         Collective when there are any, as after fewer backward passes than `backward_passes_per_step`.
         """
         self._combiner.synchronize()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients locally in the `with` block, as DistributedDataParallel.no_sync.
+
+        The next backward combines the accumulated gradients.
+        """
+        return self._combiner.disabled()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -73,14 +93,32 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             raise
 
     def __reduce__(self) -> Any:
-        """Pickle and copy as the original class, without hooks. The copy trains alone until it is wrapped again."""
-        return _restore, (self._base, self.__getstate__())
+        """Pickle and copy. A copy belongs to no world until its gradients are first combined, which is collective.
+
+        Raises RuntimeError with a `comm_hook`, whose state cannot be copied, and with a part of the ranks.
+        """
+        if self._options.process_set is not global_process_set or self._options.comm_hook is not None:
+            raise RuntimeError(
+                "A DistributedOptimizer with a `comm_hook`, or with a `process_set` other than the whole world, must "
+                "not be copied or pickled, but is. Save its state_dict()."
+            )
+        options = {
+            field.name: getattr(self._options, field.name)
+            for field in dataclasses.fields(SyncOptions)
+            if field.name != "process_set"
+        }
+        return _restore, (self._base, self.__getstate__(), options, self._combiner.passes)
 
 
-def _restore(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+def _restore(
+    base: type[torch.optim.Optimizer], state: dict[str, Any], options: dict[str, Any], passes: int
+) -> torch.optim.Optimizer:
     optimizer = base.__new__(base)
     optimizer.__setstate__(state)
-    return optimizer
+    full = SyncOptions(process_set=global_process_set, **options)
+    copied = _distributed(optimizer, named_in(optimizer, None), full, passes, compares_late=True)
+    copied._is_copy = True
+    return copied
 
 
 def DistributedOptimizer(
@@ -119,7 +157,8 @@ def DistributedOptimizer(
             equal on all ranks. Without the other options about how gradients are combined.
 
     Raises:
-        ValueError: an argument is wrong on this rank, or the model has a torch.nn.SyncBatchNorm that cannot work.
+        ValueError: an argument is wrong on this rank, the model has a torch.nn.SyncBatchNorm that cannot work, or
+            another optimizer would combine the same gradients once more.
         TypeError: an argument is of a wrong type, or `optimizer` or its model is distributed already.
         CollectiveMismatchError: the parameters, options or classes of the optimizers differ between ranks.
     """
@@ -127,6 +166,8 @@ def DistributedOptimizer(
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
         check_process_set(process_set, registered=True)
         op, factor = check_optimizer(optimizer, op, gradient_predivide_factor, compression)
+        if isinstance(optimizer, SynchronizedOptimizer) and optimizer._is_copy:
+            _undistributed(optimizer)
         if isinstance(optimizer, SynchronizedOptimizer):
             raise TypeError(
                 f"`optimizer` must not be distributed already, but is {type(optimizer).__name__} instead. Wrap it once."
@@ -139,13 +180,8 @@ def DistributedOptimizer(
         named = named_in(optimizer, named_parameters)
         check_model([param for _, param in named])
         members = grouped(groups, num_groups, [param for _, param in named])
-    combiner: Combiner = NullCombiner()
-    if process_set.included() and op == Adasum:
-        combiner = AdasumStep(optimizer, compression, process_set)
-    elif process_set.included():
-        reduction = Reduction(op, 1.0 / factor, factor)
         options = SyncOptions(
-            reduction,
+            Reduction(op, 1.0 / factor, factor),
             compression,
             process_set,
             sparse_as_dense,
@@ -153,23 +189,52 @@ def DistributedOptimizer(
             comm_hook=hook,
             optimizer=type(optimizer).__name__,
         )
+        check_overlap([param for _, param in named], options)
+    remember_call_site()
+    return _distributed(optimizer, named, options, passes)
+
+
+def _distributed(
+    optimizer: torch.optim.Optimizer,
+    named: Sequence[tuple[str, torch.Tensor]],
+    options: SyncOptions,
+    passes: int,
+    *,
+    compares_late: bool = False,
+) -> SynchronizedOptimizer:
+    """Change `optimizer` so that it combines gradients, and return it. compares_late: as for GradSync."""
+    combiner: Combiner = NullCombiner()
+    if options.process_set.included() and options.reduction.op == Adasum:
+        combiner = AdasumStep(optimizer, options.compression, options.process_set)
+    elif options.process_set.included():
         # It takes no dense gradients.
         fills = not isinstance(optimizer, torch.optim.SparseAdam)
-        combiner = GradSync(named, options, optimizer, passes, fills=fills)
+        combiner = GradSync(named, options, optimizer, passes, compares_late=compares_late, fills=fills)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
     synchronized = cast("SynchronizedOptimizer", optimizer)
     synchronized._base, synchronized._skipping, synchronized._combiner = base, False, combiner
-    remember_call_site()
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
+    synchronized._options = options
+    synchronized._step_hooks = [
+        optimizer.register_step_pre_hook(_before_step),
+        optimizer.register_step_post_hook(_after_step),
+    ]
     return synchronized
+
+
+def _undistributed(optimizer: SynchronizedOptimizer) -> None:
+    """Make `optimizer` the plain one again."""
+    optimizer._combiner.release()
+    for handle in optimizer._step_hooks:
+        handle.remove()
+    optimizer.__class__ = optimizer._base  # type: ignore[assignment]
 
 
 @not_compiled
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     remember_call_site()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+    optimizer._combiner.check([param for group in optimizer.param_groups for param in group["params"]])
     if optimizer._skipping:
         return
     if closure is None:  # a closure calls backward, which combines

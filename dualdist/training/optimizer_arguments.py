@@ -11,11 +11,21 @@ import torch
 from ..agreement import call_kinds
 from ..checks import instance, integer, items, number, reduce_op, wrong
 from ..collectives.compression import Compression, check_compression
-from ..gradients.grad_sync import combined_elsewhere
+from ..gradients.adasum_step import are_steps_combined
+from ..gradients.grad_sync import combined_elsewhere, combined_twice
+from ..gradients.options import SyncOptions
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Sum
 from .torch_sync_batch_norm import check_sync_batch_norms, layers_with
 
-__all__ = ("check_hook_alone", "check_model", "check_optimizer", "grouped", "named_in", "numbered")
+__all__ = (
+    "check_hook_alone",
+    "check_model",
+    "check_optimizer",
+    "check_overlap",
+    "grouped",
+    "named_in",
+    "numbered",
+)
 
 
 def check_optimizer(
@@ -48,6 +58,18 @@ def check_model(params: Sequence[torch.Tensor]) -> None:
             f"`optimizer` must not have parameters of a {other}, but does. Use either style, not both for one model."
         )
     check_sync_batch_norms(layers_with(params))
+
+
+def check_overlap(params: Sequence[torch.Tensor], options: SyncOptions) -> None:
+    """Raise ValueError if another optimizer combines gradients of `params`, too, and that would change them again."""
+    name = combined_twice(params, options)
+    if name is None and are_steps_combined(params):
+        name = "one of them"
+    if name is not None:
+        raise ValueError(
+            f"`optimizer` must not have parameters of another DistributedOptimizer unless both average, but has "
+            f"{name!r}, whose gradient would be combined twice. Delete the other one, or use op=Average without a hook."
+        )
 
 
 def check_hook_alone(op: int, factor: float, compression: Any) -> None:

@@ -93,3 +93,25 @@ def test_a_layer_that_repeats_while_ranks_use_different_others() -> None:
         optimizer.zero_grad()
         loss(hvd.rank(), use_reentrant=True).backward()
         torch.testing.assert_close([param.grad for param in params], list(expected))
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+@pytest.mark.parametrize("with_head", [True, False])
+@everywhere
+def test_gradients_are_complete_after_the_last_pass_of_reentrant_checkpoints(
+    op: int, with_head: bool
+) -> None:
+    """The ends of nested backwards must not combine what layers before them have not completed."""
+    first, inside, head = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    params = [first, inside, *([head] if with_head else [])]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=op, backward_passes_per_step=2)
+    total = sum(range(1, hvd.size() + 1)) / (1 if op == hvd.Sum else hvd.size())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for passes in (1, 2):
+            hidden = checkpoint(lambda x: x + inside, first * 1.0, use_reentrant=True)
+            (hidden + head if with_head else hidden).mul(hvd.rank() + 1.0).sum().backward()
+            expected = hvd.rank() + 1 if passes == 1 else 2 * total
+            for param in params:
+                assert param.grad is not None and param.grad.item() == pytest.approx(expected)
+        optimizer.step()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
 from dualdist.collectives.compression import Compressor
@@ -129,22 +131,41 @@ def test_a_loaded_state_dict_continues_the_training() -> None:
 
 
 @pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
+@pytest.mark.parametrize("wraps", [False, True])
 @everywhere
-def test_a_copy_is_the_plain_optimizer_with_its_state(copied: str) -> None:
+def test_a_copy_has_the_state_and_joins_the_world_at_its_first_gradients(copied: str, wraps: bool) -> None:
     weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5))
-    step(optimizer, weight)
-    twin = pickle.loads(pickle.dumps(optimizer)) if copied == "pickle" else copy.deepcopy(optimizer)
-    assert type(twin) is torch.optim.SGD and twin.param_groups[0]["lr"] == 1.0
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0, momentum=0.5), backward_passes_per_step=2
+    )
+    for _ in range(2):
+        weight.mul(hvd.rank() + 1.0).sum().backward()
+    optimizer.step()
+    if hvd.rank() == 0:
+        copy.deepcopy(optimizer)  # a copy alone is no collective
+    twin: Any = pickle.loads(pickle.dumps(optimizer)) if copied == "pickle" else copy.deepcopy(optimizer)
+    assert isinstance(twin, torch.optim.SGD) and twin.param_groups[0]["lr"] == 1.0
     (own,) = twin.param_groups[0]["params"]
-    assert own is not weight and own.item() == weight.item()
-    assert twin.state[own]["momentum_buffer"].item() == pytest.approx(mean())
-    own.grad = torch.ones(1)
+    assert own is not weight and own.item() == weight.item() == -2 * mean()
+    assert twin.state[own]["momentum_buffer"].item() == pytest.approx(2 * mean())
+    if wraps:
+        twin = hvd.DistributedOptimizer(twin, backward_passes_per_step=2)
+    own.grad = None
+    for passes in (1, 2):
+        own.mul(hvd.rank() + 1.0).sum().backward()
+        assert own.grad is not None
+        assert own.grad.item() == (hvd.rank() + 1 if passes == 1 else 2 * mean())
     twin.step()
-    assert own.item() == pytest.approx(weight.item() - 0.5 * mean() - 1)
-    step(hvd.DistributedOptimizer(twin), own)
-    step(optimizer, weight)
-    assert weight.item() == pytest.approx(-2.5 * mean())
+    assert own.item() == pytest.approx(-5 * mean())
+    assert weight.item() == -2 * mean()
+
+
+@everywhere
+def test_a_copy_of_an_optimizer_of_some_ranks_or_with_a_hook_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm_hook=allreduce_hook)
+    with pytest.raises(RuntimeError, match="must not be copied or pickled"):
+        copy.deepcopy(optimizer)
 
 
 class Counting(torch.optim.SGD):
@@ -305,3 +326,165 @@ def test_sparse_adam_trains_without_zero_grad_and_with_a_table_that_no_rank_uses
         optimizer.step()
     assert torch.equal(unused.weight, before[1])
     assert torch.equal(used.weight[0], before[0][0]) and not torch.equal(used.weight[1], before[0][1])
+
+
+@everywhere
+def test_a_parameter_that_is_put_into_a_group_is_an_error_at_the_step() -> None:
+    weight, new, added = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer.add_param_group({"params": [added]})
+    step(optimizer, weight, added)
+    optimizer.param_groups[0]["params"].append(new)
+    optimizer.zero_grad()
+    (weight + new).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(2,\) was put into param_groups without add_param_group"):
+        optimizer.step()
+    del optimizer.param_groups[0]["params"][-1]
+    step(optimizer, weight, added)
+    assert weight.tolist() == [pytest.approx(1 - 2 * mean())] * 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"op": hvd.Sum}, {"comm_hook": allreduce_hook}, {"compression": Doubling}, {"op": hvd.Adasum}]
+)
+@everywhere
+def test_two_optimizers_that_would_combine_a_gradient_twice_are_refused(options: dict[str, Any]) -> None:
+    if options == {"op": hvd.Adasum} and hvd.size() == 3:
+        return  # a power of two
+    shared, own = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    names = [("own", own), ("shared", shared)]
+    first = hvd.DistributedOptimizer(torch.optim.SGD([own, shared], lr=1.0), names)
+    with pytest.raises(ValueError, match="gradient would be combined twice"):
+        hvd.DistributedOptimizer(torch.optim.SGD([shared], lr=1.0), **options)
+    second = hvd.DistributedOptimizer(torch.optim.SGD([shared], lr=1.0))  # averages of averages
+    step(first, own, shared)
+    second.step()
+    assert own.item() == pytest.approx(1 - mean()) and shared.item() == pytest.approx(1 - 2 * mean())
+    del first, second
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([shared], lr=1.0), **options)
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+@everywhere
+def test_gradients_that_would_be_part_of_a_graph_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for _ in range(2):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(RuntimeError, match=r"`create_graph` must be False.*torch\.autograd\.grad"),
+        ):
+            weight.pow(3).sum().backward(create_graph=True)
+        optimizer.zero_grad()
+    (grad,) = torch.autograd.grad(weight.pow(3).sum(), weight, create_graph=True)
+    (grad.square().sum() * (hvd.rank() + 1)).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [pytest.approx(36 * mean())] * 2
+
+
+@everywhere
+def test_an_optimizer_for_each_parameter_may_step_in_hooks() -> None:
+    """As torch's tutorial on saving memory by fusing the optimizer step into backward."""
+    model, reference = (
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
+    )
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    reference.load_state_dict(model.state_dict())
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    optimizers = {
+        param: hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1, momentum=0.9))
+        for param in model.parameters()
+    }
+
+    def finish(param: torch.Tensor) -> None:
+        optimizers[param].step()  # type: ignore[index]
+        optimizers[param].zero_grad()  # type: ignore[index]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(finish)
+    for number in range(4):
+        inputs = torch.randn(hvd.size(), 2, 3, generator=torch.Generator().manual_seed(number))
+        model(inputs[hvd.rank()]).square().mean().backward()
+        alone.zero_grad()
+        reference(inputs).square().mean().backward()
+        alone.step()
+        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_a_step_in_a_hook_that_would_use_gradients_of_this_rank_is_an_error(style: str) -> None:
+    params = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(2))
+    plain = torch.optim.SGD(params, lr=1.0)
+    module: Any = hvd.DistributedDataParallel(params) if style == "module" else None
+    optimizer = plain if style == "module" else hvd.DistributedOptimizer(plain)
+
+    def finish(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(finish)
+    error = (
+        "hooks have removed all of them" if module is not None else r"step\(\) must not be called in a hook"
+    )
+    with pytest.raises(RuntimeError, match=error):
+        (params[0] + params[1]).sum().backward()
+
+
+@everywhere
+def test_no_sync_accumulates_locally_as_in_the_module() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            weight.mul(hvd.rank() + 1.0).sum().backward()
+        assert weight.grad is not None and weight.grad.item() == hvd.rank() + 1
+        weight.mul(hvd.rank() + 1.0).sum().backward()
+        assert weight.grad.item() == pytest.approx(2 * mean())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn],
+)
+@everywhere
+def test_frozen_parameters_of_any_dtype_are_left_alone(dtype: torch.dtype) -> None:
+    base = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)  # quantized
+    adapter = nn.Parameter(torch.ones(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([base, adapter], lr=1.0), groups=[[base, adapter]])
+    for _ in range(3):
+        step(optimizer, adapter)
+    assert base.grad is None and adapter.tolist() == [pytest.approx(1 - 3 * mean())] * 3
+
+
+@everywhere
+def test_gradients_may_have_another_dtype_than_their_parameter() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    if not hasattr(weight, "grad_dtype"):
+        return  # an older torch
+    weight.grad_dtype = torch.float32
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        weight.mul(hvd.rank() + 1.0).sum().backward()
+        assert weight.grad is not None and weight.grad.dtype is torch.float32
+        assert weight.grad.tolist() == [pytest.approx(mean())] * 3
+
+
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_a_conversion_that_would_lose_the_hooks_is_refused(style: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapped = hvd.DistributedDataParallel(model) if style == "module" else hvd.DistributedOptimizer(optimizer)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
+            model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert wrapped is not None
