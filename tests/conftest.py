@@ -37,7 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--programs",
         type=int,
         default=50,
-        help="random programs in each world of tests/parity/test_programs.py",
+        help="random programs in each world of tests/parity/test_programs.py and test_mutations.py",
+    )
+    parser.addoption(
+        "--program-seed", type=int, help="run this program of tests/parity/test_mutations.py alone"
     )
     parser.addoption(
         "--all",
