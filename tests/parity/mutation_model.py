@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ("PARTS", "Net", "Pass", "Replica", "Setup", "draw_setup", "seeded")
+__all__ = ("PARTS", "Net", "Pass", "Replica", "Setup", "as_view", "draw_setup", "seeded")
 
 WIDTH = 12
 PARTS = (
@@ -310,8 +309,6 @@ class Replica:
         """Gradients that the script has kept in a list."""
         self.flat: torch.Tensor | None = None
         """A buffer of which the script made the gradients views."""
-        self.views: dict[str, weakref.ref[torch.Tensor]] = {}
-        """Gradients that the script made as views, on which `detach_` is an error in torch."""
         self.graph: tuple[torch.Tensor, frozenset[str]] | None = None
         """The loss of the last pass if its graph was retained, and the parameters that it reaches."""
         self.uses_late = False
@@ -423,6 +420,13 @@ class Replica:
             del loss
         self.after_pass(one.syncs)
 
+    def assign(self, one: Pass) -> None:
+        """Compute gradients without backward, and set them by hand. No wrapper combines these."""
+        params = [self.params[key] for key in sorted(self.reached(one, self.rank))]
+        grads = torch.autograd.grad(self.loss(one), params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = as_view(grad)
+
     def step(self, number: int) -> None:
         self.graph = None
         self.before_step(number)
@@ -504,6 +508,12 @@ class Replica:
             for name, value in values.items()
             if value is not None
         }
+
+
+def as_view(grad: Any) -> Any:
+    """Return a tensor that is going to be a gradient and may be a view, with a mark: torch refuses `detach_` on it."""
+    grad.may_be_view = True
+    return grad
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

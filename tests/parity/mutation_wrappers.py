@@ -101,7 +101,7 @@ class Naive(Replica):
         self.since_step: list[set[str]] = [set() for _ in keys]
         self.pending: set[str] = set()
         """What the current backward has reached."""
-        self.hooked: set[str] = set()
+        self.handles: list[Any] = []
         if self.setup.equal_start and self.is_member:
             hvd.broadcast_parameters(self.params, root_rank=self.setup.ranks[0], process_set=self.process_set)
 
@@ -114,10 +114,13 @@ class Naive(Replica):
             for number, optimizer in enumerate(self.optimizers):
                 own = {id(param) for group in optimizer.param_groups for param in group["params"]}
                 self.units[number] = {key for key, param in self.params.items() if id(param) in own}
-        for key, param in self.params.items():
-            if param.requires_grad and key not in self.hooked:
-                self.hooked.add(key)
-                param.register_post_accumulate_grad_hook(lambda _, key=key: self.pending.add(key))
+        for handle in self.handles:
+            handle.remove()
+        self.handles = [
+            param.register_post_accumulate_grad_hook(lambda _, key=key: self.pending.add(key))
+            for key, param in self.params.items()
+            if param.requires_grad
+        ]
 
     def after_pass(self, syncs: bool) -> None:
         if not self.is_member:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .mutation_model import Pass, Replica, Setup, draw_setup
+from .mutation_model import Pass, Replica, Setup, as_view, draw_setup
 
 __all__ = ("Program", "Statement", "draw_program")
 
@@ -109,26 +108,20 @@ def one_dtype(replica: Replica) -> dict[str, Any]:
     return {key: param for key, param in only_dense(replica).items() if not param.is_complex()}
 
 
-def set_view(replica: Replica, key: str, grad: torch.Tensor) -> None:
-    replica.params[key].grad = grad
-    replica.views[key] = weakref.ref(grad)
-
-
 def give_other_strides(replica: Replica, keys: Sequence[str], x: float) -> None:
-    for key, param in only_dense(replica, keys).items():
+    for param in only_dense(replica, keys).values():
         if param.grad is None:
             continue
         if param.dim() >= 2:
             grad = param.grad.transpose(0, 1).contiguous().transpose(0, 1)
         else:
             grad = torch.zeros(param.numel() * 2, dtype=param.dtype)[::2].view(param.shape).copy_(param.grad)
-        set_view(replica, key, grad)
+        param.grad = as_view(grad)
 
 
 def detach(replica: Replica, keys: Sequence[str], x: float) -> None:
-    for key, param in only_dense(replica, keys).items():
-        view = replica.views.get(key, lambda: None)()
-        if param.grad is not None and view is not param.grad:
+    for param in only_dense(replica, keys).values():
+        if param.grad is not None and not hasattr(param.grad, "may_be_view"):
             param.grad.detach_()
 
 
@@ -155,11 +148,11 @@ def make_flat(replica: Replica, keys: Sequence[str], x: float) -> None:
     params = one_dtype(replica)
     replica.flat = torch.zeros(sum(param.numel() for param in params.values()), dtype=replica.setup.dtype)
     start = 0
-    for key, param in params.items():
+    for param in params.values():
         view = replica.flat[start : start + param.numel()].view(param.shape)
         if param.grad is not None:
             view.copy_(param.grad)
-        set_view(replica, key, view)
+        param.grad = as_view(view)
         start += param.numel()
 
 
@@ -389,6 +382,9 @@ class Drawing:
         for _ in range(count):
             self.add_pass()
             self.mutate(0.5)
+        if self.setup.style == "module" and self.chance(0.1):
+            self.add_assignment()
+            self.mutate(0.3)
         if self.chance(0.25):
             self.add("clip_grad_norm_", "clip", clip_norm)
         elif self.chance(0.15):
@@ -468,6 +464,15 @@ class Drawing:
         if retains:
             self.mutate(0.3)
             self.add_one(Pass(self.num_passes, models, skipped, inputs, False, True, syncs))
+
+    def add_assignment(self) -> None:
+        if any(self.setup.checkpoint.values()):  # torch.autograd.grad cannot go through it
+            return
+        self.num_passes += 1
+        skipped: dict[int, tuple[str, ...]] = {rank: () for rank in range(self.setup.size)}
+        one = Pass(self.num_passes, (0,), skipped, None, False, False, True)
+        text = f"p.grad = grad for grad in torch.autograd.grad(net0(data {one.number}), all p)"
+        self.add(text, "autograd.grad", lambda replica: replica.assign(one))
 
     def add_one(self, one: Pass) -> None:
         self.add(str(one), "pass", lambda replica: replica.backward(one), one=one)

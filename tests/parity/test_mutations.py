@@ -27,6 +27,8 @@ from .mutations import Program, draw_program
 STYLES = ("optimizer", "module")
 AT_ONCE = 10
 """How many programs run in one call to the world."""
+REPORTS = 5
+"""How many kinds of failures are reported in full."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,10 @@ def perform_one(seed: int, style: str, naive: bool, progress: Path, left_out: fr
         del replica, statement
     if failure is not None or seed % AT_ONCE == 0:
         gc.collect()
-    for _ in range(2):  # a rank that is still in the program gets an error
-        try:
-            hvd.allgather_object(seed, name="end of a program")
-            break
-        except hvd.HorovodInternalError:
-            pass
+    try:  # a rank that is still in the program gets an error
+        hvd.allgather_object(seed, name="end of a program")
+    except hvd.HorovodInternalError:
+        hvd.allgather_object(seed, name="end of a program")
     return Outcome(failure, str(program), len(drawn.statements))
 
 
@@ -110,8 +110,8 @@ class Runner:
         self.world, self.style, self.naive, self.folder = world, style, naive, folder
         self.failed: dict[str, list[int]] = defaultdict(list)
         """The seeds of failed programs by the kind of failure."""
-        self.first = ""
-        """A full report of the first one."""
+        self.reports: list[str] = []
+        """A full report of the first one of each kind, of a few kinds."""
 
     def run(self, seeds: Sequence[int], left_out: frozenset[int] = frozenset()) -> list[tuple[Outcome, ...]]:
         """Return the outcomes of each program on all ranks. Raises WorldFailure with the place of each rank."""
@@ -131,16 +131,20 @@ class Runner:
         except WorldFailure as error:
             # The results of this call are lost.
             place = min(seeds.index(int(text.split()[1].rstrip(","))) for text in self.places())
-            self.failed["a rank has ended or does not answer"].append(seeds[place])
-            self.first = self.first or f"{self.style} style, {self.world}:\n{error}"
+            if self.is_new("a rank has ended or does not answer", seeds[place]):
+                self.reports.append(f"{self.style} style, {self.world}:\n{error}")
             for part in filter(None, (seeds[:place], seeds[place + 1 :])):
                 self.run_some(part)
             return
         for seed, found in zip(seeds, outcomes, strict=True):
             failure = failure_of(found)
-            if failure is not None:
-                self.failed[failure[1].kind].append(seed)
-                self.first = self.first or self.report(seed, found)
+            if failure is not None and self.is_new(failure[1].kind, seed):
+                self.reports.append(self.report(seed, found))
+
+    def is_new(self, kind: str, seed: int) -> bool:
+        """Record a failure; return whether it needs a report."""
+        self.failed[kind].append(seed)
+        return len(self.failed[kind]) == 1 and len(self.reports) < REPORTS
 
     def places(self) -> list[str]:
         """Return where each rank is."""
@@ -181,7 +185,7 @@ def check(
         counts = [
             f"{len(seeds)} programs failed, {kind}: seeds {seeds}" for kind, seeds in runner.failed.items()
         ]
-        pytest.fail("\n".join([runner.first, *counts]), pytrace=False)
+        pytest.fail("\n".join([*runner.reports, *counts]), pytrace=False)
 
 
 @pytest.mark.parametrize("style", STYLES)
