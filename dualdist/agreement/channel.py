@@ -72,6 +72,8 @@ class Channel:
         self.group = data
         self.gradients = gradients
         """A second group, only for gradients: buckets are sent in their own order; see gradients/reducer.py."""
+        self.gradients_sent = 0
+        """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction."""
         self._name = name
         self._connections = connections
         self._timeline = timeline

@@ -17,13 +17,12 @@ from ..errors import HorovodInternalError
 from ..world.process_sets import ProcessSet, channel_of
 from .contributions import Contributions
 
-__all__ = ("announce", "announcement", "settle")
+__all__ = ("announce", "announcement", "next_digest", "settle")
 
 
 def announcement(
     process_set: ProcessSet,
     grad_sync: int,
-    buckets_sent: int,
     *,
     changed: bool = False,
     is_wrong: bool = False,
@@ -32,7 +31,6 @@ def announcement(
 
     Args:
         grad_sync: the ID of the reducer in the process set.
-        buckets_sent: how many buckets this rank has sent since the reducer entered the world.
         changed: whether this rank contributes other kinds of gradients than before, see `Contributions.changed`.
         is_wrong: whether this rank cannot use the gradients.
     """
@@ -40,9 +38,14 @@ def announcement(
         call_kinds.GRADIENTS,
         (("process_set", process_set.process_set_id), ("grad_sync", grad_sync)),
         site=call_site(),
-        count=2 * buckets_sent + changed,
+        count=2 * channel_of(process_set).gradients_sent + changed,
         flag=is_wrong,
     )
+
+
+def next_digest(digest: int, grad_sync: int, place: int) -> int:
+    """Return the digest of the buckets sent, after that at `place` of a reducer; see Channel.gradients_sent."""
+    return (digest * 1_000_003 + (grad_sync << 20) + place + 1) % (1 << 60)
 
 
 def announce(
@@ -67,12 +70,10 @@ def settle(
 ) -> list[int]:
     """Do what `announce` does after the agreement. kinds: None on a rank that has joined."""
     active = [place for place in range(group.size) if place not in verdict.joined]
-    sent = {group.ranks[place]: verdict.counts[place] >> 1 for place in active}
-    if len(set(sent.values())) > 1:
-        shown = ", ".join(f"rank {rank}: {count}" for rank, count in sent.items())
+    if len({verdict.counts[place] >> 1 for place in active}) > 1:
         raise HorovodInternalError(
-            "the ranks have not sent the same number of gradient buckets, because a backward failed or was repeated on "
-            f"some ranks only (sent until now: {shown})"
+            "the ranks have not sent the same number of gradient buckets, or not in the same order, because a backward "
+            "failed or was repeated on some ranks only, or gave several optimizers their gradients in another order"
         )
     wrong = [group.ranks[place] for place in active if verdict.flags[place]]
     any_changed = any(verdict.counts[place] & 1 for place in active)

@@ -32,6 +32,7 @@ class Arrivals:
 
     def __init__(
         self,
+        at_begin: Callable[[int], None],
         handle_single: Callable[[int], None],
         mark_ready: Callable[[Sequence[int]], None],
         at_end: Callable[[], None],
@@ -39,11 +40,14 @@ class Arrivals:
         """Prepare. Local.
 
         Args:
+            at_begin: called with the first gradient of each autograd graph task.
             handle_single: called with a gradient in another order; it calls `add_single` if that is to be combined.
             mark_ready: called with a group of gradients in the expected order.
-            at_end: called once at the end of each autograd graph task in which a gradient was handled.
+            at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
+                nested one for which it has called `continue_outside`.
         """
-        self._handle_single, self._mark_ready, self._at_end = handle_single, mark_ready, at_end
+        self._at_begin, self._at_end = at_begin, at_end
+        self._handle_single, self._mark_ready = handle_single, mark_ready
         self._params: Sequence[TrackedParameter] = ()
         self.arrived: list[int] = []
         """Parameters whose gradients the current backward has completed, in order."""
@@ -57,6 +61,8 @@ class Arrivals:
         """The newest one of `_tasks`."""
         self._seen_task: int | None = None
         """The graph task of the gradient that was looked at last."""
+        self._has_nested = False
+        """Whether some gradients were completed by a graph task within another one."""
         self._late_task: int | None = None
         """The graph task that will call `at_end` again."""
         self._expected: Sequence[int] = ()
@@ -70,7 +76,7 @@ class Arrivals:
     @property
     def has_one_task(self) -> bool:
         """Whether one graph task completed all gradients that were handled. Reentrant checkpoints run nested tasks."""
-        return len(self._tasks) == 1
+        return len(self._tasks) == 1 and not self._has_nested
 
     @property
     def has_failed(self) -> bool:
@@ -119,7 +125,11 @@ class Arrivals:
             )
         if self._seen_task != (task := _current_graph_task_id()):
             self._seen_task = task
-            self._begin_backward(index)
+            try:
+                self._at_begin(index)
+            except BaseException:
+                self.arrived.clear()
+                raise
         if self._next_stop:
             if self._follow_order():
                 return
@@ -133,23 +143,6 @@ class Arrivals:
             for other in earlier:
                 self._handle_single(other)
         self._handle_single(index)
-
-    def _begin_backward(self, index: int) -> None:
-        """Note which parameters have a gradient before this backward. That at `index` is the first to have a new one.
-
-        Raises RuntimeError if the gradients are going to be part of another graph, which would not know their average.
-        """
-        if torch.is_grad_enabled():
-            self.arrived.clear()
-            raise RuntimeError(
-                "`create_graph` must be False in backward(), because .grad becomes the average over the ranks, but is "
-                "True instead. Use torch.autograd.grad(loss, parameters, create_graph=True), and then backward()."
-            )
-        for param in self._params:
-            param.is_given = param.tensor.grad is not None
-        first = self._params[index]
-        # Backward adds to a gradient in place, which counts its version up.
-        first.is_given = first.tensor.grad is not None and first.tensor.grad._version > 0
 
     def _follow_order(self) -> bool:
         """Handle gradients up to the next stop. Return False if they do not follow the expected order."""
@@ -203,6 +196,10 @@ class Arrivals:
         """Return whether this thread runs a backward."""
         return bool(_current_graph_task_id() != -1)
 
+    def awaits_end(self) -> bool:
+        """Return whether `at_end` is due at the end of the current autograd graph task."""
+        return _current_graph_task_id() in self._tasks
+
     def is_last_call(self) -> bool:
         """Return whether `at_end` is called for the second time, after what others do at the end of this backward.
 
@@ -214,11 +211,26 @@ class Arrivals:
         _queue_callback(self._at_end)
         return False
 
-    def end_nested(self) -> bool:
-        """Return whether this backward runs within another one, which continues; then only its end is recorded."""
-        if _current_autograd_node() is None:
+    def continue_outside(self) -> bool:
+        """Return whether this backward runs within another one, as that of a reentrant checkpoint does.
+
+        Then `at_end` is called at the end of that one. A backward in a backward is made by a node that gets a gradient
+        for one of its inputs, so that another node follows it.
+        """
+        node = _current_autograd_node()
+        following = () if node is None else node.next_functions
+        outer = next((function for function, _ in following if function is not None), None)
+        if outer is None:
             return False
-        del self._tasks[_current_graph_task_id()]
+        self._has_nested = True
+        self._tasks.pop(_current_graph_task_id(), None)
+
+        @not_compiled
+        def begin(_: object) -> None:
+            handle.remove()
+            self._end_with_backward()
+
+        handle = outer.register_prehook(begin)
         return True
 
     def drop_arrived(self) -> None:
@@ -227,10 +239,11 @@ class Arrivals:
 
     def release(self) -> None:
         """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
-        self._handle_single = self._mark_ready = self._at_end = _ignore
+        self._at_begin = self._handle_single = self._mark_ready = self._at_end = _ignore
 
     def forget(self) -> None:
         """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
+        self._has_nested = False
         self.handled.clear()
         self._tasks.clear()
 

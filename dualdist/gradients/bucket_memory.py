@@ -65,15 +65,18 @@ class BucketMemory:
         ]
         return [place for place in there if self._gradients[place].stride() == grads[place].stride()]  # type: ignore[union-attr]
 
-    def can_take(self, grads: Sequence[torch.Tensor | None], *, in_place: bool) -> bool:
+    def can_take(
+        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, *, in_place: bool
+    ) -> bool:
         """Return whether nobody else needs what is in this memory, when `grads` are sent in it.
 
         Somebody does if a tensor uses it that is no gradient in its slot: an earlier gradient, a view, or the gradient
         of another parameter; or if a gradient lies here that is not sent. A script may also have resized the storage.
+        is_new: whether each one is a contribution; one that is not may have to stay as it is. None: all are.
         in_place: whether gradients may change here while they are sent.
         """
         self._there = self.slots_of(grads)
-        if self._there and not in_place:
+        if self._there and (not in_place or (is_new and not all([is_new[place] for place in self._there]))):
             return False
         if self.flat.data_ptr() != self._start or self._count_uses() > self._uses + len(self._there):
             return False

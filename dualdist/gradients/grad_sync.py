@@ -8,12 +8,15 @@ wrappers, gradient accumulation, parameters that a rank does not use, sparse gra
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ..agreement import call_kinds
 from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group
@@ -30,6 +33,7 @@ from .tracked_parameter import TrackedParameter
 __all__ = ("GradSync", "combined_elsewhere")
 
 _alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class GradSync(Combiner):
@@ -59,16 +63,26 @@ class GradSync(Combiner):
         """Called when the gradients have been combined, if not None."""
         self._compares_late, self._fills = compares_late, fills
         self._reducer = Reducer(options)
+        # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
+        self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
-        self._arrivals = Arrivals(self._handle_single, self._mark_ready, self._end_of_backward)
+        self._arrivals = Arrivals(self._begin, self._handle_single, self._mark_ready, self._end_of_backward)
         self._enabled = True
+        self._counted: set[int] = set()
+        """Parameters whose passes the current backward has counted."""
         self._repeats = False
         """Whether one backward may complete a gradient several times. Then none is sent before its end."""
         self._has_observed = False
         """Whether a whole backward has been seen. In the first one nothing is sent early: gradients may repeat."""
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
+        self._number = self._last_end = next(_numbers)
+        """When this was made, and when it last ended a backward, in the order of such events."""
+        self._sends_late = False
+        """Whether buckets are sent at the end of backward only, because an earlier GradSync may send some meanwhile.
+
+        Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
         self._is_shared = False
         """Whether somebody else puts gradients into other memory during backward. They combine them, too."""
         self._checked: list[int] = []
@@ -93,7 +107,7 @@ class GradSync(Combiner):
         # After the comparison: if it fails, training can continue with the old ones.
         self._params = params
         self._arrivals.set_params(params)
-        self._unhooked = [index for index, param in enumerate(params) if param.hook is None]
+        self._unhooked = [index for index, param in enumerate(params) if not param.hooks]
         self._is_on_one_device = len({param.device for param in params}) == 1
         self._find_overlaps()
         self.watch()
@@ -106,7 +120,10 @@ class GradSync(Combiner):
         for index in self._unhooked:
             param = self._params[index]
             if param.tensor.requires_grad:
-                param.hook = param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))
+                param.hooks = [param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))]
+                if not self._averages:  # averaging equal averages again changes nothing
+                    before = not_compiled(functools.partial(self._before_gradient, param))
+                    param.hooks.append(param.tensor.register_hook(before))
             else:
                 still.append(index)
         self._unhooked = still
@@ -122,6 +139,7 @@ class GradSync(Combiner):
 
     def release(self) -> None:
         """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
+        _alive.discard(self)
         for param in self._params:
             param.release()
         self._reducer.layout.release_memory()
@@ -166,15 +184,48 @@ class GradSync(Combiner):
         self._reducer.start_over()
         self._expect_order()
 
+    def _begin(self, first: int) -> None:
+        """Note which parameters have a gradient before this backward. That at `first` is the first to have a new one.
+
+        Raises RuntimeError if the gradients are going to be part of another graph, which would not know their average.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "`create_graph` must be False in backward(), because .grad becomes the average over the ranks, but is "
+                "True instead. Use torch.autograd.grad(loss, parameters, create_graph=True), and then backward()."
+            )
+        if self._unhooked:
+            self.watch()
+        for param in self._params:
+            param.is_given = param.tensor.grad is not None
+        grad = self._params[first].tensor.grad
+        # Backward adds to a gradient in place, which counts its version up.
+        self._params[first].is_given = grad is not None and grad._version > 0
+
+    def _before_gradient(self, param: TrackedParameter, _: torch.Tensor) -> None:
+        """Note whether backward is going to add to a gradient that was combined."""
+        grad = param.tensor.grad
+        param.repeats = (
+            grad is not None
+            and self._reducer.is_reduced(param)
+            and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+        )
+
     def _handle_single(self, index: int) -> None:
         param, has_failed = self._params[index], self._arrivals.has_failed
         # Before `_count`, after which the gradients of this backward, too, decide what is complete.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
-            self._count(param)
+            if has_failed:
+                for other in self._counted:
+                    self._params[other].passes -= 1
+                self._counted.clear()
+            if index not in self._counted:
+                self._count(param)
             if not self.enabled:
                 self._arrivals.drop_arrived()
                 return
+            self._counted.add(index)
         else:
             param.passes = 1
         if has_failed or index in self._arrivals.handled:
@@ -190,7 +241,7 @@ class GradSync(Combiner):
 
     def _can_send_early(self, index: int) -> bool:
         """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
-        is_regular = self._has_observed and not (self._repeats or self._is_shared)
+        is_regular = self._has_observed and not (self._repeats or self._is_shared or self._sends_late)
         return is_regular and self._params[index].passes >= self.passes
 
     def _mark_ready(self, indices: Sequence[int]) -> None:
@@ -200,20 +251,26 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
-        is_regular = self._enabled and not (self._counts or self._repeats or self._is_shared)
+        process_set = self._reducer.options.process_set
+        self._sends_late = any(
+            sync._number < self._number < sync._last_end and sync._reducer.options.process_set == process_set
+            for sync in _alive
+        )
+        is_regular = self._enabled and not (
+            self._counts or self._repeats or self._is_shared or self._sends_late
+        )
         self._arrivals.expect(self._reducer.layout.order if is_regular else None)
 
     def _count(self, param: TrackedParameter) -> None:
-        """Count one more backward pass; the first one after the gradient was None.
+        """Count one more backward pass, as Horovod counts them: whatever the script does to the gradient in between.
 
         Raises AssertionError when it added to a gradient that was combined before, unless the op is Average: combining
         that gradient again would give a wrong result.
         """
-        was_reduced = self._reducer.is_reduced(param)
-        param.passes = param.passes + 1 if param.is_given else 1
-        # Averaging equal averages again changes nothing.
-        if not (was_reduced and param.is_given) or self._averages:
+        param.passes += 1
+        if not param.repeats:
             return
+        param.repeats = False
         raise AssertionError(
             f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
             "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
@@ -243,17 +300,28 @@ class GradSync(Combiner):
 
     @not_compiled
     def _end_of_backward(self) -> None:
-        if self._addresses:
-            moved = [
-                index
-                for index, address in self._addresses.items()
-                if _address(self._params[index].tensor.grad) not in (address, 0)
-            ]
-            self._is_shared |= bool(moved)
-            self._addresses = {}
+        """End the backward for all whose gradients it has completed, in the same order on all ranks."""
+        if not self._arrivals.awaits_end() or self._arrivals.continue_outside():
+            return
+        together = sorted(
+            (sync for sync in _alive if sync._arrivals.awaits_end()), key=lambda sync: sync._number
+        )
+        for sync in together:
+            sync._find_moved()
+        if any(sync._is_shared for sync in together) and not self._arrivals.is_last_call():
+            return  # first, others complete what they combine in their memory
+        for sync in together:
+            sync._end()
+
+    def _find_moved(self) -> None:
+        """Note whether somebody has put gradients elsewhere since they arrived."""
+        for index, address in self._addresses.items():
+            self._is_shared |= _address(self._params[index].tensor.grad) not in (address, 0)
+        self._addresses = {}
+
+    def _end(self) -> None:
+        self._last_end = next(_numbers)
         if self._is_shared:
-            if not self._arrivals.is_last_call():
-                return  # first, others complete what they combine in their memory
             for param in self._params:
                 param.is_given = True
         self._arrivals.handle_arrived()
@@ -269,14 +337,12 @@ class GradSync(Combiner):
                     "them. An optimizer that steps in hooks uses this rank's gradients. Use torch.distributed.optim."
                     "_apply_optimizer_in_backward, or a DistributedOptimizer for each parameter."
                 )
-            is_partial = any(0 < param.passes < self.passes for param in self._params)
-            if is_partial and self._arrivals.end_nested():
-                return  # the gradients of layers before a reentrant checkpoint have not arrived
             self._combine()
             self._has_observed |= has_one_task
             if can_learn and arrived != self._reducer.layout.order.expected:
                 self._reducer.layout.order.learn(arrived)
                 self._expect_order()
+        self._counted.clear()
         self._arrivals.forget()
 
     @contextlib.contextmanager
@@ -309,9 +375,13 @@ class GradSync(Combiner):
                 "all complete, but is. Call it after backward(), or make a DistributedOptimizer for each parameter."
             )
         self._arrivals.take_arrived()
-        tensors = [self._params[index].tensor for index in self._unhooked]
+        for param in self._params:
+            param.is_given = True  # backward has ended, so that the script knows its gradients
         # A frozen parameter may have the gradient that other ranks have combined.
-        unseen = any(tensor.requires_grad and tensor.grad is not None for tensor in tensors)
+        unseen = any(
+            param.tensor.requires_grad and param.tensor.grad is not None and index not in self._reducer.used
+            for index, param in ((index, self._params[index]) for index in self._unhooked)
+        )
         if not self._reducer.reduced or unseen or any(param.passes for param in self._params):
             self._combine()
         self.watch()
@@ -354,7 +424,7 @@ class GradSync(Combiner):
 
     def _has_hooks(self) -> bool:
         """Return whether the script has hooks on complete gradients. They may look at those of other parameters."""
-        hooks = [param.tensor._post_accumulate_grad_hooks for param in self._params if param.hook is not None]
+        hooks = [param.tensor._post_accumulate_grad_hooks for param in self._params if param.hooks]
         return any([len(own or ()) > 1 for own in hooks])
 
     def refuse(self, reason: str) -> None:
@@ -370,6 +440,7 @@ class GradSync(Combiner):
             self._reducer.reduce()
         finally:
             self._start_over()
+            self._counted.clear()
         # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
         self._reducer.sets_early = not (
             self._repeats or self._overlaps or self._is_shared or self._has_hooks()

@@ -72,7 +72,12 @@ class Layout:
         )
 
     def memory_of(
-        self, place: int, grads: Sequence[torch.Tensor | None] | None = None, *, in_place: bool = True
+        self,
+        place: int,
+        grads: Sequence[torch.Tensor | None] | None = None,
+        is_new: Sequence[bool] | None = None,
+        *,
+        in_place: bool = True,
     ) -> BucketMemory:
         """Return the memory of the bucket at `place` for this backward.
 
@@ -80,6 +85,7 @@ class Layout:
 
         Args:
             grads: what is sent in it now. Look again: a hook may have kept a gradient that has moved there.
+            is_new: as for BucketMemory.can_take.
             in_place: whether gradients that are there may be sent from there.
         """
         known = self._current.get(place) or self._last.pop(place, None)
@@ -88,7 +94,7 @@ class Layout:
         members = self.members[place]
         if grads is None:
             grads = [param.tensor.grad for param in members]
-        if known is None or not known.can_take(grads, in_place=in_place):
+        if known is None or not known.can_take(grads, is_new, in_place=in_place):
             bucket = self.buckets[place]
             if bucket.device.type == "cpu":
                 keep_freed_memory()

@@ -28,7 +28,7 @@ from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average
 from ..world.context import current
 from ..world.process_sets import channel_of
-from .announcement import announce, announcement, settle
+from .announcement import announce, announcement, next_digest, settle
 from .bucket_memory import BucketMemory
 from .comm_hook import CommHook, HookQueue, HookWork
 from .contributions import SPARSE
@@ -59,7 +59,7 @@ class Reducer:
         self._id = -1
         """Its ID in the process set, equal on all ranks."""
         self._buckets_sent = 0
-        """Since `enter_world`. The ranks compare it: a rank that repeats a backward alone sends more buckets."""
+        """Since `enter_world`. It names the step to communication hooks."""
         self.reduced = False
         """Whether the gradients were reduced since the last step."""
         self.used: set[int] = set()
@@ -161,19 +161,21 @@ class Reducer:
         place = len(self._sent)
         bucket, group = self.layout.buckets[place], channel_of(self.options.process_set).gradients
         grads = [None] * len(bucket.slots) if empty else self._all_contributions(place)
-        memory = self.layout.memory_of(place, grads, in_place=self._can_set_early)
+        is_new = [param.passes > 0 for param in self.layout.members[place]] if self.reduced else None
+        memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         factor = 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0
-        is_new = None if not self.reduced else [param.passes > 0 for param in memory.params]
         kinds = memory.pack(grads, is_new, factor)
         self._kinds.append(kinds)
         self._buckets_sent += 1
+        channel = channel_of(self.options.process_set)
+        channel.gradients_sent = next_digest(channel.gradients_sent, self._id, place)
         record = functools.partial(self._recorded, place, memory)
         hook = self.options.comm_hook
         if hook is not None:
             is_last = place == len(self.layout.buckets) - 1
             grad_bucket = GradBucket(place, memory.flat, bucket.slots, memory.params, is_last)
             step = f"{self._id}.{self._buckets_sent - place}"
-            hook_work = HookWork(hook, grad_bucket, channel_of(self.options.process_set), step)
+            hook_work = HookWork(hook, grad_bucket, channel, step)
             self._hooks.submit(hook_work)
             self._sent.append(HookedBucket(hook_work, record))
         else:
@@ -257,7 +259,9 @@ class Reducer:
             self.layout.release_memory()
         self.start_over()
         if overwritten is not None:
-            self._buckets_sent += 1  # a rank that raises must not go on with ranks that do not
+            # A rank that raises must not go on with ranks that do not.
+            channel = channel_of(self.options.process_set)
+            channel.gradients_sent = next_digest(channel.gradients_sent, self._id, -1)
         return overwritten
 
     # Receiving
@@ -298,7 +302,6 @@ class Reducer:
         return announcement(
             self.options.process_set,
             self._id,
-            self._buckets_sent,
             changed=self.layout.contributions.changed(self._kinds),
             is_wrong=bool(self._changes),
         )

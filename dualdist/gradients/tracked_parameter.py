@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ("TrackedParameter",)
 
@@ -22,7 +22,9 @@ class TrackedParameter:
         self.passes = 0
         self.is_given = True
         """Whether `.grad` may be memory that the script knows: it was set before the current backward."""
-        self.hook: Any = None
+        self.repeats = False
+        """Whether the current backward adds to a combined gradient, where combining it again would be wrong."""
+        self.hooks: list[RemovableHandle] = []
         self._unswappable = weakref.ref(tensor)
         """torch.utils.swap_tensors would take the hook away. It raises for a tensor with a weak reference."""
         self.record_placement()
@@ -51,8 +53,8 @@ class TrackedParameter:
 
     def release(self) -> None:
         """Remove the hook, and replace the parameter by a tensor of the same shape without memory."""
-        if self.hook is not None:
-            self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         old = self.tensor
         self.tensor = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
         self.tensor.untyped_storage().resize_(0)

@@ -41,24 +41,31 @@ class OtherThread(Compressor):
 
 @everywhere
 def test_each_bucket_is_sent_once_and_in_order() -> None:
-    small, large = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    params = [nn.Parameter(torch.zeros(length)) for length in (4, 3, 2)]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([large, small], lr=1.0), groups=[[large], [small]], compression=OtherThread
+        torch.optim.SGD(params, lr=1.0), groups=[[param] for param in params], compression=OtherThread
     )
     OtherThread.sent, OtherThread.thread = [], threading.Thread()
-    small.sum().backward()  # the first backward sends nothing before its end
+    params[2].sum().backward()  # the first backward sends nothing before its end
     optimizer.step()
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
-    small.grad, large.grad = torch.full((2,), mine), torch.full((3,), mine)
+    for param in params:
+        param.grad = torch.full_like(param, mine)
     sync: Any = optimizer._combiner
     OtherThread.sent = []
-    OtherThread.thread = threading.Thread(target=sync._arrivals.hook_of(0), args=(large,))
+
+    @torch.no_grad()  # as autograd calls hooks
+    def arrive(number: int) -> None:
+        sync._arrivals.hook_of(number)(params[number])
+
+    OtherThread.thread = threading.Thread(target=arrive, args=(0,))
     with mock.patch.object(arrivals, "_queue_callback"):
-        sync._arrivals.hook_of(1)(small)
+        arrive(2)
+        arrive(1)  # so that the first bucket can be sent
         OtherThread.thread.join()
     assert OtherThread.sent == [2, 3]
     optimizer.synchronize()
-    assert small.grad.tolist() == [mean] * 2 and large.grad.tolist() == [mean] * 3
+    assert [param.grad.tolist() for param in params] == [[mean] * 4, [mean] * 3, [mean] * 2]  # type: ignore[union-attr]
 
 
 def _engine_run_backward(function: Callable[[], object]) -> None:
@@ -85,7 +92,7 @@ def test_an_error_in_such_a_thread_names_a_line_of_the_training_loop(style: str)
         wrapper(torch.ones(1)).backward()  # remembered
     sync = wrapper._combiner
     if hvd.rank() == 0:
-        with mock.patch.object(arrivals, "_queue_callback"):
+        with mock.patch.object(arrivals, "_queue_callback"), torch.no_grad():
             sync._arrivals.hook_of(0)(layer.weight)
             _engine_run_backward(sync._end_of_backward)
     else:

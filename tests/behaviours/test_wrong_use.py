@@ -252,6 +252,6 @@ def repeat_a_backward_on_rank_0() -> None:
         model.zero_grad()
     with pytest.raises(
         hvd.HorovodInternalError,
-        match=r"not sent the same number of gradient buckets, .*\(sent until now: rank 0: ",
+        match="not sent the same number of gradient buckets",
     ):
         wrapped(torch.ones(1, 2)).sum().backward()

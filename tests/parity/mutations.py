@@ -184,7 +184,9 @@ def free_storage(replica: Replica, keys: Sequence[str], x: float) -> None:
         return
     for param in only_dense(replica).values():
         if param.grad is not None:
-            param.grad.untyped_storage().resize_(0)
+            storage = param.grad.untyped_storage()
+            if storage.resizable():  # memory that processes share is not
+                storage.resize_(0)
             param.grad = None
 
 
