@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ AT_ONCE = 10
 """How many programs run in one call to the world."""
 REPORTS = 5
 """How many kinds of failures are reported in full."""
+REPORT_SECONDS = 20.0
+"""How long statements are left out of a program that fails."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,14 @@ class Runner:
         found = failure_of(outcomes)
         assert found is not None
         kind, left_out = found[1].kind, frozenset[int]()
+        deadline = time.monotonic() + REPORT_SECONDS
         for place in reversed(range(outcomes[0].length)):
-            tried = self.run([seed], left_out | {place})[0]
+            if time.monotonic() > deadline:
+                break
+            try:
+                tried = self.run([seed], left_out | {place})[0]
+            except WorldFailure:
+                continue
             again = failure_of(tried)
             if again is not None and again[1].kind == kind:
                 outcomes, found, left_out = tried, again, left_out | {place}
