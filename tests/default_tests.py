@@ -86,8 +86,8 @@ ONLY_WITH_ALL: Mapping[str, str] = MappingProxyType(
         r"launchers/test_stopped_start\.py::.*\[(torch-gloo|torch-mpi-d|.*\.backends)": "a stop before init, "
         "and on Horovod one during it, run by default over MPI",
         r"launchers/test_train\.py::.*fails_alone": "the rank waits 10 s before it prints its line",
-        r"parity/test_mutations\.py::.*(\[(local-1|horovod-mpi-2)-|naive.*\[(torch-mpi|horovod))": "two and three ranks "
-        "on each backend run by default",
+        r"parity/test_mutations\.py::.*(\[(local-1|horovod-mpi-2)-|naive.*\[(torch-mpi|horovod))": "two ranks "
+        "on both backends, and three on torch, run by default",
         r"parity/test_training\.py::.*\[torch-gloo-2-": "three ranks run by default, and two on Horovod",
     }
 )
