@@ -164,7 +164,9 @@ def draw_setup(draw: random.Random, seed: int, style: str, size: int) -> Setup:
         (draw.choice(["before", "after"]), draw.choice(HOOK_KINDS), draw.choice(keys))
         for _ in range(draw.choice([0, 0, 0, 1, 2]))
     ]
-    return Setup(**{**vars(setup), "hooks": tuple(hooks)})
+    # Hooks call torch's collectives themselves, in an order that ranks which leave out parts of one optimizer change.
+    comm_hook = comm_hook and setup.num_models == setup.num_optimizers == 1
+    return Setup(**{**vars(setup), "hooks": tuple(hooks), "comm_hook": comm_hook})
 
 
 HOOK_KINDS = ("register_hook", "scales", "replaces", "node")
