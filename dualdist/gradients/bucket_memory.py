@@ -115,9 +115,7 @@ class BucketMemory:
                 returned True for them.
             is_new: whether each gradient counts as a contribution. None: all do.
         """
-        self._is_replaced = [
-            grad is None or not param.is_given for grad, param in zip(grads, self.params, strict=True)
-        ]
+        self._is_replaced = [not param.is_given for param in self.params]
         there = set(self._there)
         targets, sources = [], []
         for place, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
