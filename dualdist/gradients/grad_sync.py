@@ -251,11 +251,7 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
-        process_set = self._reducer.options.process_set
-        self._sends_late = any(
-            sync._number < self._number < sync._last_end and sync._reducer.options.process_set == process_set
-            for sync in _alive
-        )
+        self._sends_late = any(sync._precedes(self) for sync in _alive)
         is_regular = self._enabled and not (
             self._counts or self._repeats or self._is_shared or self._sends_late
         )
@@ -319,8 +315,17 @@ class GradSync(Combiner):
             self._is_shared |= _address(self._params[index].tensor.grad) not in (address, 0)
         self._addresses = {}
 
+    def _precedes(self, other: GradSync) -> bool:
+        """Return whether this one sends before `other` in a backward of both, and has been used beside it."""
+        is_earlier = self._number < other._number < self._last_end
+        return is_earlier and self._reducer.options.process_set == other._reducer.options.process_set
+
     def _end(self) -> None:
-        self._last_end = next(_numbers)
+        before, self._last_end = self._last_end, next(_numbers)
+        for later in [sync for sync in _alive if before < sync._number and self._precedes(sync)]:
+            later._sends_late = True
+            if not later._arrivals.awaits_end():
+                later._expect_order()
         if self._is_shared:
             for param in self._params:
                 param.is_given = True
