@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..agreement import call_kinds
+from ..types import Average
 from ..world.process_sets import ProcessSet, global_process_set, reporting
 from .autograd import Allgather, record
 from .plans.allgather import plan_allgather
@@ -16,7 +17,11 @@ __all__ = ("allgather", "allgather_async", "grouped_allgather", "grouped_allgath
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    gradient: int = Average,
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along dimension 0 in rank order; differentiable.
 
@@ -26,6 +31,8 @@ def allgather(
         tensor: (n, ...), where n may differ between ranks and be 0; a number (0-dim) counts as (1,); any dtype.
         name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
             same kind.
+        gradient: Average (default), as in Horovod, for the average of the ranks' gradients; Sum for the gradient of the
+            sum of all ranks' losses.
 
     Returns:
         (sum of n, ...), same dtype and device.
@@ -35,9 +42,8 @@ def allgather(
         HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank did not call in time, or the backend
             failed.
     """
-    (gathered,) = record(
-        Allgather, plan_allgather([tensor], name, process_set=process_set), [tensor], process_set
-    )
+    plan = plan_allgather([tensor], name, process_set=process_set)
+    (gathered,) = record(Allgather, plan, [tensor], process_set, gradient)
     return gathered
 
 
@@ -50,13 +56,17 @@ def allgather_async(
 
 
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    gradient: int = Average,
 ) -> tuple[torch.Tensor, ...]:
     """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable."""
     with reporting(call_kinds.GROUPED_ALLGATHER, process_set):
         tensors = check_tensors(tensors, grouped=True)
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
-    return record(Allgather, plan, tensors, process_set)
+    return record(Allgather, plan, tensors, process_set, gradient)
 
 
 def grouped_allgather_async(

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Average, Max, Min, Product, Sum
-from ..world.process_sets import ProcessSet
+from ..world.process_sets import ProcessSet, reporting
 from .plans.allgather import plan_allgather
 from .plans.allreduce import plan_allreduce
 from .plans.alltoall import plan_alltoall
@@ -45,11 +46,20 @@ def record(
     plan: Plan[T],
     tensors: Sequence[torch.Tensor],
     process_set: ProcessSet,
+    *gradient: int,
 ) -> T:
-    """Run `plan`, a collective of `tensors`, and return its result; record `function` if autograd is active."""
+    """Run `plan`, a collective of `tensors`, and return its result; record `function` if autograd is active.
+
+    gradient: for a `function` that takes it: Average, Horovod's gradient, or Sum, that of the sum of all ranks' losses.
+    """
+    for chosen in gradient:
+        if type(chosen) is not int or chosen not in (Average, Sum):
+            with reporting(plan.call.kind, process_set):
+                fix = "Pass hvd.Sum for the gradient of the sum of all ranks' losses."
+                raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return plan.run()
-    result: T = function.apply(plan, process_set, *tensors)
+    result: T = function.apply(plan, process_set, *gradient, *tensors)
     return result
 
 
@@ -108,12 +118,14 @@ def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSet) -
 class Allgather(torch.autograd.Function):
     """The gradient of allgather and grouped_allgather.
 
-    This rank's rows of the average of all ranks' gradients (horovod/torch/mpi_ops.py:630).
+    This rank's rows of the average of all ranks' gradients (horovod/torch/mpi_ops.py:630), or of their sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, *tensors: torch.Tensor) -> Tensors:
-        ctx.process_set = process_set
+    def forward(
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, gradient: int, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.process_set, ctx.gradient = process_set, gradient
         ctx.shapes = [tensor.shape for tensor in tensors]
         return plan.run()
 
@@ -123,13 +135,13 @@ class Allgather(torch.autograd.Function):
         rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes])
         (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
         starts = table[: process_set.rank()].sum(dim=0).tolist()
-        plan = plan_allreduce(grads, ReductionArguments(Average), grouped=True, process_set=process_set)
-        means = record(Allreduce, plan, grads, process_set)
+        plan = plan_allreduce(grads, ReductionArguments(ctx.gradient), grouped=True, process_set=process_set)
+        totals = record(Allreduce, plan, grads, process_set)
         own = [
-            mean.narrow(0, start, count).reshape(shape)
-            for mean, start, count, shape in zip(means, starts, rows.tolist(), ctx.shapes, strict=True)
+            total.narrow(0, start, count).reshape(shape)
+            for total, start, count, shape in zip(totals, starts, rows.tolist(), ctx.shapes, strict=True)
         ]
-        return None, None, *own
+        return None, None, None, *own
 
 
 @not_compiled
@@ -196,34 +208,40 @@ class Scatter(torch.autograd.Function):
 
 @not_compiled
 class Broadcast(torch.autograd.Function):
-    """The gradient of broadcast: the average over the ranks on the root, else 0 (horovod/torch/mpi_ops.py:813)."""
+    """The gradient of broadcast.
+
+    The average over the ranks on the root, else 0 (horovod/torch/mpi_ops.py:813), or the sum in place of the average.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, tensor: torch.Tensor
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, gradient: int, tensor: torch.Tensor
     ) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set = _root_of(plan), process_set
+        ctx.root_rank, ctx.process_set, ctx.gradient = _root_of(plan), process_set, gradient
         return plan.run()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         process_set = ctx.process_set
-        plan = plan_allreduce([grad], ReductionArguments(Average), process_set=process_set)
-        (mean,) = record(Allreduce, plan, [grad], process_set)
+        plan = plan_allreduce([grad], ReductionArguments(ctx.gradient), process_set=process_set)
+        (total,) = record(Allreduce, plan, [grad], process_set)
         is_root = process_set.ranks[process_set.rank()] == ctx.root_rank
-        return None, None, mean if is_root else torch.zeros_like(mean)
+        return None, None, None, total if is_root else torch.zeros_like(total)
 
 
 @not_compiled
 class Reducescatter(torch.autograd.Function):
     """The gradient of reducescatter and grouped_reducescatter.
 
-    The gradients of all ranks, gathered, times the number of ranks for Sum (horovod/torch/mpi_ops.py:1070).
+    The gradients of all ranks, gathered, times the number of ranks for Sum (horovod/torch/mpi_ops.py:1070). That is the
+    gradient of the sum of all ranks' losses, times the number of ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, *tensors: torch.Tensor) -> Tensors:
-        ctx.reduction, ctx.process_set = Reduction.of(plan.call), process_set
+    def forward(
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, gradient: int, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.reduction, ctx.process_set, ctx.gradient = Reduction.of(plan.call), process_set, gradient
         return plan.run()
 
     @staticmethod
@@ -232,13 +250,15 @@ class Reducescatter(torch.autograd.Function):
         factor = reduction.prescale_factor * reduction.postscale_factor
         if reduction.op == Sum:
             factor *= process_set.size()
+        if ctx.gradient == Sum:
+            factor /= process_set.size()
         gathered = []
         for grad in grads:
             plan = plan_allgather([grad], process_set=process_set)
-            (rows,) = record(Allgather, plan, [grad], process_set)
+            (rows,) = record(Allgather, plan, [grad], process_set, ctx.gradient)
             scale_(rows, factor)
             gathered.append(rows)
-        return None, None, *gathered
+        return None, None, None, *gathered
 
 
 @not_compiled
@@ -260,7 +280,7 @@ class Reduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduction, process_set = ctx.reduction, ctx.process_set
         plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
-        back = record(Broadcast, plan, [grad], process_set)
+        back = record(Broadcast, plan, [grad], process_set, Sum)
         divisor = process_set.size() if reduction.op == Average else 1
         scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
         return None, None, back

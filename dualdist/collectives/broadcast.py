@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..types import Average
 from ..world.process_sets import ProcessSet, global_process_set
 from .autograd import Broadcast, record
 from .plans.broadcast import plan_broadcast
@@ -16,6 +17,8 @@ def broadcast(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    *,
+    gradient: int = Average,
 ) -> torch.Tensor:
     """Return rank `root_rank`'s `tensor` on every rank; differentiable.
 
@@ -26,6 +29,8 @@ def broadcast(
         root_rank: a global rank, equal on all ranks.
         name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
             same kind.
+        gradient: Average (default), as in Horovod, for the average of the ranks' gradients on the root; Sum for the
+            gradient of the sum of all ranks' losses.
 
     Returns:
         A new tensor of the same shape, dtype and device.
@@ -35,7 +40,7 @@ def broadcast(
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
     plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
-    return record(Broadcast, plan, [tensor], process_set)
+    return record(Broadcast, plan, [tensor], process_set, gradient)
 
 
 def broadcast_async(

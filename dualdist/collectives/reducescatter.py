@@ -30,6 +30,8 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    gradient: int = Average,
 ) -> torch.Tensor:
     """Reduce `tensor` over the ranks and return this rank's share of its rows; differentiable.
 
@@ -38,6 +40,8 @@ def reducescatter(
     Args:
         tensor: (n, ...), equal shape on all ranks; dtypes as for `allreduce`.
         op: Average (default) or Sum. The other arguments are those of `allreduce`, in Horovod's order.
+        gradient: Average (default), as in Horovod, for the gradient of the sum of all ranks' losses times their number;
+            Sum for that gradient itself.
 
     Returns:
         (n // size, ...), with one more row on each of the first n % size ranks.
@@ -49,7 +53,7 @@ def reducescatter(
     sent, (ctx,) = compressed([tensor], compression, call_kinds.REDUCESCATTER, process_set)
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(sent, arguments, name, process_set=process_set)
-    (output,) = record(Reducescatter, plan, sent, process_set)
+    (output,) = record(Reducescatter, plan, sent, process_set, gradient)
     return compression.decompress(output, ctx)
 
 
@@ -75,6 +79,8 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    gradient: int = Average,
 ) -> list[torch.Tensor]:
     """Return `reducescatter` of each of `tensors`, as one operation; differentiable."""
     sent, contexts = compressed(
@@ -82,7 +88,7 @@ def grouped_reducescatter(
     )
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(sent, arguments, name, grouped=True, process_set=process_set)
-    outputs = record(Reducescatter, plan, sent, process_set)
+    outputs = record(Reducescatter, plan, sent, process_set, gradient)
     return [compression.decompress(output, ctx) for output, ctx in zip(outputs, contexts, strict=True)]
 
 

@@ -1,14 +1,16 @@
 """Gradients through every synchronous out-of-place collective.
 
 The loss of each rank has another weight, so the expected gradient depends on which ranks' gradients are combined.
-Horovod's conventions: the gradients of allgather and broadcast are averages, and the gradient of a reducescatter with
-Sum is multiplied by the number of ranks (horovod/torch/mpi_ops.py).
+Horovod's conventions: the gradients of allgather and broadcast are averages, and the gradient of a reducescatter is
+multiplied by the number of ranks (horovod/torch/mpi_ops.py). With `gradient=hvd.Sum` each of them is the gradient of
+the sum of all ranks' losses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -268,6 +270,74 @@ def test_gradients_of_allgather_can_be_differentiated() -> None:
     # Only this rank's part of the sum depends on x, and the gradient of allgather is an average.
     expected = 6.0 * (hvd.rank() + 1) / hvd.size()
     assert second_gradient(x, (hvd.allgather(x) ** 3).sum()) == pytest.approx([expected])
+
+
+@everywhere
+def test_gradient_sum_of_allgather_is_that_of_the_sum_of_all_losses() -> None:
+    x, y = torch.ones(hvd.rank() + 1, 2, requires_grad=True), leaf(1.0)
+    total = sum(weights())
+    assert gradient(x, hvd.allgather(x, gradient=hvd.Sum)) == [total] * 2 * (hvd.rank() + 1)
+    both = hvd.grouped_allgather([x, y], gradient=hvd.Sum)
+    assert gradient(y, both) == [total]
+
+
+@everywhere
+def test_gradient_sum_of_broadcast_is_that_of_the_sum_of_all_losses() -> None:
+    for root in range(hvd.size()):
+        x = leaf(1.0, 2.0)
+        expected = sum(weights()) if hvd.rank() == root else 0.0
+        assert gradient(x, hvd.broadcast(x, root, gradient=hvd.Sum)) == [expected] * 2
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@everywhere
+def test_gradient_sum_of_reducescatter_is_that_of_the_sum_of_all_losses(op: int) -> None:
+    x = torch.ones(hvd.size(), dtype=torch.float64, requires_grad=True)
+    expected = [w / (hvd.size() if op == hvd.Average else 1) for w in weights()]
+    assert gradient(x, hvd.reducescatter(x, op=op, gradient=hvd.Sum)) == pytest.approx(expected)
+    (output,) = hvd.grouped_reducescatter([x], op=op, gradient=hvd.Sum)
+    assert gradient(x, output) == pytest.approx(expected)
+
+
+@everywhere
+def test_gradients_of_gradient_sum_can_be_differentiated() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    x = leaf(rank + 1.0)
+    # Every rank has the same loss, so that each of the two gradients is summed over as many equal ones; but only this
+    # rank's part depends on x.
+    assert second_gradient(x, (hvd.allgather(x, gradient=hvd.Sum) ** 3).sum()) == [6.0 * (rank + 1) * size]
+    # The last rank's loss alone depends on the sum of row `size - 1`.
+    y = leaf(*range(1, size + 1))
+    share = hvd.reducescatter(y, op=hvd.Sum, gradient=hvd.Sum)
+    rows = [6.0 * size * row * size for row in range(1, size + 1)]
+    assert second_gradient(y, (share**3).sum()) == rows
+
+
+@everywhere
+def test_gradients_of_reduce_can_be_differentiated() -> None:
+    x = leaf(hvd.rank() + 1.0)
+    total = hvd.size() * (hvd.size() + 1) / 2
+    # The loss is the cube of the sum, on rank 0. Each rank's x is in the sum, and all gradients are added up.
+    assert second_gradient(x, (hvd.reduce(x, 0, op=hvd.Sum) ** 3).sum()) == [6.0 * total * hvd.size()]
+
+
+WITH_GRADIENT: dict[str, Callable[[torch.Tensor, Any], object]] = {
+    "allgather": lambda x, gradient: hvd.allgather(x, gradient=gradient),
+    "grouped_allgather": lambda x, gradient: hvd.grouped_allgather([x], gradient=gradient),
+    "broadcast": lambda x, gradient: hvd.broadcast(x, 0, gradient=gradient),
+    "reducescatter": lambda x, gradient: hvd.reducescatter(x, gradient=gradient),
+    "grouped_reducescatter": lambda x, gradient: hvd.grouped_reducescatter([x], gradient=gradient),
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+@everywhere
+def test_gradient_must_be_average_or_sum(name: str) -> None:
+    x = torch.ones(hvd.size())
+    for wrong in (hvd.Max, "sum", None, True):
+        with pytest.raises(ValueError, match=r"`gradient` must be hvd\.Average or hvd\.Sum, but is "):
+            WITH_GRADIENT[name](x, wrong)
+    WITH_GRADIENT[name](x, hvd.Sum)  # the others did not wait for this rank
 
 
 @everywhere
