@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 __all__ = ("Kernels", "Statistics", "kernels_for")
 
@@ -156,7 +155,8 @@ def _scaled(
     input: torch.Tensor, found: Statistics, scale: torch.Tensor | None, shift: torch.Tensor | None
 ) -> torch.Tensor:
     """Return (input - mean) * invstd * scale + shift."""
-    return functional.batch_norm(input, found.mean, found.var_plus_eps, scale, shift, False, 0.0, 0.0)
+    # torch.nn.functional.batch_norm of some releases refuses an eps of 0.
+    return torch.batch_norm(input, scale, shift, found.mean, found.var_plus_eps, False, 0.0, 0.0, False)
 
 
 class _Fused(Kernels):

@@ -328,9 +328,7 @@ class HorovodBackend(Backend):
             prefix = f"dualdist.process_group.{number}.{name}"
             return HorovodGroup(ranks, self.rank, self._sets[ranks], prefix, self._timeout)
 
-        return HorovodProcessGroup(
-            options.store, str(options.group_id), options.group_rank, options.group_size, named
-        )
+        return HorovodProcessGroup(str(options.group_id), options.group_rank, options.group_size, named)
 
     def shutdown(self) -> None:
         self._store = None

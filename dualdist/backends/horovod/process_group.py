@@ -114,8 +114,8 @@ class HorovodProcessGroupWork(dist.Work):
 class HorovodProcessGroup(dist.ProcessGroup):
     """The collectives of torch.distributed over the ranks of a Horovod process set."""
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, named_group: NamedGroup) -> None:
-        super().__init__(store, rank, size)
+    def __init__(self, name: str, rank: int, size: int, named_group: NamedGroup) -> None:
+        super().__init__(rank, size)
         self._rank, self._size, self._name, self._desc = rank, size, name, "undefined"
         self._named_group = named_group
         self._groups: dict[str, Group] = {}

@@ -42,7 +42,8 @@ class MpiProcessGroup(dist.ProcessGroup):
     ) -> None:
         self._label = label
         self._communicator: Communicator | None = Communicator(communicator)
-        super().__init__(store, self._communicator.rank, self._communicator.size)
+        # Without the store: torch 2.11 and 2.13 do not construct a subclass in Python with it.
+        super().__init__(self._communicator.rank, self._communicator.size)
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._name, self._desc = name, "undefined"
         self._backend_name = backend
