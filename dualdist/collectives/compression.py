@@ -11,7 +11,7 @@ from ..checks import wrong
 from ..world.process_sets import ProcessSet, reporting
 from .plans.arguments import check_tensors
 
-__all__ = ("Compression", "Compressor", "check_compression", "compressed")
+__all__ = ("Compression", "Compressor", "checked_compression", "compressed")
 
 
 class Compressor:
@@ -55,13 +55,13 @@ def compressed(
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Return the compressed `tensors`, and the `ctx` of each. The other ranks get an error of `kind` if it fails."""
     with reporting(kind, process_set):
-        check_compression(compression)
+        compression = checked_compression(compression)
         pairs = [compression.compress(tensor) for tensor in check_tensors(tensors, grouped=grouped)]
         return [sent for sent, _ in pairs], [ctx for _, ctx in pairs]
 
 
-def check_compression(compression: Any) -> None:
-    """Raise TypeError unless `compression` has the functions of a Compressor."""
+def checked_compression(compression: Any) -> Any:
+    """Return `compression`, or its class if that is one of `Compression`. Raise TypeError unless it is a Compressor."""
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise wrong(
             "compression",
@@ -69,6 +69,8 @@ def check_compression(compression: Any) -> None:
             compression,
             error=TypeError,
         )
+    kind = type(compression)
+    return kind if kind in (Compression.none, Compression.fp16, Compression.bf16) else compression
 
 
 class Compression:

@@ -25,7 +25,7 @@ __all__ = (
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -74,7 +74,7 @@ def reducescatter_async(
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

@@ -26,7 +26,7 @@ __all__ = ("DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedO
 class _DistributedOptimizer(SynchronizedOptimizer):
     """The class of all optimizers that `DistributedOptimizer` has wrapped, except for Adasum."""
 
-    _compression: type[Compressor]
+    _compression: type[Compressor] | Compressor
     _groups: Any
     _parameter_names: MappingProxyType[torch.Tensor, str]
     """Parameter -> its name."""
@@ -80,7 +80,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Average,
     gradient_predivide_factor: float = 1.0,

@@ -32,7 +32,10 @@ class AdasumStep(Combiner):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, compression: type[Compressor], process_set: ProcessSet
+        self,
+        optimizer: torch.optim.Optimizer,
+        compression: type[Compressor] | Compressor,
+        process_set: ProcessSet,
     ) -> None:
         check_adasum_size(channel_of(process_set).group.size)
         self._optimizer = optimizer

@@ -27,7 +27,7 @@ class SyncOptions:
     """How gradients are combined."""
 
     reduction: Reduction
-    compression: type[Compressor]
+    compression: type[Compressor] | Compressor
     process_set: ProcessSet
     sparse_as_dense: bool = False
     bucket_cap_mb: float | None = None
@@ -71,7 +71,7 @@ class SyncOptions:
             ("op", REDUCE_OP_NAMES[self.reduction.op]),
             ("prescale_factor", self.reduction.prescale_factor),
             ("postscale_factor", self.reduction.postscale_factor),
-            ("compression", self.compression.__name__),
+            ("compression", getattr(self.compression, "__name__", type(self.compression).__name__)),
             ("groups", self.groups and tuple(map(tuple, self.groups))),
             ("bucket_cap_mb", self.bucket_cap_mb),
             ("sparse_as_dense", self.sparse_as_dense),

@@ -124,7 +124,7 @@ def _restore(
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Average,
     gradient_predivide_factor: float = 1.0,
@@ -165,7 +165,7 @@ def DistributedOptimizer(
     with reporting(call_kinds.OPTIMIZER, process_set):  # the other ranks must not wait for this one
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
         check_process_set(process_set, registered=True)
-        op, factor = check_optimizer(optimizer, op, gradient_predivide_factor, compression)
+        op, factor, compression = check_optimizer(optimizer, op, gradient_predivide_factor, compression)
         if isinstance(optimizer, SynchronizedOptimizer) and optimizer._is_copy:
             _undistributed(optimizer)
         if isinstance(optimizer, SynchronizedOptimizer):

@@ -10,7 +10,7 @@ import torch
 
 from ..agreement import call_kinds
 from ..checks import instance, integer, items, number, reduce_op, wrong
-from ..collectives.compression import Compression, check_compression
+from ..collectives.compression import Compression, checked_compression
 from ..gradients.adasum_step import are_steps_combined
 from ..gradients.grad_sync import combined_elsewhere, combined_twice
 from ..gradients.options import SyncOptions
@@ -30,8 +30,8 @@ __all__ = (
 
 def check_optimizer(
     optimizer: Any, op: Any, gradient_predivide_factor: Any, compression: Any
-) -> tuple[int, float]:
-    """Return the op and the factor, converted. Raises ValueError or TypeError as in Horovod."""
+) -> tuple[int, float, Any]:
+    """Return the op, the factor and the compressor, converted. Raises ValueError or TypeError as in Horovod."""
     fix = "Pass one that is made with the model's parameters."
     instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
     op = reduce_op(op)
@@ -46,8 +46,7 @@ def check_optimizer(
         )
     if factor == 0:
         raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
-    check_compression(compression)
-    return op, factor
+    return op, factor, checked_compression(compression)
 
 
 def check_model(params: Sequence[torch.Tensor]) -> None:

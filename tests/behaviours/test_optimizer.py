@@ -66,9 +66,12 @@ class Doubling(Compressor):
         return result
 
 
-@pytest.mark.parametrize("compression", [Doubling, hvd.Compression.fp16, hvd.Compression.bf16])
+COMPRESSORS = [Doubling, hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16]
+
+
+@pytest.mark.parametrize("compression", [*COMPRESSORS, *(kind() for kind in COMPRESSORS)])
 @everywhere
-def test_gradients_are_decompressed(compression: type[Compressor]) -> None:
+def test_gradients_are_decompressed(compression: type[Compressor] | Compressor) -> None:
     weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=compression)
     for number in (1, 2):
@@ -76,6 +79,46 @@ def test_gradients_are_decompressed(compression: type[Compressor]) -> None:
         for weight in weights:
             assert weight.grad is not None and weight.grad.dtype is torch.float32
             assert weight.tolist() == [-number * mean()] * weight.numel()  # exact: few bits
+
+
+class Remembering:
+    """Counts, in an instance, how often it has compressed and decompressed."""
+
+    def __init__(self) -> None:
+        self.calls = [0, 0]
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.calls[0] += 1
+        return tensor * 2, self.calls[0]
+
+    def decompress(self, tensor: torch.Tensor, ctx: int) -> torch.Tensor:
+        self.calls[1] += 1
+        return tensor / 2
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
+@everywhere
+def test_the_instance_of_a_compressor_keeps_its_state(op: int) -> None:
+    compression: Any = Remembering()
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression, op=op)
+    for _ in range(3):
+        weight.grad = None
+        weight.sum().backward()
+        optimizer.step()
+    assert weight.item() == -3.0
+    assert compression.calls == [3, 3]
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, compression=compression).item() == hvd.size()
+    assert hvd.reducescatter(torch.ones(hvd.size()), compression=compression).tolist() == [1.0]
+    assert compression.calls == [5, 5]
+
+
+@everywhere
+def test_a_compressor_and_its_instance_are_the_same_to_the_ranks() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    compression = hvd.Compression.fp16 if hvd.rank() == 0 else hvd.Compression.fp16()
+    step(hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression), weight)
+    assert weight.item() == -mean()
 
 
 @everywhere
