@@ -12,11 +12,15 @@ __all__ = ("built_into_torch",)
 
 
 def built_into_torch() -> Mapping[str, bool | int]:
-    """Return what torch's collectives can run on. MPI counts when mpi4py is installed, since it provides MPI."""
+    """Return what torch's collectives can run on. MPI counts when mpi4py is installed, since it provides MPI.
+
+    NCCL counts only with a GPU: recipes for Adasum scale the learning rate by `local_size()` if `nccl_built()`.
+    """
+    can_use_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     return {
         "mpi_built": dist.is_mpi_available() or importlib.util.find_spec("mpi4py") is not None,
         "gloo_built": dist.is_gloo_available(),
-        "nccl_built": _nccl_version_code() if dist.is_nccl_available() else 0,
+        "nccl_built": _nccl_version_code() if can_use_nccl else 0,
         "cuda_built": torch.version.cuda is not None,
         "rocm_built": torch.version.hip is not None,
     }

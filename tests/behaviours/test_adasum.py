@@ -137,3 +137,9 @@ def test_other_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="power of two"):
         hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
     hvd.barrier()
+
+
+@everywhere
+def test_the_learning_rate_of_horovods_recipe_is_not_scaled_without_a_gpu() -> None:
+    # examples/pytorch of Horovod: hvd.local_size() if hvd.nccl_built() else 1
+    assert bool(hvd.nccl_built()) <= torch.cuda.is_available()
