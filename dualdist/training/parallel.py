@@ -123,7 +123,7 @@ class DistributedDataParallel(JoinInterface):
             named = checked_module(module, ignored)
             check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
             mixed_precision = checked_mixed_precision(mixed_precision)
-            devices = checked_device_ids(device_ids)
+            devices = checked_device_ids(device_ids, {param.device for _, param in named})
             copies_first, copies = checked_buffers(broadcast_buffers, forward_sync_buffers)
             init_sync = flag("init_sync", init_sync)
             if bucket_cap_mb is not None:

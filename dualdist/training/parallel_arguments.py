@@ -66,13 +66,31 @@ def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.P
     return named
 
 
-def checked_device_ids(device_ids: Any) -> list[torch.device]:
-    """Return the devices in `device_ids`: one or none."""
+def checked_device_ids(device_ids: Any, own: set[torch.device]) -> list[torch.device]:
+    """Return the devices in `device_ids`: one or none. own: where the module's parameters are.
+
+    As in torch (torch/nn/parallel/distributed.py), a module on the CPU or on several devices takes none. The CPU itself
+    is accepted for a module there, because `[hvd.device()]` is right on every machine.
+    """
     rule, fix = "a list of one device or None", "Pass [hvd.device()]."
     devices = items("device_ids", () if device_ids is None else device_ids, rule, fix)
     if len(devices) > 1:
         raise ValueError(f"`device_ids` must be {rule}, but has {len(devices)} instead. {fix}")
-    return [checked_device("device_ids[0]", device) for device in devices]
+    kinds = {device.type for device in own}
+    checked = []
+    for device in devices:
+        is_elsewhere = type(device) is int and kinds == {
+            "cpu"
+        }  # torch knows no numbers without an accelerator
+        if not is_elsewhere:
+            checked.append(checked_device("device_ids[0]", device))
+            is_elsewhere = len(own) > 1 or kinds != {checked[0].type}
+        if is_elsewhere:
+            raise ValueError(
+                f"`device_ids` must be None unless it is where the module is, but is [{device}] instead, and its "
+                f"parameters are on {', '.join(sorted(map(str, own)))}. Leave it out, or move the module first."
+            )
+    return checked
 
 
 def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:

@@ -168,6 +168,18 @@ def test_an_argument_that_is_wrong_is_named(argument: str) -> None:
         hvd.DistributedDataParallel(**{"module": nn.Linear(1, 1), **WRONG[argument]})
 
 
+@everywhere
+def test_device_ids_must_be_the_device_of_the_module() -> None:
+    for device in (0, torch.device("cuda:0")):
+        with pytest.raises(ValueError, match=rf"`device_ids` must be .* but is \[{device}\] .* are on cpu"):
+            hvd.DistributedDataParallel(nn.Linear(1, 1), device_ids=[device])
+    spread = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ValueError, match=r"`device_ids` must be .* are on cpu, meta"):
+        hvd.DistributedDataParallel(spread, device_ids=[torch.device("cpu")])
+    wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1), device_ids=[])
+    wrapped(torch.ones(1, 1)).sum().backward()
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_an_optimizer_that_could_not_be_wrapped_can_be_wrapped_again() -> None:
