@@ -8,13 +8,32 @@ import time
 
 from .errors import CollectiveMismatchError, HorovodInternalError, NotInitializedError, StallError
 
-__all__ = ("never_delete", "skip_destructors_at_exit", "wait_after_failed_collective")
+__all__ = (
+    "has_failed",
+    "never_delete",
+    "record_failure",
+    "skip_destructors_at_exit",
+    "wait_after_failed_collective",
+)
 
 _LATER_SECONDS = 3.0
 """The interpreter of a process with torch takes up to a second to end after its exit functions. Most launchers end the
 process that waits as soon as the other one has ended. No event tells this: the connections were closed before."""
 _WITHOUT_A_FIRST = (CollectiveMismatchError, NotInitializedError, StallError)
 """Errors that all ranks raise at the same time, or that have nothing to do with other ranks."""
+
+
+_failures: list[BaseException] = []
+
+
+def record_failure(error: BaseException) -> None:
+    """Let `has_failed` be true, since `error` ends the program of this process, although it is caught."""
+    _failures.append(error)
+
+
+def has_failed() -> bool:
+    """Return whether an exception ends the program of this process, or is being handled in this thread."""
+    return bool(_failures or getattr(sys, "last_value", None) or sys.exc_info()[1])
 
 
 def never_delete(thing: object) -> None:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import HorovodInternalError, StallError
+from ..process_exit import has_failed
 from ..rendezvous import connected
-from .frames import GOODBYE, framed, take_one, take_unread
+from .frames import GOODBYE, SUCCESS, framed, take_one, take_unread
 from .meeting import Meeting
 
 __all__ = ("Connections",)
@@ -127,13 +128,17 @@ class Connections:
 
     def has_lost_peer(self) -> bool:
         """Return whether a peer has died, or has closed its connections because of a failure. Local."""
-        return any(peer.is_lost() for peer in list(self._peers.values()))
+        return any(peer.has_left(GOODBYE) is False for peer in list(self._peers.values()))
+
+    def peers_that_succeeded(self) -> list[int]:
+        """Return the global ranks of the peers that have left the world, but not because of an exception. Local."""
+        return [self.ranks[place] for place, peer in sorted(self._peers.items()) if peer.has_left(SUCCESS)]
 
     def say_goodbye(self) -> None:
         """Let `has_lost_peer` be false on the peers when this process closes its connections. Local."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.send(memoryview(GOODBYE))
+                peer.send(memoryview(GOODBYE if has_failed() else SUCCESS))
 
     def close(self) -> None:
         """Close the connections. Local."""
@@ -221,17 +226,20 @@ class _Peer:
         """Whether bytes have arrived that no exchange has used."""
         return bool(self._unread)
 
-    def is_lost(self) -> bool:
-        """Return whether the peer has closed the connection without a goodbye."""
+    def has_left(self, goodbye: bytes) -> bool | None:
+        """Return whether `goodbye` is the last that the peer has sent; None if it has not closed the connection."""
+        last = b""
         try:
             poll = select.poll()
             poll.register(self.socket, select.POLLRDHUP)
             if not poll.poll(0):
-                return False
+                return None
             last = self.socket.recv(_READ_BYTES, socket.MSG_PEEK)
-        except (OSError, ValueError):  # ValueError: this process has closed the socket
-            return True
-        return not (bytes(self._unread[-len(GOODBYE) :]) + last).endswith(GOODBYE)
+        except ValueError:  # this process has closed the socket
+            return False
+        except OSError:  # the peer has not read everything; its goodbye may have arrived before
+            pass
+        return (bytes(self._unread[-len(goodbye) :]) + last).endswith(goodbye)
 
     def send(self, message: memoryview) -> int:
         """Send what can be sent of `message` without waiting; return how many bytes that was."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import struct
 
-__all__ = ("GOODBYE", "framed", "take_one", "take_unread")
+__all__ = ("GOODBYE", "SUCCESS", "framed", "take_one", "take_unread")
 
 _HEADER = struct.Struct("<II")
 """The length of a message in bytes, and its number of members."""
 GOODBYE = b"\xff\xff\xff\xff"
 """The last bytes of a process that leaves the world properly: the length of a message that is too long to arrive."""
+SUCCESS = GOODBYE * 2
+"""The same if no exception is why it leaves."""
 
 
 def framed(messages: list[bytes]) -> bytes:

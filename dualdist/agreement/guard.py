@@ -9,6 +9,7 @@ from ..errors import HorovodInternalError, StallError
 from .call import Call
 from .connections import Connections
 from .stall import StallWatch
+from .verdict import shown_ranks
 
 __all__ = ("Guard",)
 
@@ -63,7 +64,7 @@ class Guard:
         self, call: Call, name: str, number: int, error: HorovodInternalError
     ) -> HorovodInternalError:
         """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
-        found = None
+        found, succeeded = None, self._connections.peers_that_succeeded()
         if isinstance(error, StallError) or self._watch.is_crossed(name):
             survey = self._watch.survey(name, number, call.key)
             self._watch.give_notice(name, survey)
@@ -80,5 +81,11 @@ class Guard:
         survey = self._watch.survey(name, number, call.key, has_failed=True)
         if not survey.missing:
             return HorovodInternalError(f"{text}.")
+        if set(survey.missing) <= set(succeeded):
+            text = (
+                f"{failed} {shown_ranks(survey.missing).capitalize()} ended or called shutdown(), without an exception "
+                "and without this call. Let all ranks make the same calls. If one had fewer batches than the others, "
+                "give all the same number, or call join() at the end"
+            )
         self._broken = f"{failed.rstrip('.')}; {str(survey).splitlines()[0]}"
         return HorovodInternalError(f"{text}; {survey}")

@@ -20,6 +20,8 @@ if sys.argv[1] == "raise" and hvd.rank() == 1:
     raise RuntimeError("the reason")
 if sys.argv[1] == "exit" and hvd.rank() == 1:
     sys.exit(3)
+if sys.argv[1] == "return" and hvd.rank() == 1:
+    sys.exit()
 hvd.allreduce(torch.ones(4))
 """
 
@@ -87,6 +89,14 @@ def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, scrip
     assert ended.output.count("RuntimeError: the reason") == 1
 
 
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_rank_that_ends_early_without_an_exception_is_named(name: str, script: str) -> None:
+    ended = launch(name, script, "return")
+    assert ended.code != 0
+    assert "Rank 1 ended or called shutdown(), without an exception and without this call. " in ended.output
+    assert "If one had fewer batches than the others" in ended.output
+
+
 REPORTS = {
     "torchrun": r"local_rank: (\d) \(pid",
     "horovodrun": r"Process name: (\d)",
@@ -101,6 +111,7 @@ def test_the_launcher_reports_the_rank_that_has_raised(name: str, script: str) -
     ended = launch(name, script, "raise", forks=False)
     reported = re.search(REPORTS[name], ended.output)
     assert reported is not None and reported.group(1) == "1", ended.output
+    assert "without an exception" not in ended.output
 
 
 def test_mpirun_returns_the_exit_code_of_the_rank_that_has_ended_first(script: str) -> None:

@@ -124,6 +124,25 @@ def test_a_member_that_closes_without_a_goodbye_is_lost() -> None:
     assert each_of(3, member)[2] == [False, False, True]
 
 
+@pytest.mark.parametrize("handled", [None, RuntimeError()])
+def test_a_member_that_leaves_because_of_an_exception_has_not_succeeded(handled: Exception | None) -> None:
+    def member(peers: Connections) -> list[int]:
+        if peers.rank == 1:
+            try:
+                if handled is not None:
+                    raise handled
+                peers.say_goodbye()
+            except RuntimeError:
+                peers.say_goodbye()
+            return []
+        with pytest.raises(HorovodInternalError):
+            peers.allgather_messages(b"here")
+        assert not peers.has_lost_peer()
+        return peers.peers_that_succeeded()
+
+    assert each_of(2, member)[0] == ([1] if handled is None else [])
+
+
 def test_members_accept_calls_while_their_own_are_unanswered() -> None:
     """Otherwise each of n members would wait for the next one: n steps at the start of a world."""
     store, token = HashStore(), b"t" * 16
