@@ -24,6 +24,7 @@ __all__ = (
     "function",
     "instance",
     "integer",
+    "is_dtensor",
     "items",
     "mapping",
     "number",
@@ -165,6 +166,11 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], rule: str, fi
     if isinstance(value, kind):
         return value
     raise wrong(name, rule, value, fix, TypeError)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether `tensor` is one of torch.distributed.tensor, which is not imported for this."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def function(name: str, value: Any, fix: str = "Pass a function.") -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
-from ..checks import instance, integer, items, number, reduce_op, wrong
+from ..checks import instance, integer, is_dtensor, items, number, reduce_op, wrong
 from ..collectives.compression import Compression, checked_compression
 from ..gradients.adasum_step import are_steps_combined
 from ..gradients.grad_sync import combined_elsewhere, combined_twice
@@ -34,6 +34,14 @@ def check_optimizer(
     """Return the op, the factor and the compressor, converted. Raises ValueError or TypeError as in Horovod."""
     fix = "Pass one that is made with the model's parameters."
     instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"`optimizer` must have been initialized by torch.optim.Optimizer, but {name}.__init__ does not call "
+            f"super().__init__(). Wrap the optimizer inside it: {name}(DistributedOptimizer(inner))."
+        ) from None
     op = reduce_op(op)
     if op not in (Average, Sum, Adasum):
         raise ValueError(
@@ -51,6 +59,11 @@ def check_optimizer(
 
 def check_model(params: Sequence[torch.Tensor]) -> None:
     """Raise TypeError or ValueError if the model with these parameters cannot be trained by a distributed optimizer."""
+    if any(map(is_dtensor, params)):
+        raise TypeError(
+            "`optimizer` must have plain parameters, but has DTensors. Use it without a wrapper: models that "
+            "fully_shard or parallelize_module has changed exchange gradients themselves."
+        )
     other = combined_elsewhere(params, call_kinds.OPTIMIZER)
     if other is not None:
         raise TypeError(

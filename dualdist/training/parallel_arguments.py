@@ -10,7 +10,7 @@ import torch
 
 from ..agreement import call_kinds
 from ..backends.torch_interface import torch_data_parallel, warns_of_broadcast_buffers
-from ..checks import flag, instance, items, number, wrong
+from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..gradients.adasum_step import are_steps_combined
 from ..gradients.grad_sync import combined_elsewhere
 from .devices import checked_device
@@ -41,7 +41,7 @@ def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.P
             )
     named = [(name, param) for name, param in module.named_parameters() if name not in ignored]
     for name, param in named:
-        if any(kind.__name__ == "DTensor" for kind in type(param).__mro__):
+        if is_dtensor(param):
             raise TypeError(
                 f"`module` must have plain parameters, but {name!r} is a DTensor. Models that fully_shard or "
                 "parallelize_module has changed exchange gradients themselves."

@@ -180,6 +180,52 @@ def test_device_ids_must_be_the_device_of_the_module() -> None:
     wrapped(torch.ones(1, 1)).sum().backward()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Like several public ones: another optimizer, without `super().__init__()`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.slow = [param.detach().clone() for group in self.param_groups for param in group["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+        for slow, fast in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            fast.data.copy_(slow.lerp_(fast.detach(), 0.5))
+
+
+@everywhere
+def test_an_optimizer_that_torch_has_not_initialized_is_refused_and_left_as_it_is() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    outer = Lookahead(torch.optim.SGD([weight], lr=1.0))
+    with pytest.raises(
+        TypeError, match=r"Lookahead\.__init__ does not .*: Lookahead\(DistributedOptimizer\(inner"
+    ):
+        hvd.DistributedOptimizer(outer)
+    assert type(outer) is Lookahead
+    outer = Lookahead(hvd.DistributedOptimizer(outer.inner))
+    weight.mul(hvd.rank() + 1.0).sum().backward()
+    outer.step()
+    assert weight.item() == -(hvd.size() + 1) / 4
+
+
+@pytest.mark.world_kinds("torch-gloo")
+@everywhere
+def test_dtensors_are_refused_by_name() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (hvd.size(),))
+    sharded = nn.Parameter(distribute_tensor(torch.ones(2 * hvd.size()), mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match="`optimizer` must have plain parameters, but has DTensors"):
+        hvd.DistributedOptimizer(torch.optim.SGD([sharded], lr=1.0))
+    for collective in (hvd.allreduce, hvd.allgather, lambda tensor: hvd.broadcast(tensor, 0)):
+        with pytest.raises(TypeError, match="`tensor` must be a plain tensor, but is a DTensor"):
+            collective(sharded)
+    with pytest.raises(TypeError, match=r"`params\['weight'\]` must be a plain tensor, but is a DTensor"):
+        hvd.broadcast_parameters({"weight": sharded}, 0)
+    check_next_calls_work()
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_an_optimizer_that_could_not_be_wrapped_can_be_wrapped_again() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...agreement.call_site import warn_deprecated
-from ...checks import integer, items, number, reduce_op, wrong
+from ...checks import integer, is_dtensor, items, number, reduce_op, wrong
 from ...types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ...world.process_sets import ProcessSet, channel_of
 from ..adasum import check_adasum_size
@@ -40,6 +40,11 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
     """Raise TypeError or ValueError unless `tensor` is a dense tensor that can be sent."""
     if not isinstance(tensor, torch.Tensor):
         raise wrong(what, "a torch.Tensor", tensor, "Convert it with torch.as_tensor().", TypeError)
+    if type(tensor) is not torch.Tensor and is_dtensor(tensor):
+        raise TypeError(
+            f"`{what}` must be a plain tensor, but is a DTensor instead. Pass its to_local() or full_tensor(). Models "
+            "that fully_shard or parallelize_module has changed exchange parameters and gradients themselves."
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
