@@ -8,17 +8,18 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..agreement import call_kinds
 from ..backends.torch_interface import ranks_of
 from ..checks import flag, instance, integer, number, wrong
+from ..collectives.allreduce import allreduce
 from ..collectives.rows import gather_rows, sum_rows
 from ..compiling import not_compiled
+from ..types import Sum
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
-from .batch_norm_kernels import Kernels, Statistics, kernels_for
+from .batch_norm_kernels import Kernels, Statistics, compute_dtype, kernels_for
 from .devices import checked_device
 from .process_groups import set_of_group
 
@@ -235,15 +236,17 @@ class _Normalize(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, *found)
-        ctx.process_set = process_set
+        ctx.eps, ctx.process_set = eps, process_set
         return kernels_for(input).normalize(input, weight, bias, found, eps)
 
     @staticmethod
-    @once_differentiable
     @not_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         input, weight, *tensors = ctx.saved_tensors
         kernels, found = kernels_for(input), Statistics(*tensors)
+        if torch.is_grad_enabled():  # create_graph=True
+            total = found.counts.sum()
+            return *_differentiable_grads(ctx, grad, input, weight, total), None, None, None
         own, grad_weight, grad_bias = kernels.sums(grad, input, weight, found)
         grad_input = None
         if ctx.needs_input_grad[0]:
@@ -258,3 +261,32 @@ class _Normalize(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _differentiable_grads(
+    ctx: Any, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, total: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of input, weight and bias by operations that autograd records. Collective.
+
+    total: values per channel over all ranks.
+    """
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    per_channel = [-1 if dim == 1 else 1 for dim in range(input.dim())]
+    # Views, so that no hooks of the tensors themselves run.
+    needed = {
+        place: tensor.view_as(tensor)
+        for place, tensor in enumerate((input, weight))
+        if tensor is not None and ctx.needs_input_grad[place]
+    }
+    values = needed.get(0, input).to(compute_dtype(input))
+    mean = allreduce(values.sum(dims), op=Sum, process_set=ctx.process_set) / total
+    centered = values - mean.view(per_channel)
+    var = allreduce(centered.square().sum(dims), op=Sum, process_set=ctx.process_set) / total
+    output = centered * (var + ctx.eps).rsqrt().view(per_channel)
+    if weight is not None:
+        output = output * needed.get(1, weight).view(per_channel)
+    grads = {}
+    if needed:
+        made = torch.autograd.grad(output, list(needed.values()), grad.to(output.dtype), create_graph=True)
+        grads = dict(zip(needed, made, strict=True))
+    return grads.get(0), grads.get(1), grad.sum(dims) if ctx.needs_input_grad[2] else None

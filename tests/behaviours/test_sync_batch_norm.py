@@ -92,6 +92,50 @@ def test_values_gradients_and_statistics_are_those_of_the_whole_batch(
         check_state(layer, expected)
 
 
+def energy_and_forces(layer: nn.Module, places: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return a loss with the gradient of an energy in it."""
+    energy = (layer(places.square()).tanh() * factors).sum()
+    (forces,) = torch.autograd.grad(energy, [places], create_graph=True)
+    loss: torch.Tensor = energy + (forces - 1).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@everywhere
+def test_gradients_can_be_differentiated(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    expected = plain(**options)
+    layer = ours(expected)
+    whole = torch.cat(batches(shape)).requires_grad_()
+    mine = own(whole.detach()).clone().requires_grad_()
+    factors = torch.linspace(-1, 2, whole.numel(), dtype=torch.float64).view_as(whole)
+    reference = energy_and_forces(expected, whole, factors)
+    loss = energy_and_forces(layer, mine, own(factors))
+    torch.testing.assert_close(hvd.allreduce(loss.detach(), op=hvd.Sum), reference.detach())
+    reference.backward()
+    loss.backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(mine.grad, own(whole.grad))
+    for param, other in zip(layer.parameters(), expected.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(hvd.allreduce(param.grad, op=hvd.Sum), other.grad)
+
+
+@everywhere
+def test_a_distributed_model_trains_on_forces() -> None:
+    """The gradients of the parameters are averaged once, and those of the positions are not."""
+    expected, factors = plain(), torch.ones(1, dtype=torch.float64)
+    rows = (2, 2, 2)
+    layer = ours(expected)
+    model = hvd.DistributedDataParallel(layer)
+    whole = torch.cat(batches((), rows)).requires_grad_()
+    energy_and_forces(expected, whole, factors).backward()
+    energy_and_forces(model, own(whole.detach(), rows).clone().requires_grad_(), factors).backward()
+    for param, other in zip(layer.parameters(), expected.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(param.grad, other.grad / hvd.size())
+
+
 @everywhere
 def test_gradients_of_weight_and_bias_are_this_ranks_share() -> None:
     whole = torch.cat(batches((3, 2)))
