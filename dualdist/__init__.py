@@ -58,8 +58,9 @@ from .lifecycle import init, shutdown, start_timeline, stop_timeline
 from .samplers import DistributedSampler, split_by_rank
 from .seeding import seed_everything
 from .training.optimizer import DistributedOptimizer, SynchronizedOptimizer
+from .training.optimizer_state import broadcast_optimizer_state
 from .training.parallel import DistributedDataParallel
-from .training.parameters import broadcast_optimizer_state, broadcast_parameters
+from .training.parameters import broadcast_parameters
 from .training.sync_batch_norm import SyncBatchNorm
 from .types import Adasum, Average, Max, Min, Product, Sum
 from .world.build_queries import (

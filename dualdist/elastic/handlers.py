@@ -18,7 +18,8 @@ from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..samplers import DealingSampler
-from ..training.parameters import broadcast_optimizer_state, broadcast_parameters
+from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
+from ..training.parameters import broadcast_parameters
 from ..world.ranks import rank
 from .sampler import ElasticSampler
 
@@ -91,7 +92,10 @@ class _StateDictHandler(StateHandler):
         self._saved = _host_copy(self.value.state_dict())
 
     def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self._saved))
+        self._load(copy.deepcopy(self._saved))
+
+    def _load(self, state: Any) -> None:
+        self.value.load_state_dict(state)
 
 
 class ModelStateHandler(_StateDictHandler):
@@ -106,6 +110,9 @@ class OptimizerStateHandler(_StateDictHandler):
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
+
+    def _load(self, state: Any) -> None:
+        load_optimizer_state(self.value, state)
 
 
 class _StatefulHandler(_StateDictHandler):

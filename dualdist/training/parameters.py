@@ -1,30 +1,26 @@
-"""Equal parameters and optimizer state on all ranks: those of one rank."""
+"""Equal parameters and buffers on all ranks: those of one rank."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..agreement import call_kinds
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
-from ..checks import instance, wrong
-from ..collectives.objects import broadcast_object
-from ..collectives.on_all_ranks import unpickled_on_all_ranks
+from ..checks import wrong
 from ..collectives.plans.arguments import check_root, check_tensor, dtype_name
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.small_broadcast import overwrite, root_payload
 from ..collectives.wire import as_bytes, from_bytes
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 
-__all__ = ("broadcast_optimizer_state", "broadcast_parameters")
+__all__ = ("broadcast_parameters",)
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
@@ -60,13 +56,15 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
     named = _named(params)
     for name, tensor in named:
         check_tensor(tensor, f"params[{name!r}]")
-    tensors = [tensor for _, tensor in named]
+    tensors = [_unexpanded(tensor) for _, tensor in named]
     call = make_call(
         call_kinds.BROADCAST_PARAMETERS,
         None,
         payload=root_payload(channel.group, tensors, root),
         root_rank=root_rank,
-        parameters=tuple((name, tuple(t.shape), dtype_name(t.dtype)) for name, t in named),
+        parameters=tuple(
+            (name, tuple(t.shape), dtype_name(t.dtype)) for (name, _), t in zip(named, tensors, strict=True)
+        ),
     )
 
     def execute(group: Group, verdict: Verdict) -> None:
@@ -76,6 +74,13 @@ def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set
             overwrite(tensors, verdict.payloads[root])
 
     return Plan(channel, call, execute, tensors)
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of an expanded `tensor` that holds each number once, which can be written."""
+    if 0 not in tensor.stride():
+        return tensor
+    return tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
@@ -175,92 +180,3 @@ def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         return
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part)
-
-
-@dataclass(frozen=True)
-class _TensorSpec:
-    """Replaces a tensor in the pickled state of an optimizer."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Optimizer:
-    """What must be equal on all ranks before an optimizer can get the state of another one."""
-
-    name: str
-    sizes: tuple[int, ...]
-    """How many parameters each group has."""
-
-    def __str__(self) -> str:
-        return f"{self.name} with groups of {', '.join(map(str, self.sizes))} parameters"
-
-
-@not_compiled
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
-) -> None:
-    """Overwrite the state and the options (lr, betas ...) of `optimizer` with those of rank `root_rank`.
-
-    It takes no step to create state, so weights and step counts do not change. Works for every optimizer, including
-    LBFGS and optimizers without state. Collective over the world.
-
-    Args:
-        optimizer: its parameters must be equal in number and shape on all ranks.
-        model: accepted as in Horovod (horovod/torch/functions.py:68), without effect.
-
-    Raises:
-        ValueError: `root_rank` is not a rank, or the class of `optimizer` or its number of parameters differs from the
-            root's. Then the other ranks raise RuntimeError.
-        HorovodInternalError: as for `broadcast`.
-    """
-    root_rank = _check(optimizer, root_rank)
-    is_root = channel_of(global_process_set).group.rank == root_rank
-    state = optimizer.state_dict() if is_root else None
-    specified = tree_map_only(
-        torch.Tensor, lambda tensor: _TensorSpec(tuple(tensor.shape), tensor.dtype), state
-    )
-    own = _Optimizer(
-        type(optimizer).__name__, tuple(len(group["params"]) for group in optimizer.param_groups)
-    )
-
-    def receive() -> Any:
-        roots, template = broadcast_object((own, specified), root_rank)
-        if roots != own:
-            raise ValueError(
-                f"`optimizer` must be {roots} as on rank {root_rank}, but is {own} instead. Make the same optimizer on "
-                "every rank."
-            )
-        return template
-
-    template = unpickled_on_all_ranks(receive)
-    if is_root:
-        tensors = [leaf.detach().cpu() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    else:
-        specs = [leaf for leaf in tree_leaves(template) if isinstance(leaf, _TensorSpec)]
-        tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-    broadcast_parameters(tensors, root_rank)
-    if not is_root:
-        received = iter(tensors)
-        _load_in_place(optimizer, tree_map_only(_TensorSpec, lambda _: next(received), template))
-
-
-def _check(optimizer: Any, root_rank: Any) -> int:
-    """Return `root_rank` as an int. If an argument is wrong on this rank, the other ranks get an error, too."""
-    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):
-        fix = "Pass the optimizer of this rank."
-        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
-        return check_root(root_rank, global_process_set)[0]
-
-
-def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load `state_dict`, but keep the dictionaries of groups and state: schedulers and wrappers refer to them."""
-    groups, state = optimizer.param_groups, optimizer.state
-    optimizer.load_state_dict(state_dict)
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        group.update(loaded)
-    loaded_state = dict(optimizer.state)
-    state.clear()
-    state.update(loaded_state)
-    optimizer.param_groups, optimizer.state = groups, state

@@ -16,6 +16,7 @@ import torch
 
 from ...collectives.on_all_ranks import on_all_ranks
 from ...errors import CheckpointError
+from ...training.optimizer_state import load_optimizer_state
 from ...world.ranks import rank
 from .collecting import RANKS, is_per_rank, is_stateful, state_of
 from .host_copy import cloned
@@ -76,6 +77,8 @@ class Restoration:
         self._former: dict[str, Any] = {}
         """The states of the objects before loading, except where `state_dict` failed."""
         self._begun: list[str] = []
+        self._converted: set[int] = set()
+        """Where the parameters are that have another dtype in the file."""
         problems = _name_problems(state, values)
         for name in [name for name in state if name in values]:
             mismatches = self._plan(name, values[name], rank)
@@ -116,7 +119,7 @@ class Restoration:
             try:
                 if name not in self._former:
                     raise RuntimeError("its state_dict() failed before")
-                self._state[name].load_state_dict(self._former[name])
+                _load(self._state[name], self._former[name], keeps_cpu=True)
             except Exception as error:
                 logger.error("`%s` could not be restored to its former state: %s", name, error)
 
@@ -138,10 +141,12 @@ class Restoration:
         if not isinstance(saved, Mapping):
             return [f"a plain {type(saved).__name__} in the file"]
         if isinstance(value, torch.nn.Module) and not is_per_rank(value):
-            self._modules[name], mismatches = _plan_module(value, saved)
+            self._modules[name], mismatches = _plan_module(value, saved, self._converted)
             return mismatches
         load, mismatches = (
-            _plan_per_rank(value, saved, rank) if is_per_rank(value) else _plan_object(value, saved)
+            _plan_per_rank(value, saved, rank)
+            if is_per_rank(value)
+            else _plan_object(value, saved, self._converted)
         )
         if load is not None:
             self._objects[name] = load
@@ -161,17 +166,40 @@ def _name_problems(state: Mapping[str, Any], values: Mapping[str, Any]) -> list[
     return problems + ([f"it has {few(unexpected)}, which the state does not have"] if unexpected else [])
 
 
-def _plan_module(module: torch.nn.Module, saved: Mapping[str, Any]) -> tuple[Load, list[str]]:
-    fitting, mismatches = match(state_of(module), saved)
+def _load(value: Any, state: Any, *, keeps_cpu: bool = False) -> None:
+    if isinstance(value, torch.optim.Optimizer):
+        load_optimizer_state(value, state, keeps_cpu=keeps_cpu)
+    else:
+        value.load_state_dict(state)
+
+
+def _plan_module(
+    module: torch.nn.Module, saved: Mapping[str, Any], converted: set[int]
+) -> tuple[Load, list[str]]:
+    own = state_of(module)
+    fitting, mismatches = match(own, saved)
+    for name, value in fitting.items():
+        mine = own[name]
+        if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and value.dtype != mine.dtype:
+            converted.add(mine.data_ptr())
     if hasattr(saved, "_metadata") and fitting.keys() == saved.keys():
         # `saved` has the versions of the submodules, too.
         fitting = saved  # type: ignore[assignment]
     return lambda: module.load_state_dict(fitting, strict=not mismatches), mismatches
 
 
-def _plan_object(value: Any, saved: Mapping[str, Any]) -> tuple[Load | None, list[str]]:
+def _plan_object(value: Any, saved: Mapping[str, Any], converted: set[int]) -> tuple[Load | None, list[str]]:
     mismatches = _group_mismatches(value, saved) if isinstance(value, torch.optim.Optimizer) else []
-    return None if mismatches else lambda: value.load_state_dict(cloned(saved)), mismatches
+
+    def load() -> None:
+        groups = getattr(value, "param_groups", ()) if converted else ()
+        if any(param.data_ptr() in converted for group in groups for param in group["params"]):
+            # Then torch must convert the state, too.
+            value.load_state_dict(cloned(saved))
+        else:
+            _load(value, cloned(saved))
+
+    return None if mismatches else load, mismatches
 
 
 def _plan_per_rank(value: Any, saved: Mapping[str, Any], rank: int) -> tuple[Load | None, list[str]]:

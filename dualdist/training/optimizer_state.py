@@ -1,0 +1,198 @@
+"""Equal optimizer state on all ranks, bit for bit.
+
+`Optimizer.load_state_dict` casts the tensors of a state to the dtype of their parameter, and rebuilds containers and
+even strings. So a rank that loads the state of another one would not have the same, but, for example, float32 master
+weights in bfloat16. Hooks around the loading therefore keep the state away from torch, and set it unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
+
+from ..agreement import call_kinds
+from ..checks import instance
+from ..collectives.objects import broadcast_object
+from ..collectives.on_all_ranks import unpickled_on_all_ranks
+from ..collectives.plans.arguments import check_root
+from ..compiling import not_compiled
+from ..world.process_sets import channel_of, global_process_set, reporting
+from .parameters import broadcast_parameters
+
+__all__ = ("broadcast_optimizer_state", "load_optimizer_state")
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """What must be equal on all ranks before an optimizer can get the state of another one."""
+
+    name: str
+    sizes: tuple[int, ...]
+    """How many parameters each group has."""
+
+    def __str__(self) -> str:
+        return f"{self.name} with groups of {', '.join(map(str, self.sizes))} parameters"
+
+
+@not_compiled
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Overwrite the state and the options (lr, betas ...) of `optimizer` with those of rank `root_rank`, bit by bit.
+
+    Dtypes and types become the root's, too. Tensors are on the CPU where the root's are, else on the device of their
+    parameter. It takes no step to create state, so weights and step counts do not change. Works for every optimizer,
+    including LBFGS and optimizers without state. Collective over the world.
+
+    Args:
+        optimizer: its parameters must be equal in number and shape on all ranks.
+        model: accepted as in Horovod (horovod/torch/functions.py:68), without effect.
+
+    Raises:
+        ValueError: `root_rank` is not a rank, or the class of `optimizer` or its number of parameters differs from the
+            root's. Then the other ranks raise RuntimeError.
+        HorovodInternalError: as for `broadcast`.
+    """
+    root_rank = _check(optimizer, root_rank)
+    is_root = channel_of(global_process_set).group.rank == root_rank
+    state = optimizer.state_dict() if is_root else None
+    # By id, so that a tensor that occurs several times is one tensor on the other ranks, too.
+    sent = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
+    stand_ins = {
+        key: _alike(_empty(leaf, "meta"), leaf) if _is_plain(leaf) else leaf.detach().cpu()
+        for key, leaf in sent.items()
+    }
+    template = tree_map_only(torch.Tensor, lambda leaf: stand_ins[id(leaf)], state)
+    own = _Optimizer(
+        type(optimizer).__name__, tuple(len(group["params"]) for group in optimizer.param_groups)
+    )
+
+    def receive() -> Any:
+        message = own, template, [leaf.is_cpu for leaf in sent.values()]
+        roots, *received = broadcast_object(message, root_rank)
+        if roots != own:
+            raise ValueError(
+                f"`optimizer` must be {roots} as on rank {root_rank}, but is {own} instead. Make the same optimizer on "
+                "every rank."
+            )
+        return received
+
+    template, are_on_cpu = unpickled_on_all_ranks(receive)
+    if is_root:
+        broadcast_parameters([leaf.detach().cpu() for leaf in sent.values() if _is_plain(leaf)], root_rank)
+    else:
+        _receive(optimizer, template, are_on_cpu, root_rank)
+
+
+def _receive(
+    optimizer: torch.optim.Optimizer, template: Any, are_on_cpu: Sequence[bool], root_rank: int
+) -> None:
+    """Load the root's state, in which tensors on the device meta still have to be received."""
+    leaves = {id(leaf): leaf for leaf in tree_leaves(template) if isinstance(leaf, torch.Tensor)}
+    tensors = {key: _empty(leaf, "cpu") if leaf.is_meta else leaf for key, leaf in leaves.items()}
+    broadcast_parameters([tensors[key] for key, leaf in leaves.items() if leaf.is_meta], root_rank)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = {
+        key: _alike(tensors[key] if is_on_cpu else tensors[key].to(params[0].device), leaf)
+        for (key, leaf), is_on_cpu in zip(leaves.items(), are_on_cpu, strict=True)
+    }
+    state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
+    load_optimizer_state(optimizer, state, keeps_cpu=True)
+
+
+def _check(optimizer: Any, root_rank: Any) -> int:
+    """Return `root_rank` as an int. If an argument is wrong on this rank, the other ranks get an error, too."""
+    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):
+        fix = "Pass the optimizer of this rank."
+        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
+        return check_root(root_rank, global_process_set)[0]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` can be received into memory. Others, such as sparse ones, are pickled."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _alike(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `data` with the type of `tensor` and its `requires_grad`."""
+    made = data.detach().requires_grad_(tensor.requires_grad)
+    return torch.nn.Parameter(made, made.requires_grad) if type(tensor) is torch.nn.Parameter else made
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, keeps_cpu: bool = False
+) -> None:
+    """Load `state_dict` into `optimizer`, with dtypes and types as they are in it. Local.
+
+    Hooks and methods of the optimizer's class run as in its `load_state_dict`. The dictionaries of groups and state
+    stay the same objects, because schedulers and wrappers refer to them. Tensors move to the device of their parameter
+    as in torch, which leaves "step" where it is.
+
+    keeps_cpu: leave all tensors that are on the CPU there.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    given: dict[str, Any] = {}
+
+    def withhold(_: Any, loading: dict[str, Any]) -> dict[str, Any]:
+        given.update(loading)
+        return {**loading, "state": {}}
+
+    def set_state(_: Any) -> None:
+        loaded = _placed(optimizer.param_groups, given, keeps_cpu)
+        optimizer.__setstate__({"state": loaded, "param_groups": optimizer.param_groups})
+
+    with contextlib.ExitStack() as hooks:
+        # An optimizer without these hooks, which never called Optimizer.__init__, loads in its own way.
+        with contextlib.suppress(AttributeError):
+            # After the pre-hooks of the user, and before the post-hooks.
+            hooks.callback(optimizer.register_load_state_dict_pre_hook(withhold).remove)
+            hooks.callback(optimizer.register_load_state_dict_post_hook(set_state, prepend=True).remove)
+        optimizer.load_state_dict(state_dict)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    loaded_state = dict(optimizer.state)
+    state.clear()
+    state.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, state
+
+
+def _placed(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any], keeps_cpu: bool) -> dict[Any, Any]:
+    """Return the state in the state_dict `given` for the parameters of `groups`, each tensor on its device."""
+    owners = {
+        key: (param, bool(group.get("capturable") or group.get("fused")))
+        for group, saved in zip(groups, given["param_groups"], strict=True)
+        for key, param in zip(saved["params"], group["params"], strict=True)
+    }
+
+    @functools.cache  # so that one tensor stays one
+    def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor if tensor.device == device else _alike(tensor.detach().to(device), tensor)
+
+    def place(path: Sequence[Any], leaf: Any, param: torch.Tensor, moves_step: bool) -> Any:
+        is_step = bool(path) and getattr(path[-1], "key", None) == "step"
+        if not isinstance(leaf, torch.Tensor) or (leaf.is_cpu and keeps_cpu) or (is_step and not moves_step):
+            return leaf
+        return moved(leaf, param.device)
+
+    state: dict[Any, Any] = defaultdict(dict)
+    for key, value in given["state"].items():
+        if key in owners:
+            param, moves_step = owners[key]
+            state[param] = tree_map_with_path(
+                functools.partial(place, param=param, moves_step=moves_step), value
+            )
+        else:
+            state[key] = value
+    return state
