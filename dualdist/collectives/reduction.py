@@ -18,7 +18,7 @@ from ..agreement.verdict import payload_capacity
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 from .adasum import adasum
-from .wire import NUMPY_DTYPES, pack, reduction_dtype, unpack
+from .wire import NUMPY_DTYPES, bytes_of, pack, reduction_dtype, unpack
 
 __all__ = (
     "Reduction",
@@ -112,10 +112,10 @@ def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reducti
         and dtype in NUMPY_DTYPES
         and reduction.prescale_factor == 1.0
     ):
-        return first.numpy(force=True).tobytes()
+        return bytes_of(first)
     flat = pack(tensors, dtype, first.device)
     scale_(flat, reduction.prescale_factor)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return bytes_of(flat)
 
 
 def reduce_payloads(

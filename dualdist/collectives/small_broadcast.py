@@ -8,7 +8,7 @@ import torch
 
 from ..agreement.verdict import payload_capacity
 from ..backends.base import Group
-from .wire import as_bytes, from_bytes
+from .wire import bytes_of, from_bytes
 
 __all__ = ("overwrite", "root_payload")
 
@@ -23,7 +23,7 @@ def root_payload(group: Group, tensors: Sequence[torch.Tensor], root: int) -> by
         return b""
     if not all(tensor.is_cpu and group.wire_device(tensor.device).type == "cpu" for tensor in tensors):
         return b""
-    return b"".join([as_bytes(tensor, group).numpy().tobytes() for tensor in tensors])
+    return b"".join([bytes_of(tensor) for tensor in tensors])
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ complex numbers as pairs.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 __all__ = (
     "NUMPY_DTYPES",
     "as_bytes",
+    "bytes_of",
     "check_reducible",
     "from_bytes",
     "neutral",
@@ -46,6 +48,15 @@ def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     sent = tensor.detach().to(group.wire_device(tensor.device)).resolve_conj().resolve_neg().contiguous()
     # A tensor with one element is contiguous with any stride, but torch views it as bytes only with stride 1.
     return sent.as_strided((sent.numel(),), (1,)).view(torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the numbers of `tensor`, which is on the CPU.
+
+    Not with `numpy()`: after it, torch refuses for ever to resize the tensor's memory, which may be the user's.
+    """
+    sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(sent.data_ptr(), sent.nbytes)
 
 
 def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
