@@ -61,7 +61,8 @@ class DistributedDataParallel(JoinInterface):
     names. The bare name ("0.weight") also finds its entry, `load_state_dict` accepts both, and torch.save and
     dualdist.checkpoint write bare names, so a file loads with and without the wrapper.
 
-    A copy (`copy.deepcopy`, pickle) belongs to no world until its gradients are first combined; that is collective.
+    A copy (`copy.deepcopy`, pickle) belongs to no world until its gradients are first combined; that is collective, and
+    its forward before that is not.
 
     Args:
         module: any module; its parameters and buffers are overwritten with those of the first member of the set.
@@ -226,7 +227,8 @@ class DistributedDataParallel(JoinInterface):
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
         is_joining = self._joined is not None or self._join_config.enable
-        self._syncs_buffers = self.forward_sync_buffers and self.training and not is_joining
+        is_alone = is_joining or not self._combiner.is_in_world
+        self._syncs_buffers = self.forward_sync_buffers and self.training and not is_alone
         self._sync_buffers(after_forward=False)
         if not is_changed:
             return

@@ -196,6 +196,28 @@ def test_a_copy_joins_the_world_when_its_gradients_are_combined(copied: Any) -> 
     assert wrapped.module.weight.grad is None
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@everywhere
+def test_the_forward_of_a_copy_with_buffers_is_local_until_its_gradients_are_combined(copied: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    wrapped: Any = hvd.DistributedDataParallel(model)
+    made = copied(wrapped)
+    mean = made.module[0].running_mean
+    if hvd.rank() == hvd.size() - 1:
+        for _ in range(2):
+            made(torch.tensor([[1.0], [3.0]]))
+        assert mean.item() == pytest.approx(0.1 * 2 + 0.9 * 0.1 * 2)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    for _ in range(2):
+        made(torch.full((2, 1), 1.0 + hvd.rank())).sum().backward()
+    hvd.barrier()
+    means = hvd.allgather(mean).tolist()
+    # Before the second forward, the buffers became those of rank 0.
+    start = 0.38 if hvd.size() == 1 else 0.0
+    first = 0.9 * start + 0.1
+    assert means == pytest.approx([0.9 * first + 0.1 * (1 + rank) for rank in range(hvd.size())])
+
+
 @everywhere
 def test_averages_of_a_wrapped_model_train_no_gradients() -> None:
     wrapped: Any = hvd.DistributedDataParallel(nn.Linear(1, 1, bias=False))
