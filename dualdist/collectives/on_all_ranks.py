@@ -50,12 +50,12 @@ def on_all_ranks(
     return [result for result, _ in outcomes]
 
 
-def unpickled_on_all_ranks(collective: Callable[[], T]) -> T:
+def unpickled_on_all_ranks(collective: Callable[[], T], process_set: ProcessSet = global_process_set) -> T:
     """Return `collective()`, such as a broadcast_object, which runs user code (unpickling) after all data has arrived.
 
-    Collective over the world. If that code raises on some ranks, the others raise RuntimeError, because they cannot
+    Collective over `process_set`. If that code raises on some ranks, the others raise RuntimeError, because they cannot
     continue without those ranks.
     """
     received: list[T] = []
-    on_all_ranks(lambda: received.append(collective()), RuntimeError)
+    on_all_ranks(lambda: received.append(collective()), RuntimeError, process_set)
     return received[0]

@@ -19,7 +19,7 @@ from ..collectives.objects import broadcast_object
 from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..samplers import DealingSampler
 from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
-from ..training.parameters import broadcast_parameters
+from ..training.parameters import broadcast_parameters, is_extra_state
 from ..world.ranks import rank
 from .sampler import ElasticSampler
 
@@ -102,7 +102,11 @@ class ModelStateHandler(_StateDictHandler):
     """Parameters and buffers of a torch.nn.Module."""
 
     def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        state = self.value.state_dict()
+        broadcast_parameters(state, root_rank=0)
+        extra = {name: value for name, value in state.items() if is_extra_state(name)}
+        if extra:
+            self.value.load_state_dict(extra, strict=False)
 
 
 class OptimizerStateHandler(_StateDictHandler):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -13,6 +14,8 @@ from ..agreement import call_kinds
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..checks import wrong
+from ..collectives.objects import broadcast_object
+from ..collectives.on_all_ranks import unpickled_on_all_ranks
 from ..collectives.plans.arguments import check_root, check_tensor, dtype_name
 from ..collectives.plans.plan import Plan, make_call, planned
 from ..collectives.small_broadcast import overwrite, root_payload
@@ -20,14 +23,14 @@ from ..collectives.wire import as_bytes, from_bytes
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 
-__all__ = ("broadcast_parameters",)
+__all__ = ("broadcast_parameters", "is_extra_state")
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
 _BATCH_BYTES = 128 << 20
 """About how many bytes of messages start together, and therefore how much memory the packed ones may take."""
 
-Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
+Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
 @not_compiled
@@ -40,38 +43,60 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors; names, shapes and dtypes
-            must be equal on all ranks. Any dtype and memory layout.
+            must be equal on all ranks. Any dtype and memory layout. What a module returns from `get_extra_state` may
+            be any object that can be pickled, and is replaced in the dictionary: call `model.load_state_dict(state)`
+            afterwards to apply it.
         root_rank: a global rank, equal on all ranks.
 
     Raises:
-        ValueError, TypeError: `params` is something else, or an entry is not a tensor.
+        ValueError, TypeError: `params` is something else, or an entry is not a tensor, or has no shape yet.
         HorovodInternalError: names, shapes or dtypes differ between ranks, or as for `broadcast`.
     """
-    plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
+    extra = plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
+    if extra:
+        receive = functools.partial(broadcast_object, extra, root_rank, process_set=process_set)
+        cast(MutableMapping[str, Any], params).update(unpickled_on_all_ranks(receive, process_set))
+
+
+def is_extra_state(name: Any) -> bool:
+    """Return whether an entry of a state_dict of this name is what a module's `get_extra_state` has returned."""
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
 @planned(call_kinds.BROADCAST_PARAMETERS)
-def plan_broadcast_parameters(params: Parameters, root_rank: int, *, process_set: ProcessSet) -> Plan[None]:
+def plan_broadcast_parameters(
+    params: Parameters, root_rank: int, *, process_set: ProcessSet
+) -> Plan[dict[str, Any]]:
+    """Return the plan of a broadcast_parameters. Its result: the entries of this rank that are not tensors."""
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
-    named = _named(params)
+    extra = {}
+    if isinstance(params, MutableMapping):
+        others = [(name, value) for name, value in params.items() if not isinstance(value, torch.Tensor)]
+        extra = {name: value for name, value in others if is_extra_state(name)}
+    named = [(name, tensor) for name, tensor in _named(params) if name not in extra]
     for name, tensor in named:
+        if torch.nn.parameter.is_lazy(tensor):
+            rule = "initialized, but has no shape yet"
+            raise ValueError(f"`params[{name!r}]` must be {rule}. Run a forward of the model first.")
         check_tensor(tensor, f"params[{name!r}]")
     tensors = [_unexpanded(tensor) for _, tensor in named]
+    described = [
+        (name, tuple(t.shape), dtype_name(t.dtype)) for (name, _), t in zip(named, tensors, strict=True)
+    ]
     call = make_call(
         call_kinds.BROADCAST_PARAMETERS,
         None,
         payload=root_payload(channel.group, tensors, root),
         root_rank=root_rank,
-        parameters=tuple(
-            (name, tuple(t.shape), dtype_name(t.dtype)) for (name, _), t in zip(named, tensors, strict=True)
-        ),
+        parameters=(*described, *((name, "object") for name in sorted(extra))),
     )
 
-    def execute(group: Group, verdict: Verdict) -> None:
+    def execute(group: Group, verdict: Verdict) -> dict[str, Any]:
         if not any(verdict.payloads):
             _broadcast_batches(group, tensors, root)
         elif group.rank != root:
             overwrite(tensors, verdict.payloads[root])
+        return extra
 
     return Plan(channel, call, execute, tensors)
 

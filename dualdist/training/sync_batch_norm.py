@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..agreement import call_kinds
 from ..backends.torch_interface import ranks_of
@@ -136,6 +137,13 @@ class SyncBatchNorm(_BatchNorm):
         """
         instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
         process_set = _chosen_set(process_set, process_group)
+        for layer in module.modules():
+            is_lazy = isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params()
+            if is_lazy and isinstance(layer, _BatchNorm):
+                raise ValueError(
+                    f"`module` must have initialized layers, but has a {type(layer).__name__} without a shape. Run a "
+                    "forward first."
+                )
         if isinstance(module, _BatchNorm):
             return cls._like(module, process_set)
         for name, child in module.named_children():

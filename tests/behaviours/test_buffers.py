@@ -1,10 +1,11 @@
-"""Buffers and other tensors of a model that are unusual: they change their size, or are expanded.
+"""Buffers and other tensors of a model that are unusual: they change their size, are expanded, or have no shape yet.
 
 torch resizes some buffers in place, such as those of quantization-aware training. A collective must not forbid it.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,3 +195,83 @@ def test_expanded_buffers_are_copied_before_each_forward() -> None:
     model.buffer[:1] = hvd.rank() + 2
     wrapped(torch.ones(1, 1)).sum().backward()
     assert model.buffer.tolist() == [2.0] * 4
+
+
+@everywhere
+def test_tensors_without_a_shape_are_an_error_that_says_what_to_do() -> None:
+    hint = "Run a forward of the model first"
+    for part in (nn.LazyBatchNorm1d(), nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1)):
+        with pytest.raises(ValueError, match=rf"`params\['.*'\]` must be initialized.*{hint}"):
+            hvd.broadcast_parameters(part.state_dict(), root_rank=0)
+    with pytest.raises(ValueError, match=rf"`params\['1.running_mean'\]` must be initialized.*{hint}"):
+        hvd.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.LazyBatchNorm1d(affine=False)))
+    model: Any = nn.Sequential(nn.BatchNorm1d(3), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match="`module` must have initialized layers, but has a LazyBatchNorm1d"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(model[0]) is nn.BatchNorm1d
+    model(torch.rand(4, 3))
+    converted = hvd.DistributedDataParallel(hvd.SyncBatchNorm.convert_sync_batchnorm(model))
+    converted(torch.rand(4, 3)).sum().backward()
+    lazy = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.LazyLinear(2)))
+    assert isinstance(lazy, nn.Sequential) and isinstance(lazy[0], hvd.SyncBatchNorm)
+
+
+class WithExtraState(WithBuffer):
+    """A module with a state that is not a tensor."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(torch.full((2,), float(hvd.rank())))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = copy.deepcopy(state)
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "number", "none", "tensor"])
+@everywhere
+def test_extra_state_of_a_module_is_that_of_the_root(kind: str) -> None:
+    def extra(rank: int) -> Any:
+        values: dict[str, Any] = {
+            "dictionary": {"steps": rank, "names": [str(rank)], "scale": torch.tensor([rank + 1.0])},
+            "number": rank,
+            "none": None if rank == 0 else rank,
+            "tensor": torch.tensor([float(rank)]),
+        }
+        return values[kind]
+
+    for model in (WithExtraState(extra(hvd.rank())), nn.Sequential(WithExtraState(extra(hvd.rank())))):
+        wrapped: nn.Module
+        for wrapped in (model, hvd.DistributedDataParallel(copy.deepcopy(model))):
+            state = wrapped.state_dict()
+            hvd.broadcast_parameters(state, root_rank=0)
+            wrapped.load_state_dict(state)
+            part: Any = next(part for part in wrapped.modules() if isinstance(part, WithExtraState))
+            assert part.extra == extra(0)
+            assert part.buffer.tolist() == [0.0, 0.0]
+    module = WithExtraState(extra(hvd.rank()))
+    elastic = hvd.elastic.TorchState(module)
+    elastic.sync()
+    assert module.extra == extra(0)
+    module.extra = 5
+    elastic.restore()
+    assert module.extra == extra(0)
+
+
+@everywhere
+def test_an_extra_state_needs_a_dictionary_in_which_it_can_be_set() -> None:
+    entries = list(WithExtraState({"steps": 1}).state_dict().items())
+    with pytest.raises(TypeError, match=r"`params\['_extra_state'\]` must be a torch.Tensor"):
+        hvd.broadcast_parameters(entries, root_rank=0)
+    hvd.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_an_extra_state_on_one_rank_alone_is_a_mismatch() -> None:
+    state: dict[str, Any] = {"weight": torch.ones(1)} | ({"_extra_state": {}} if hvd.rank() == 0 else {})
+    with pytest.raises(hvd.CollectiveMismatchError, match="'_extra_state', 'object'"):
+        hvd.broadcast_parameters(state, root_rank=0)
+    hvd.barrier()

@@ -147,7 +147,7 @@ def test_what_is_no_parameter_is_a_value_error() -> None:
         with pytest.raises(ValueError, match=r"`params` must be.*Pass model\.state_dict\(\)"):
             hvd.broadcast_parameters(params, root_rank=0)
     with pytest.raises((TypeError, ValueError), match="lr"):
-        hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)  # type: ignore[arg-type]
+        hvd.broadcast_parameters({"lr": 0.1}, root_rank=0)
     hvd.broadcast_parameters({}, root_rank=0)
 
 

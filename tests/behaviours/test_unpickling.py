@@ -155,6 +155,14 @@ def test_optimizer_state_is_sent_to_all_or_to_none() -> None:
     check_next_calls_work()
 
 
+@everywhere
+def test_extra_state_of_a_model_is_sent_to_all_or_to_none() -> None:
+    state = {"weight": torch.ones(1), "_extra_state": Unloadable("value", [last()])}
+    with pytest.raises(ValueError if hvd.rank() == last() else RuntimeError, match="an old version"):
+        hvd.broadcast_parameters(state, 0)
+    check_next_calls_work()
+
+
 class StrangeError(hvd.CheckpointError):
     """An error that only rank 0 can make."""
 
