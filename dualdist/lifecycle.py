@@ -70,6 +70,8 @@ def init(
     context.arguments = arguments
     try:
         register_world(sets, comm)
+        if context.opens_process_group:
+            context.backend.open_process_group()
         context.backend.finish_start()
     except BaseException:
         shutdown()

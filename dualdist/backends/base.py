@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, HorovodInternalError
+from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Settings
 
 __all__ = ("Backend", "CombinedWork", "Exchange", "FailedWork", "Group", "Work")
@@ -248,20 +250,27 @@ class Backend(ABC):
 
     @abstractmethod
     def open_process_group(self) -> None:
-        """Make sure that torch.distributed has a default process group, for programs that call torch.distributed.
+        """Make torch.distributed's default process group, over all ranks, unless the program has made one itself.
 
-        Its collectives run on this backend, unless the program has made one itself. `shutdown` destroys the group.
-        Collective over the world.
+        For programs that call torch.distributed. `shutdown` destroys it. Collective over the world.
         """
 
-    def abort_process_groups(self) -> None:  # noqa: B027 - one process waits for no other
+    def abort_process_groups(self) -> None:
         """Let what programs have in progress in groups of torch.distributed raise, before `shutdown`. Local.
 
         With Gloo it ends when another rank closes its connections, by `shutdown` or at its end.
         """
+        for group in list(dist.distributed_c10d._world.pg_map):
+            group.abort()
 
-    def keep_process_groups(self) -> None:  # noqa: B027 - others wait for nothing when they are destroyed
-        """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local."""
+    def keep_process_groups(self) -> None:
+        """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local.
+
+        Gloo's destructor waits for it. When it fails later, its thread must not find a process that ends.
+        """
+        for group in list(dist.distributed_c10d._world.pg_map):
+            never_delete(group)
+        skip_destructors_at_exit()
 
     def add_host_listener(self, listener: Any) -> None:  # noqa: B027 - most launchers never change the hosts
         """Call `listener.on_hosts_updated(timestamp, change)` whenever the launcher changes the hosts of the job.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..rendezvous import LOOPBACK
+from ..rendezvous import LOOPBACK, interface_of
 from ..types import Launch, Settings
 from .base import Backend, Exchange, Group, Work
-from .default_group import forget_default_group
+from .default_group import DefaultGroup
+from .temporary_environment import temporary_environment
 from .torch_build import built_into_torch
 
 __all__ = ("LocalBackend",)
@@ -69,8 +71,10 @@ class LocalBackend(Backend):
     rank = 0
     size = 1
     address = LOOPBACK
-    _opened = False
-    """Whether `open_process_group` has made a process group."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._default_group = DefaultGroup()
+        self._timeout = timedelta(seconds=settings.stall_timeout_seconds)
 
     @classmethod
     def start(
@@ -83,7 +87,7 @@ class LocalBackend(Backend):
             )
         if transport is not None:
             cls.check(transport, launch)
-        return cls()
+        return cls(settings)
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
@@ -102,15 +106,11 @@ class LocalBackend(Backend):
         return built_into_torch()
 
     def open_process_group(self) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            self._opened = True
+        with temporary_environment({"GLOO_SOCKET_IFNAME": interface_of(self.address)}):
+            self._default_group.open("gloo", dist.HashStore(), self.rank, self.size, self._timeout)
 
     def shutdown(self) -> None:
-        if self._opened and dist.is_initialized():
-            forget_default_group()
-            dist.destroy_process_group()
-        self._opened = False
+        self._default_group.close()
 
     def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         return [_LocalGroup(ranks, self.rank) for _ in range(count)]

@@ -10,7 +10,7 @@ from ..errors import ConfigurationError
 __all__ = ("allow_open_files",)
 
 _GROUPS = 3
-"""How many groups of Gloo connect all ranks: two of dualdist, and torch's default group when it is used."""
+"""How many groups of Gloo connect all ranks: two of dualdist, and torch's default group."""
 _SPARE = 256
 """For agreements, the start, data files and the like."""
 

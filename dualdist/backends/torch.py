@@ -20,11 +20,10 @@ import torch.distributed as dist
 
 from .. import accelerator
 from ..errors import BackendUnavailableError, ConfigurationError
-from ..process_exit import never_delete, skip_destructors_at_exit
-from ..rendezvous import INTERFACE, check_interfaces, interface_of, own_node
+from ..rendezvous import own_node
 from ..types import Launch, Settings
 from .base import Backend, Exchange, Group
-from .default_group import forget_default_group
+from .default_group import DefaultGroup, gloo_interface
 from .open_files import allow_open_files
 from .start_step import start_step
 from .start_watch import StartWatch
@@ -41,7 +40,7 @@ from .torch_devices import (
     error_handling,
     transport_timeout,
 )
-from .torch_group import abort_process_group, set_timeout, wrapped
+from .torch_group import abort_process_group, wrapped
 from .torch_groups import TorchGroups, config_text
 from .transport_choice import Offer, agreed_transport
 from .transports import TRANSPORTS
@@ -49,16 +48,6 @@ from .transports import TRANSPORTS
 __all__ = ("TorchBackend",)
 
 T = TypeVar("T")
-
-
-def _interfaces(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that make Gloo use the interface of `address`, except those that the user has set.
-
-    By default, Gloo uses the address of the host's name, which other hosts may not reach (127.0.1.1 on Debian). NCCL
-    finds the best connection between GPUs itself, so its variable is set only if the user chose an interface.
-    """
-    names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * bool(env.get(INTERFACE))
-    return {name: interface_of(address) for name in names if not env.get(name)}
 
 
 def _step_seconds(transport: str, settings: Settings) -> float | None:
@@ -89,10 +78,12 @@ class TorchBackend(Backend):
         config: Mapping[str, str],
         device: torch.device | None,
         shared: SharedStore,
+        place: tuple[int, int],
         settings: Settings,
         adopted: bool,
     ) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        """place: rank and size. adopted: whether the program has initialized torch.distributed."""
+        self.rank, self.size = place
         self.transport = transport
         self.device = device
         self.runs_ahead = device is not None
@@ -102,6 +93,7 @@ class TorchBackend(Backend):
         self._settings = settings
         self._timeout = timedelta(seconds=settings.start_timeout_seconds)
         self._adopted = adopted
+        self._default_group = DefaultGroup()
         self._groups = TorchGroups(
             self.rank,
             config,
@@ -132,7 +124,6 @@ class TorchBackend(Backend):
         chosen = transport or _preferred_transport(launch)
         if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
             chosen = "gloo"
-        check_interfaces("GLOO_SOCKET_IFNAME", env)
         views = accelerator.visible()
         offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
         shared = open_store(launch, env, settings.start_timeout_seconds, offer.to_text())
@@ -140,7 +131,7 @@ class TorchBackend(Backend):
         chosen = agreed_transport(offers, launch.rank)
         device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
         with contextlib.ExitStack() as undo, wrapped():
-            variables = _interfaces(shared.addresses.own, env) | error_handling(device, env)
+            variables = gloo_interface(shared.addresses.own, env) | error_handling(device, env)
             undo.enter_context(temporary_environment(variables))
             watch = None
             if device is None:  # a GPU is current in one thread only, and `watch` connects in another
@@ -149,21 +140,11 @@ class TorchBackend(Backend):
                 undo.callback(watch.close, started=False)
             if "gloo" in config.values():
                 allow_open_files(launch.size)  # watched, so that its error ends the start of all ranks
-            connect = functools.partial(
-                dist.init_process_group,
-                config_text(config),
-                # While a thread waits in a store, others cannot use it. NCCL has threads that wait. Without NCCL, one
-                # connection is enough. Each takes time: c10d's server looks up the peers' names one by one.
-                store=shared.store if device is None else shared.store.clone(),
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=transport_timeout(timedelta(seconds=settings.start_timeout_seconds), device),
-                device_id=device,
-            )
-            limit = _step_seconds(chosen, settings)
-            start_step(connect, shared.store, "process group", launch.rank, launch.size, watch, limit)
-            started = cls(chosen, config, device, shared, settings, adopted=False)
+            place = (launch.rank, launch.size)
+            started = cls(chosen, config, device, shared, place, settings, adopted=False)
             started._start_watch = watch
+            if device is not None:  # torch makes no other groups for accelerators without the default group
+                started.open_process_group()
             started._on_shutdown.push(undo.pop_all())
         return started
 
@@ -177,9 +158,9 @@ class TorchBackend(Backend):
                 f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
             )
         store = dist.distributed_c10d._get_default_store()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        shared = share_store(store, rank, size, env, settings.start_timeout_seconds)
-        return cls(transport, config, adopted_device(transport), shared, settings, adopted=True)
+        place = (dist.get_rank(), dist.get_world_size())
+        shared = share_store(store, *place, env, settings.start_timeout_seconds)
+        return cls(transport, config, adopted_device(transport), shared, place, settings, adopted=True)
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
@@ -226,34 +207,32 @@ class TorchBackend(Backend):
             return
         self._timeout = timeout
         self._store.set_timeout(timeout)
-        if not self._adopted:
-            dist.distributed_c10d._get_default_store().set_timeout(timeout)
-            set_timeout(transport_timeout(timeout, self.device), None)
+        self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
         self._groups.set_timeout(timeout)
 
     def open_process_group(self) -> None:
-        return  # it is the world
-
-    def abort_process_groups(self) -> None:
-        for group in list(dist.distributed_c10d._world.pg_map):
-            group.abort()
-
-    def keep_process_groups(self) -> None:
-        # Gloo's destructor waits for the collective. When it fails later, its thread must not find a process that ends.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            never_delete(group)
-        skip_destructors_at_exit()
+        if dist.is_initialized():
+            return
+        connect = functools.partial(
+            self._default_group.open,
+            config_text(self._config),
+            # While a thread waits in a store, others cannot use it. NCCL has threads that wait. Without NCCL, one
+            # connection is enough. Each takes time: c10d's server looks up the peers' names one by one.
+            self._store if self.device is None else self._store.clone(),
+            self.rank,
+            self.size,
+            transport_timeout(self._timeout, self.device),
+            self.device,
+        )
+        self.start_step(connect, "process group")
 
     def shutdown(self) -> None:
         with self._on_shutdown:
-            if not dist.is_initialized():
-                return
-            if not self._adopted:
-                forget_default_group()
-                end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
-                end()
-                return
-            self._groups.close()
+            if self._adopted:
+                self._groups.close()
+            self._default_group.close(
+                abort_process_group if self._groups.are_aborted else dist.destroy_process_group
+            )
 
     def abandon(self) -> None:
         self._groups.abandon()

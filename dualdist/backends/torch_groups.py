@@ -70,25 +70,22 @@ class TorchGroups:
         exchange: Exchange,
         make: Callable[[Sequence[int]], TorchGroup],
     ) -> list[Group]:
-        if self._is_one_host(ranks):
-            return self._make_host_groups(ranks, count, exchange)
+        if [*self._config] == ["cpu"] and can_connect(self._config):
+            return self._make_direct(ranks, count, exchange)
         own = [make(ranks) for _ in range(count)]
         self._groups += own
         return [*((self._rank in ranks and self._share_host(ranks, count, exchange, own)) or own)]
 
-    def _is_one_host(self, ranks: Sequence[int]) -> bool:
-        """Return whether all tensors that `ranks` send each other stay on the CPUs of one host."""
-        has_cpu_only = [*self._config] == ["cpu"] and can_connect(self._config)
-        return has_cpu_only and len(ranks) > 1 and len({self._nodes[rank] for rank in ranks}) == 1
-
-    def _make_host_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Make groups without torch's connections if the members can share memory. Collective over `ranks`."""
+    def _make_direct(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        """Make groups without torch's default group, on one host also without connections. Collective over `ranks`."""
         if self._rank not in ranks:
             return [self._group(ranks, None) for _ in range(count)]
-        if shared := self._share_host(ranks, count, exchange):
+        is_one_host = len(ranks) > 1 and len({self._nodes[rank] for rank in ranks}) == 1
+        if is_one_host and (shared := self._share_host(ranks, count, exchange)):
             return [*shared]
         name = exchange(secrets.token_bytes(_NAME_BYTES))[0].hex()
-        return [self._connect(f"{name}.{number}", ranks) for number in range(count)]
+        own = [self._connect(f"{name}.{number}", ranks) for number in range(count)]
+        return own if is_one_host else [*(self._share_host(ranks, count, exchange, own) or own)]
 
     def _make_group(self, ranks: Sequence[int], among_members: bool = False) -> TorchGroup:
         with wrapped():

@@ -16,7 +16,8 @@ import sys
 
 from ..backends.horovod.installed import CHILDREN_FOLDER, replace_horovod
 from ..errors import NotInitializedError
-from .environment import MARK, export_launch
+from ..world.context import Context
+from .environment import export_launch
 from .finder import HorovodFinder
 
 __all__ = ("install",)
@@ -34,9 +35,9 @@ def install() -> None:
         return
     _installed = True
     replace_horovod(HorovodFinder())
+    Context.opens_process_group = False
     NotInitializedError.before_init = "Horovod has not been initialized; use hvd.init()."
     export_launch(os.environ)
-    os.environ[MARK] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
     if CHILDREN_FOLDER not in sys.path:
         # A child that multiprocessing spawns gets this list instead of PYTHONPATH.

@@ -88,8 +88,6 @@ class Reducer:
             CollectiveMismatchError: the ranks differ, or another rank called something else.
         """
         options = options or self.options
-        if options.comm_hook is not None:
-            current().backend.open_process_group()
         call = Call(options.owner, options.describe(params), site=call_site())
         channel_of(options.process_set).run(call, lambda group, verdict: None)
         if not self.is_known:

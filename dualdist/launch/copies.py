@@ -1,16 +1,25 @@
 """Variables for scripts that do not use dualdist: those of torchrun and horovodrun, set beside dualdist's own.
 
-`dualdist run` and `spawn` set them, and record them in DUALDIST_COPIES. Launch detection ignores them as long as they
-have the recorded values. A launcher that such a process starts sets others, and is detected.
+`dualdist run`, `spawn`, `init` and dualdist.compat set them, and record them in DUALDIST_COPIES. Launch detection
+ignores them as long as they have the recorded values. A launcher that such a process starts sets others, and is
+detected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from ..types import World
 
-__all__ = ("COPIES", "copied_variables", "names_of_copies", "without_copies")
+__all__ = (
+    "COPIES",
+    "add_copies",
+    "copied_variables",
+    "names_of_copies",
+    "remove_copies",
+    "torchrun_variables",
+    "without_copies",
+)
 
 COPIES = "DUALDIST_COPIES"
 """The variable with the copies as NAME=VALUE, separated by spaces."""
@@ -45,35 +54,55 @@ def copied_variables(
             "HOROVOD_HOSTNAME": host,
         }
         horovod |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
-    torch = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": world.local_size,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": master[1],
-    }
+    torch = torchrun_variables(world, master)
     # Part of a group would contradict the rest that the user has set.
     kept = [group for group in (torch, horovod) if given.keys().isdisjoint(group)]
-    copies = {name: str(value) for group in kept for name, value in group.items()}
-    return {**copies, COPIES: " ".join(f"{name}={value}" for name, value in copies.items())}
+    copies: dict[str, str] = {}
+    add_copies({name: str(value) for group in kept for name, value in group.items()}, copies)
+    return copies
+
+
+def torchrun_variables(world: World, master: tuple[str, int]) -> dict[str, str]:
+    """Return torchrun's variables for one process. master: MASTER_ADDR and MASTER_PORT."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (world.rank, world.size, world.local_rank, world.local_size, *master)
+    return {name: str(value) for name, value in zip(names, values, strict=True)}
+
+
+def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    """Set `variables` in `env`, and record them as copies."""
+    env.update(variables)
+    _record({**_recorded(env), **variables}, env)
+
+
+def remove_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    """Undo `add_copies`, except where a value has changed since."""
+    _record({name: value for name, value in _recorded(env).items() if name not in variables}, env)
+    for name in [name for name, value in variables.items() if env.get(name) == value]:
+        del env[name]
+
+
+def _recorded(env: Mapping[str, str]) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in env.get(COPIES, "").split() if "=" in item)
+
+
+def _record(copies: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    env[COPIES] = " ".join(f"{name}={value}" for name, value in copies.items())
+    if not copies:
+        del env[COPIES]
 
 
 def names_of_copies(env: Mapping[str, str]) -> set[str]:
     """Return the names of the variables in `env` that are copies.
 
     The copies of one launcher count only together: if one has changed, another launcher or the script has set them. Of
-    Horovod's only the port must be the same, because dualdist.compat updates the numbers.
+    Horovod's only the port must be the same, or absent as before, because dualdist.compat updates the numbers.
     """
-    recorded = dict(item.split("=", 1) for item in env.get(COPIES, "").split() if "=" in item)
-    groups = (
-        {name for name in recorded if name.startswith(_HOROVOD)},
-        {name for name in recorded if not name.startswith(_HOROVOD)},
-    )
-    unchanged = [
-        group for group in groups if all(env.get(name) == recorded[name] for name in group & {_PORT} or group)
-    ]
-    return set().union(*unchanged)
+    recorded = _recorded(env)
+    horovod = {name for name in recorded if name.startswith(_HOROVOD)}
+    torch = recorded.keys() - horovod
+    are_unchanged = all(env.get(name) == recorded[name] for name in torch)
+    return (torch if are_unchanged else set()) | (horovod if env.get(_PORT) == recorded.get(_PORT) else set())
 
 
 def without_copies(env: Mapping[str, str]) -> dict[str, str]:

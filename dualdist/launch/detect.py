@@ -140,22 +140,12 @@ def _is_marked(row: Launcher, env: Mapping[str, str]) -> bool:
     if row.name == "env":
         # torchrun sets the same variables.
         return bool(env.get("RANK") and env.get("WORLD_SIZE")) and not env.get("TORCHELASTIC_RUN_ID")
-    return any(_is_set(env, marker) for marker in row.markers) and not _are_copies(row, env)
+    return any(_is_set(env, marker) for marker in row.markers)
 
 
 def _is_set(env: Mapping[str, str], marker: str) -> bool:
     name, _, value = marker.partition("=")
     return bool(env.get(name)) and value in ("", env[name])
-
-
-def _are_copies(launcher: Launcher, env: Mapping[str, str]) -> bool:
-    """Return whether dualdist.compat, not horovodrun, has set horovodrun's variables.
-
-    compat sets them for scripts under every launcher. A horovodrun that such a script starts sets its own, and the
-    address of its rendezvous server with them.
-    """
-    copied = launcher.rank == "HOROVOD_RANK" and bool(env.get("DUALDIST_COMPAT"))
-    return copied and not env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
 
 
 def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = None) -> Launch:

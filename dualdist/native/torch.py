@@ -23,13 +23,14 @@ def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessG
     For the whole world it is torch's default group. For another set it is a new group each time. Then the call is
     collective over the world, and returns torch.distributed.GroupMember.NON_GROUP_MEMBER to ranks outside the set.
 
-    Raises BackendUnavailableError on another backend, NotInitializedError before `init()`.
+    Raises BackendUnavailableError in a script of Horovod under dualdist.compat, which has no default group, and
+    NotInitializedError before `init()`.
     """
-    backend = current().backend
+    current()
     if not dist.is_initialized():
         raise BackendUnavailableError(
-            f"`backend` must be 'torch' for a process group, but is {backend.name!r} instead. "
-            "Start with init(backend='torch'), or set DUALDIST_BACKEND=torch."
+            "torch.distributed has no default process group, as under Horovod: dualdist.compat runs this script. Call "
+            "torch.distributed.init_process_group, or import dualdist and start without dualdist.compat."
         )
     if process_set is global_process_set:
         return cast(dist.ProcessGroup, dist.group.WORLD)

@@ -10,7 +10,6 @@ import torch
 
 from ..backends.torch_interface import runs_after_forward
 from ..checks import wrong
-from ..world.context import current
 
 __all__ = ("BufferHook", "checked_buffer_hook")
 
@@ -43,10 +42,9 @@ class BufferHook:
 
 
 def checked_buffer_hook(state: Any, hook: Any, location: Any) -> BufferHook:
-    """Return a BufferHook. Raises TypeError. Collective on the first call, as `open_process_group` is."""
+    """Return a BufferHook. Raises TypeError."""
     if not callable(hook):
         raise wrong(
             "hook", "a function of a state and a dict of buffers", hook, "Pass a function.", TypeError
         )
-    current().backend.open_process_group()
     return BufferHook(hook, state, runs_after_forward(location))

@@ -16,7 +16,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,9 +29,11 @@ from ..agreement.timeline import Timeline
 from ..backends import Backend, check_transport, choose
 from ..backends.base import Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
-from ..launch import DeviceView, choose_devices, launch_from, topology
+from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
+from ..launch.copies import add_copies, remove_copies, torchrun_variables
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..rendezvous import mpi
+from ..rendezvous.ports import reserved_port
 from ..types import Launch, Settings, World
 from .cpu_threads import warn_of_too_many_threads
 from .presence import Presence
@@ -60,6 +62,9 @@ _inherited: Context | None = None
 class Context:
     """One joined world: its backend, this process's numbers, and a channel for each process set."""
 
+    opens_process_group: ClassVar[bool] = True
+    """Whether programs find torch's default process group. Not under dualdist.compat, as with Horovod."""
+
     def __init__(self, backend: Backend, launch: Launch, settings: Settings, stand_in: StandIn) -> None:
         self.backend = backend
         self.launch = launch
@@ -82,6 +87,8 @@ class Context:
         self.timeline = Timeline(backend)
         self._stand_in = stand_in
         self._next_set = 0
+        self._undo = contextlib.ExitStack()
+        """What `close` undoes."""
         self.watch = StallWatch(backend.rank, backend.size, backend.address, settings)
         try:
             self.add_channel(range(backend.size))
@@ -137,6 +144,7 @@ class Context:
         """Leave the world."""
         # The stack calls these functions, the last one first, even if one raises.
         with contextlib.ExitStack() as stack:
+            stack.callback(self._undo.close)
             stack.callback(self.backend.shutdown)
             stack.callback(self.timeline.close)
             for channel in self.channels.values():
@@ -166,7 +174,8 @@ class Context:
                 "Do not start the backend before dualdist.init(), or start it with all ranks. Start MPI with the "
                 "mpirun of the library that the backend was built for."
             )
-        mine = Presence.of_this_process(launched.local_rank, self.watch.contact)
+        master = (joined.address, self._undo.enter_context(reserved_port())) if joined.rank == 0 else None
+        mine = Presence.of_this_process(launched.local_rank, self.watch.contact, master)
         group = self.channels[0].group
         answers = joined.start_step(lambda: group.allgather_bytes(mine.to_bytes()), "numbers")
         ranks = [Presence.from_bytes(answer) for answer in answers]
@@ -174,7 +183,22 @@ class Context:
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
         self.device = joined.device or self._device([rank.view for rank in ranks])
-        return topology([(rank.host, rank.local_rank) for rank in ranks])[joined.rank]
+        places = [(rank.host, rank.local_rank) for rank in ranks]
+        world = topology(places)[joined.rank]
+        names = nodes(places)
+        assert ranks[0].master is not None
+        node = [*dict.fromkeys(names)].index(names[joined.rank])
+        self._export({**torchrun_variables(world, ranks[0].master), "GROUP_RANK": str(node)})
+        return world
+
+    def _export(self, variables: Mapping[str, str]) -> None:
+        """Set those of `variables` that are absent from the environment until this process leaves the world.
+
+        For frameworks and scripts that look for torchrun's variables.
+        """
+        added = {name: value for name, value in variables.items() if name not in os.environ}
+        add_copies(added, os.environ)
+        self._undo.callback(remove_copies, added, os.environ)
 
     def _device(self, views: Sequence[DeviceView]) -> torch.device:
         index = choose_devices(views)[self.backend.rank]

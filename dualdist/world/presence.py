@@ -28,13 +28,17 @@ class Presence:
     threads: CpuThreads
     devices: tuple[str, int]
     """A name for the set of devices that the rank sees, and their number."""
+    master: tuple[str, int] | None
+    """On rank 0: its address, and a port that is free on its host."""
 
     @classmethod
-    def of_this_process(cls, local_rank: int | None, contact: Contact | None) -> Presence:
+    def of_this_process(
+        cls, local_rank: int | None, contact: Contact | None, master: tuple[str, int] | None
+    ) -> Presence:
         """Return the report of this process."""
         names = accelerator.visible()
         devices = hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
-        return cls(own_node(), local_rank, contact, CpuThreads.of_this_process(), devices)
+        return cls(own_node(), local_rank, contact, CpuThreads.of_this_process(), devices, master)
 
     def to_bytes(self) -> bytes:
         """Return the report as JSON."""
@@ -43,8 +47,9 @@ class Presence:
     @classmethod
     def from_bytes(cls, data: bytes) -> Presence:
         """Return the report from which `to_bytes` made `data`."""
-        host, local_rank, contact, threads, (name, count) = json.loads(data).values()
-        return cls(host, local_rank, contact and Contact(*contact), CpuThreads(*threads), (name, count))
+        host, local_rank, contact, threads, (name, count), master = json.loads(data).values()
+        contact = contact and Contact(*contact)
+        return cls(host, local_rank, contact, CpuThreads(*threads), (name, count), master and (*master,))
 
     @property
     def view(self) -> DeviceView:

@@ -14,7 +14,6 @@ from ..helpers.world import everywhere
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_ddp_of_torch_trains_over_the_process_group() -> None:
     from dualdist.native.torch import DistributedDataParallel, process_group
@@ -28,7 +27,6 @@ def test_ddp_of_torch_trains_over_the_process_group() -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_a_process_set_has_a_process_group_too() -> None:
     from dualdist.native.torch import process_group
@@ -41,18 +39,6 @@ def test_a_process_set_has_a_process_group_too() -> None:
         group.allreduce([total]).wait()
         assert total.item() == 4.0
     hvd.remove_process_set(pair)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.world_kinds("horovod-gloo", "horovod-mpi")
-@everywhere
-def test_there_is_no_process_group_on_horovod() -> None:
-    from dualdist.native.torch import process_group
-
-    with pytest.raises(
-        hvd.BackendUnavailableError, match="must be 'torch' for a process group, but is 'horovod'"
-    ):
-        process_group()
 
 
 @pytest.mark.ranks(2, 3)

@@ -189,9 +189,7 @@ def with_torchmetrics() -> list[float]:
     from torchmetrics import MeanMetric
 
     model, bare = wrapped()
-    metric = MeanMetric(
-        dist_sync_fn=hvd.metrics.gather_all_tensors, distributed_available_fn=hvd.is_initialized
-    )
+    metric = MeanMetric()
     optimizer = sgd(model)
     for inputs, targets in batches():
         optimizer.zero_grad()

@@ -55,9 +55,11 @@ def test_a_compiled_wrapper_trains(backend: str) -> None:
     check(frameworks.with_compile, backend, frameworks.alone())
 
 
-def test_an_optimizer_with_shared_state_trains_a_wrapped_model() -> None:
-    check(frameworks.with_shared_optimizer_state, "torch", frameworks.alone())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_optimizer_with_shared_state_trains_a_wrapped_model(backend: str) -> None:
+    check(frameworks.with_shared_optimizer_state, backend, frameworks.alone())
 
 
-def test_a_sharded_model_trains_beside_a_wrapped_one() -> None:
-    check(frameworks.with_fully_shard, "torch", [*frameworks.alone(), *frameworks.alone()])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sharded_model_trains_beside_a_wrapped_one(backend: str) -> None:
+    check(frameworks.with_fully_shard, backend, [*frameworks.alone(), *frameworks.alone()])

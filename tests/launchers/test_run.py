@@ -31,7 +31,6 @@ STALE = {
     "HOROVOD_RANK": "7",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "nowhere",
     "HOROVOD_CONTROLLER": "mpi",
-    "DUALDIST_COMPAT": "1",
     "DUALDIST_LAUNCHER": "spawn",
     "DUALDIST_RANK": "5",
 }
@@ -54,7 +53,6 @@ def test_processes_get_their_own_numbers_and_no_variables_of_outer_launchers(
         assert env["KEPT"] == "yes" and env["DUALDIST_RENDEZVOUS"].startswith("127.0.0.1:")
         assert {name for name, value in STALE.items() if env.get(name) == value} == set()
         assert not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_STEP_ID"} & env.keys()
-        assert "DUALDIST_COMPAT" not in env
         assert [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == [str(rank), str(rank), "3"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.compat import __main__ as command_line
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
-from dualdist.compat.environment import MARK, export_launch, export_world
+from dualdist.compat.environment import export_launch, export_world
 from dualdist.compat.util import (
     _cache,
     is_version_greater_equal_than,
@@ -16,6 +16,7 @@ from dualdist.compat.util import (
     split_list,
 )
 from dualdist.launch import detect
+from dualdist.launch.copies import names_of_copies
 from dualdist.types import World
 
 MPIRUN = {
@@ -28,16 +29,41 @@ MPIRUN = {
 
 def test_the_launcher_is_still_detected_beside_the_copies() -> None:
     for env in ({}, MPIRUN):
-        exported = {**env, MARK: "1"}
+        exported = dict(env)
         export_launch(exported)
-        assert exported["HOROVOD_SIZE"] == env.get("OMPI_COMM_WORLD_SIZE", "1")
+        export_world(World(1, 4, 1, 2, 0, 2), exported)  # of another world than the launcher's
+        export_launch(exported)
+        assert (
+            exported["HOROVOD_SIZE"] == env.get("OMPI_COMM_WORLD_SIZE", "1") and exported["HOROVOD_HOSTNAME"]
+        )
         assert detect(exported) == detect(env)
 
 
 def test_a_horovodrun_inside_is_detected() -> None:
-    horovodrun = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
-    found = detect({MARK: "1", **horovodrun})
+    env: dict[str, str] = {}
+    export_launch(env)
+    address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "7001"}
+    found = detect({**env, "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", **address})
     assert (found.launcher, found.rank, found.size) == ("horovodrun", 1, 2)
+
+
+def test_programs_find_all_variables_that_horovodrun_sets_for_its_gloo_controller() -> None:
+    env: dict[str, str] = {"HOROVOD_HOSTNAME": "given"}
+    export_launch(env)
+    numbers = {
+        "RANK": "0",
+        "SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_SIZE": "1",
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+    }
+    expected = {**numbers, "HOSTNAME": "given", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    found = {
+        name.removeprefix("HOROVOD_"): value for name, value in env.items() if name.startswith("HOROVOD_")
+    }
+    assert found == expected
+    assert "HOROVOD_CONTROLLER" in names_of_copies(env) and "HOROVOD_HOSTNAME" not in names_of_copies(env)
 
 
 def test_only_known_numbers_are_exported_before_init() -> None:

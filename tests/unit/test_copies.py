@@ -6,7 +6,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect
-from dualdist.launch.copies import copied_variables, without_copies
+from dualdist.launch.copies import add_copies, copied_variables, remove_copies, without_copies
 from dualdist.launch.environment import process_variables, without_launchers
 from dualdist.types import World
 
@@ -39,7 +39,7 @@ def test_a_process_has_the_variables_of_torchrun_and_of_horovodrun() -> None:
 def test_launch_detection_ignores_copies() -> None:
     assert detect(STARTED) == detect(OWN)
     # dualdist.compat sets the numbers of the world that was joined.
-    assert detect({**STARTED, "DUALDIST_COMPAT": "1", "HOROVOD_LOCAL_SIZE": "3"}) == detect(OWN)
+    assert detect({**STARTED, "HOROVOD_LOCAL_SIZE": "3"}) == detect(OWN)
     assert without_copies(STARTED) == {**OWN, "DUALDIST_COPIES": COPIES["DUALDIST_COPIES"]}
 
 
@@ -70,6 +70,20 @@ def test_variables_of_the_user_replace_all_copies_of_their_launcher() -> None:
         given={"MASTER_PORT": "2"},
     )
     assert "RANK" not in found and found["HOROVOD_RANK"] == "0"
+
+
+def test_copies_that_are_removed_leave_what_others_have_set() -> None:
+    env = {**STARTED}
+    added = {"GROUP_RANK": "0", "EXTRA": "1"}
+    add_copies(added, env)
+    assert detect(env) == detect(OWN) and not added.keys() & without_copies(env).keys()
+    env["EXTRA"] = "2"
+    remove_copies(added, env)
+    assert env == {**STARTED, "EXTRA": "2"}
+    alone: dict[str, str] = {}
+    add_copies(added, alone)
+    remove_copies(added, alone)
+    assert alone == {}
 
 
 def test_no_copy_reaches_the_processes_of_another_launcher() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import LAUNCHERS, detect
+from dualdist.launch.copies import add_copies
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -226,11 +227,10 @@ def test_the_address_of_rank_0_is_the_meeting_point_under_any_launcher() -> None
 
 
 def test_variables_that_compat_copied_for_a_script_are_not_a_launcher() -> None:
-    copies = {name: value for name, value in HOROVODRUN.items() if "GLOO" not in name} | {
-        "DUALDIST_COMPAT": "1"
-    }
+    copies: dict[str, str] = {}
+    add_copies({name: value for name, value in HOROVODRUN.items() if "GLOO" not in name}, copies)
     assert detect(copies | MPIRUN).launcher == "mpirun"
-    assert detect(copies | HOROVODRUN).launcher == "horovodrun"
+    assert detect({**copies, **HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "7001"}).launcher == "horovodrun"
 
 
 def test_uneven_nodes_under_srun_leave_the_local_size_unknown_without_a_node_number() -> None:

@@ -14,10 +14,9 @@ import contextlib
 import functools
 import itertools
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,18 +27,19 @@ from ...launch import DeviceView
 from ...rendezvous import LOOPBACK, find_addresses, own_node
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group
-from ..default_group import forget_default_group
+from ..default_group import DefaultGroup, gloo_interface
 from ..in_time import in_thread, wait_for
+from ..open_files import allow_open_files
 from ..patience import Patience
 from ..start_watch import StartWatch
 from ..store import SharedStore, serve_store
 from ..temporary_environment import temporary_environment
-from ..torch_devices import bind_device
+from ..torch_devices import bind_device, config_of, transport_timeout
+from ..torch_groups import config_text
 from .group import HorovodGroup, wrapped
 from .installed import real_horovod
 from .limited import forget_shutdown, limited, never_shut_down
 from .notifications import Notifications
-from .process_group import NAME, HorovodProcessGroup
 from .process_sets import check_process_set, known_process_sets, make_process_set
 from .rendezvous import GlooRendezvous, serve_rendezvous
 from .start_variables import start_variables
@@ -63,16 +63,10 @@ class HorovodBackend(Backend):
     """A new number for each group since Horovod was started. After a stall, operations of an earlier world may still be
     pending; the number in their names keeps them apart from new ones."""
 
-    _process_group_numbers: ClassVar[dict[tuple[int, ...], Iterator[int]]] = defaultdict(itertools.count)
-    """The same for the process groups over some ranks."""
-
     _launchers_server_used = False
     """Whether a world of this process has used horovodrun's rendezvous server. It cannot serve a second one, since it
     keeps the addresses of the first: it forgets which ranks have finished in one scope as soon as another scope is
     complete (horovod/runner/http/http_server.py:132)."""
-
-    _opened: HorovodBackend | None = None
-    """The backend whose `open_process_group` has made torch.distributed's default group."""
 
     _notifications = Notifications()
     """Receives horovodrun's messages about changed hosts. It listens on one port for the life of the process."""
@@ -94,6 +88,9 @@ class HorovodBackend(Backend):
         self._is_stuck = False
         self._starts = True
         """Until `finish_start`."""
+        self._default_group = DefaultGroup()
+        self._on_shutdown = contextlib.ExitStack()
+        """What `shutdown` undoes."""
         self._groups: list[HorovodGroup] = []
         self._rendezvous = rendezvous
         self._elastic = launch.elastic
@@ -164,7 +161,6 @@ class HorovodBackend(Backend):
                 seconds = settings.start_timeout_seconds
                 cls._connect(None if rendezvous is None else rendezvous.watch, launch.rank, seconds)
             cls._group_numbers = itertools.count()
-            cls._process_group_numbers = defaultdict(itertools.count)
             with wrapped():
                 started = cls(launch, settings, env, rendezvous, adopted=False)
             undo.pop_all()
@@ -293,50 +289,29 @@ class HorovodBackend(Backend):
         if self._rendezvous is not None:
             self._rendezvous.watch.close(started=True)
         self._starts, self._timeout = False, self._stall_timeout
+        timeout = timedelta(seconds=self._timeout)
+        self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
         for group in self._groups:
             group.timeout = self._timeout
 
     def open_process_group(self) -> None:
         if dist.is_initialized():
             return
-        if NAME not in dist.Backend.backend_list:
-            devices = ["cpu", "cuda"] if hvd.nccl_built() else ["cpu"]
-            dist.Backend.register_backend(NAME, _create_process_group, extended_api=True, devices=devices)
-        HorovodBackend._opened = self
-        store = dist.HashStore() if self._store is None else dist.PrefixStore("process_group", self._store)
-        timeout = timedelta(seconds=self._timeout)
-        dist.init_process_group(NAME, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-
-    def abort_process_groups(self) -> None:
-        for group in list(dist.distributed_c10d._world.pg_map) if HorovodBackend._opened is self else []:
-            group.abort()
-
-    def make_process_group(self, options: Any) -> HorovodProcessGroup:
-        """Return a process group over some ranks. Local. options: c10d's.
-
-        Raises RuntimeError unless Horovod has a process set of these ranks.
-        """
-        ranks = tuple(options.global_ranks_in_group) or tuple(range(self.size))
-        if ranks not in self._sets:
-            raise RuntimeError(
-                f"Horovod: a process group must have the ranks of a process set, but has {list(ranks)} instead. Call "
-                f"add_process_set({list(ranks)}) before."
-            )
-        number = next(self._process_group_numbers[ranks])
-
-        def named(name: str) -> Group:
-            prefix = f"dualdist.process_group.{number}.{name}"
-            return HorovodGroup(ranks, self.rank, self._sets[ranks], prefix, self._timeout)
-
-        return HorovodProcessGroup(str(options.group_id), options.group_rank, options.group_size, named)
+        store = dist.HashStore() if self._store is None else self._store
+        # Kept while the world exists: programs make more groups of Gloo.
+        self._on_shutdown.enter_context(temporary_environment(gloo_interface(self.address, os.environ)))
+        allow_open_files(self.size)
+        kinds = config_of(self.transport if self.device else "gloo")
+        timeout = transport_timeout(timedelta(seconds=self._timeout), self.device)
+        connect = functools.partial(
+            self._default_group.open, config_text(kinds), store, self.rank, self.size, timeout, self.device
+        )
+        self.start_step(connect, "process group")
 
     def shutdown(self) -> None:
+        with self._on_shutdown:
+            self._default_group.close()
         self._store = None
-        if HorovodBackend._opened is self:
-            HorovodBackend._opened = None
-            if dist.is_initialized():
-                forget_default_group()
-                dist.destroy_process_group()
         if self._adopted or not hvd.is_initialized():
             return
         if self._controller() == "mpi":
@@ -379,13 +354,6 @@ class HorovodBackend(Backend):
             "gloo_enabled": hvd.gloo_enabled(),
             "mpi_threads_supported": threads,
         }
-
-
-def _create_process_group(options: Any, backend_options: object = None) -> HorovodProcessGroup:
-    opened = HorovodBackend._opened
-    if opened is None:
-        raise RuntimeError("Horovod: a process group needs a world that runs on Horovod. Call init() first.")
-    return opened.make_process_group(options)
 
 
 def _has_mpi_controller(launch: Launch) -> bool:

@@ -1,4 +1,4 @@
-"""Ranges in torch's profiler, under the names of torch's own groups: `mpi:all_reduce` as `gloo:all_reduce`."""
+"""Ranges in torch's profiler, named as those of torch's own groups: `mpi4py:all_reduce` as `gloo:all_reduce`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def profiler_range(what: str, inputs: Sequence[torch.Tensor]) -> Any:
     if not torch._C._autograd._profiler_enabled():
         return None
     name = what.split()[0]
-    started = torch._C._autograd._record_function_with_args_enter(f"mpi:{_NAMES.get(name, name)}", *inputs)
+    started = torch._C._autograd._record_function_with_args_enter(f"mpi4py:{_NAMES.get(name, name)}", *inputs)
     end: Any = torch.futures.Future()
     torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(started, end)
     return end

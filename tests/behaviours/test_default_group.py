@@ -1,0 +1,133 @@
+"""What a script and its helpers find after init: torch's default process group, and torchrun's variables."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dualdist as hvd
+from dualdist.launch import detect
+from dualdist.launch.copies import without_copies
+
+from ..helpers.rejoining import outside_world
+from ..helpers.world import everywhere
+
+TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def check_group() -> None:
+    assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
+    total = torch.tensor([hvd.rank() + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == hvd.size() * (hvd.size() + 1) / 2
+    found: list[Any] = [None] * hvd.size()
+    dist.all_gather_object(found, hvd.rank())
+    assert found == list(range(hvd.size()))
+
+
+@everywhere
+def test_the_default_group_has_the_ranks_of_the_world() -> None:
+    check_group()
+    with pytest.raises(ValueError, match="twice"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@everywhere
+def test_each_world_has_a_default_group_of_its_own() -> None:
+    last = dist.new_group([hvd.size() - 1])
+    with outside_world():
+        assert not dist.is_initialized()
+    check_group()
+    if hvd.rank() == hvd.size() - 1:
+        with pytest.raises(ValueError, match="Invalid process group"):
+            dist.destroy_process_group(last)
+
+
+@everywhere
+def test_a_script_may_destroy_the_default_group_and_make_its_own() -> None:
+    dist.destroy_process_group()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with outside_world():
+        assert dist.get_world_size() == 1  # left to the script
+        dist.destroy_process_group()
+    check_group()
+
+
+@everywhere
+def test_groups_of_some_ranks_work() -> None:
+    groups: Any = [dist.new_group([rank]) for rank in range(hvd.size())]
+    total = torch.tensor([hvd.rank() + 1.0])
+    dist.all_reduce(total, group=groups[hvd.rank()])
+    assert total.item() == hvd.rank() + 1.0
+
+
+@everywhere
+def test_a_tensor_is_sharded_over_a_device_mesh() -> None:
+    mesh = init_device_mesh("cpu", (hvd.size(),))
+    whole = torch.arange(2.0 * hvd.size())
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    assert sharded.to_local().tolist() == [2.0 * hvd.rank(), 2.0 * hvd.rank() + 1]
+    gathered: Any = sharded.redistribute(mesh, [Replicate()])
+    assert torch.equal(gathered.to_local(), whole)
+
+
+@everywhere
+def test_ranks_with_fewer_batches_join_torchs_ddp() -> None:
+    model: Any = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Join([wrapped]):
+        for _ in range(hvd.rank() + 1):
+            optimizer.zero_grad()
+            wrapped(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    # In step k, size - k ranks have a gradient of 1. Ranks that have joined get the weights of the last one.
+    assert model.weight.item() == pytest.approx(-(hvd.size() + 1) / 2)
+
+
+@everywhere
+def test_post_local_sgd_averages_the_weights() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer: Any = PostLocalSGDOptimizer(
+        torch.optim.SGD([weight], lr=1.0), PeriodicModelAverager(period=2, warmup_steps=0)
+    )
+    for _ in range(3):  # averaged in the first and the third step
+        optimizer.zero_grad()
+        weight.mul(hvd.rank() + 1.0).sum().backward()
+        optimizer.step()
+    assert weight.item() == pytest.approx(-3 * (hvd.size() + 1) / 2)
+
+
+@everywhere
+def test_programs_find_torchruns_variables_in_each_world() -> None:
+    launched = detect(os.environ)
+    for _ in range(2):
+        numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 0)
+        *found, address, port = [os.environ[name] for name in TORCHRUN]
+        assert found == [str(number) for number in numbers]
+        assert hvd.allgather_object((address, port)) == [(address, port)] * hvd.size()
+        assert detect(os.environ) == launched
+        added = os.environ.keys() - without_copies(os.environ).keys()
+        with outside_world():
+            assert not added & os.environ.keys()
+            assert detect(os.environ) == launched
