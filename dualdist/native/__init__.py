@@ -1,6 +1,6 @@
 """Direct access to the backends. It is not portable: the import path names the backend that a script needs.
 
-    from dualdist.native.torch import DistributedDataParallel, process_group   # needs the backend torch
+    from dualdist.native.torch import DistributedDataParallel, process_group   # on each backend
     from dualdist.native.horovod import hvd                                    # needs the backend horovod
 
 dualdist itself does not use this package. Its checks between the ranks do not cover these calls: a mismatch is the
