@@ -16,7 +16,6 @@ import sys
 
 from ..backends.horovod.installed import CHILDREN_FOLDER, replace_horovod
 from ..errors import NotInitializedError
-from ..world.context import Context
 from .environment import export_launch
 from .finder import HorovodFinder
 
@@ -35,7 +34,6 @@ def install() -> None:
         return
     _installed = True
     replace_horovod(HorovodFinder())
-    Context.opens_process_group = False
     NotInitializedError.before_init = "Horovod has not been initialized; use hvd.init()."
     export_launch(os.environ)
     inherited = os.environ.get("PYTHONPATH", "")

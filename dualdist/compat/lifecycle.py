@@ -1,4 +1,4 @@
-"""`init` for Horovod scripts: it also sets Horovod's environment variables."""
+"""`init` for Horovod scripts: it also sets Horovod's environment variables, and opens no default process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 import dualdist
 
-from ..world.context import current, current_or_inherited
+from ..world.context import Context, current, current_or_inherited
 from ..world.process_sets import ProcessSet
 from .environment import export_world
 
@@ -21,6 +21,7 @@ P = ParamSpec("P")
 def _exporting(join: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(join)
     def init(*args: P.args, **kwargs: P.kwargs) -> None:
+        Context.opens_process_group = False  # also when elastic training joins again
         join(*args, **kwargs)
         export_world(current().world, os.environ)
 

@@ -63,7 +63,7 @@ class Context:
     """One joined world: its backend, this process's numbers, and a channel for each process set."""
 
     opens_process_group: ClassVar[bool] = True
-    """Whether programs find torch's default process group. Not under dualdist.compat, as with Horovod."""
+    """Whether programs find torch's default process group. Not after dualdist.compat's `init`, as with Horovod."""
 
     def __init__(self, backend: Backend, launch: Launch, settings: Settings, stand_in: StandIn) -> None:
         self.backend = backend

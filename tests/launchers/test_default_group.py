@@ -94,6 +94,13 @@ def test_helpers_that_ask_torch_give_each_rank_its_shard(name: str, tmp_path: Pa
     assert printed(name, tmp_path, HELPERS) == expected
 
 
+def test_a_script_of_dualdist_finds_the_group_also_if_something_else_imports_horovod(tmp_path: Path) -> None:
+    expected = [f"{list(range(rank, 8, 2))} -3.5" for rank in range(2)]
+    assert (
+        printed("torchrun", tmp_path, f"import horovod.torch\n{HELPERS}", "-m", "dualdist.compat") == expected
+    )
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_script_of_horovod_finds_no_group_and_may_make_its_own(name: str, tmp_path: Path) -> None:
     assert printed(name, tmp_path, OWN_GROUP, "-m", "dualdist.compat") == ["done"] * LAUNCHERS[name].size
