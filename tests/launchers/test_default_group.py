@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from ..helpers.namespace_hosts import Network
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import LAUNCHERS, launch
+from ..helpers.script_launch import LAUNCHERS, finish, launch
 
 HELPERS = """
 import os
@@ -104,6 +106,19 @@ def test_a_script_of_dualdist_finds_the_group_also_if_something_else_imports_hor
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_script_of_horovod_finds_no_group_and_may_make_its_own(name: str, tmp_path: Path) -> None:
     assert printed(name, tmp_path, OWN_GROUP, "-m", "dualdist.compat") == ["done"] * LAUNCHERS[name].size
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_a_script_of_horovod_finds_no_group_and_may_make_its_own_on_two_hosts(
+    backend: str, network: Network, tmp_path: Path
+) -> None:
+    need_modules(backend)
+    script = tmp_path / "script.py"
+    script.write_text(OWN_GROUP)
+    run = [sys.executable, "-m", "dualdist", "run", "-H", "alpha:2,beta:2", "-np", "4", "--env"]
+    command = [*run, f"DUALDIST_BACKEND={backend}", sys.executable, "-m", "dualdist.compat", str(script)]
+    ended = finish(network.hosts[0].command(*command))
+    assert (ended.code, ended.output.count("<done>")) == (0, 4), ended.output
 
 
 @pytest.mark.parametrize("name", ["horovodrun", "mpirun", "mpirun-torch"])

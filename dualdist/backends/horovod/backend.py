@@ -105,6 +105,8 @@ class HorovodBackend(Backend):
                 shared = rendezvous.shared
             self._store, self.address = shared.store, shared.addresses.own
             self._nodes = shared.addresses.nodes
+        # For the default group, and those that programs make.
+        self._on_shutdown.enter_context(temporary_environment(gloo_interface(self.address, os.environ)))
 
     def _bind_device(self, launch: Launch) -> torch.device | None:
         """Choose this rank's device and make it the current one, if NCCL transfers the data. Else return None.
@@ -298,8 +300,6 @@ class HorovodBackend(Backend):
         if dist.is_initialized():
             return
         store = dist.HashStore() if self._store is None else self._store
-        # Kept while the world exists: programs make more groups of Gloo.
-        self._on_shutdown.enter_context(temporary_environment(gloo_interface(self.address, os.environ)))
         allow_open_files(self.size)
         kinds = config_of(self.transport if self.device else "gloo")
         timeout = transport_timeout(timedelta(seconds=self._timeout), self.device)
