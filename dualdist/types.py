@@ -100,6 +100,8 @@ class Settings:
     """How long `init` waits for another rank, from the arrival of the first."""
     shared_memory: bool = True
     """Whether this rank shares memory with those of its host (backends/shared_memory), if they may, too."""
+    compare_start: bool = True
+    """Whether ranks compare their parameters and options when they first combine gradients."""
     timeline: str | None = None
     """The path of the timeline (agreement/timeline.py); None to write none."""
     timeline_mark_cycles: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from ..agreement import call_kinds
@@ -12,11 +14,12 @@ from ..backends.base import Group
 from ..checks import integer
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .objects import broadcast_object
 from .plans.plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
 from .wire import neutral
 
-__all__ = ("barrier", "join", "stand_in")
+__all__ = ("barrier", "join", "share_grad_scalers", "stand_in")
 
 
 def join(device: int = -1) -> int:
@@ -25,14 +28,35 @@ def join(device: int = -1) -> int:
     For uneven numbers of batches: a rank joins when it has no more data. It contributes zeros to Sum, Average and
     Adasum, and nothing to Min, Max and Product; Average still divides by the size of the world. The other ranks can
     call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
-    HorovodInternalError on those ranks. Collective over the world.
+    HorovodInternalError on those ranks. Then the torch.amp.GradScalers of a process get the states of
+    the last rank's, because those that joined before have not counted its steps. Collective over the world.
 
     device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce tensors
     on GPUs.
     """
     number = integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
     current().join_device_index = None if number < 0 else number
-    return channel_of(global_process_set).join()
+    last = channel_of(global_process_set).join()
+    share_grad_scalers(last, global_process_set)
+    return last
+
+
+def share_grad_scalers(last: int, process_set: ProcessSet) -> None:
+    """Give the GradScalers of each rank the states of those of rank `last`, in the order of their creation. Collective.
+
+    A script passes its scaler to no call of ours, so it is looked for among all objects of the process. Nothing is done
+    on a rank that has another number of scalers than rank `last`.
+    """
+    gc.collect()  # orders the others by age, and frees those that are not in use
+    # Not isinstance(), which lets objects answer.
+    scalers = [
+        one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler) and one.is_enabled()
+    ]
+    own = [scaler.state_dict() for scaler in scalers]
+    states = broadcast_object(own, last, "dualdist.join.grad_scaler", process_set)
+    if len(states) == len(scalers):
+        for scaler, state in zip(scalers, states, strict=True):
+            scaler.load_state_dict(state)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

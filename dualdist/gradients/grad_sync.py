@@ -12,7 +12,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -48,6 +48,7 @@ class GradSync(Combiner):
         *,
         compares_late: bool = False,
         fills: bool = True,
+        hyperparameters: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """Register hooks on the parameters. Collective, as `add` is.
 
@@ -57,12 +58,14 @@ class GradSync(Combiner):
             passes: how many backward passes accumulate before gradients are combined.
             compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
             fills: whether parameters that no rank used have zeros in a step.
+            hyperparameters: returns options that should be equal on all ranks, by name. It must not refer to `owner`.
         """
         self.kind = options.owner
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
         self._compares_late, self._fills = compares_late, fills
         self._reducer = Reducer(options)
+        self._reducer.hyperparameters = hyperparameters
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
         self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
         self._averages = options.reduction.op == Average

@@ -13,7 +13,7 @@ GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,7 @@ from .announcement import announce, announcement, next_digest, settle
 from .bucket_memory import BucketMemory
 from .comm_hook import CommHook, HookQueue, HookWork
 from .contributions import SPARSE
+from .equal_start import warn_of_differences
 from .grad_bucket import GradBucket
 from .layout import Layout
 from .options import SyncOptions
@@ -64,6 +65,10 @@ class Reducer:
         """Whether the gradients were reduced since the last step."""
         self.used: set[int] = set()
         """The parameters to whose gradients some rank has contributed since the last step."""
+        self.hyperparameters: Callable[[], Mapping[str, object]] = dict
+        """Returns the options of the optimizer, by their names in messages."""
+        self._compares_start = False
+        """Whether the next reduction is followed by a comparison of the parameters."""
         self.divides_by_active = False
         """Whether averages divide by the number of ranks that have not called `join`."""
         self.divisor: int | None = None
@@ -94,7 +99,7 @@ class Reducer:
             known = current().grad_syncs[options.process_set.process_set_id]
             self._id = len(known)
             known.append(member)
-            self.is_known = True
+            self.is_known, self._compares_start = True, current().settings.compare_start
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -295,6 +300,11 @@ class Reducer:
         if self._hook_error is not None:
             raise self._hook_error
         self.reduced = True
+        if self._compares_start and not channel.has_joined:
+            warn_of_differences(
+                self.layout.params, self.hyperparameters(), self.options.process_set, self._id
+            )
+        self._compares_start = False
 
     def _announcement(self) -> Call:
         return announcement(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -209,7 +211,15 @@ def _distributed(
     elif options.process_set.included():
         # It takes no dense gradients.
         fills = not isinstance(optimizer, torch.optim.SparseAdam)
-        combiner = GradSync(named, options, optimizer, passes, compares_late=compares_late, fills=fills)
+        combiner = GradSync(
+            named,
+            options,
+            optimizer,
+            passes,
+            compares_late=compares_late,
+            fills=fills,
+            hyperparameters=functools.partial(_hyperparameters, weakref.ref(optimizer)),
+        )
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
     synchronized = cast("SynchronizedOptimizer", optimizer)
@@ -220,6 +230,20 @@ def _distributed(
         optimizer.register_step_post_hook(_after_step),
     ]
     return synchronized
+
+
+def _hyperparameters(reference: weakref.ref[torch.optim.Optimizer]) -> dict[str, object]:
+    """Return the numbers among the options of the parameter groups, such as learning rates, by name."""
+    optimizer = reference()
+    if optimizer is None:
+        return {}
+    return {
+        f"{name} of the parameter groups": [
+            float(group[name]) if isinstance(group.get(name), int | float | torch.Tensor) else None
+            for group in optimizer.param_groups
+        ]
+        for name in sorted(optimizer.defaults)
+    }
 
 
 def _undistributed(optimizer: SynchronizedOptimizer) -> None:

@@ -64,6 +64,11 @@ def check_model(params: Sequence[torch.Tensor]) -> None:
             "`optimizer` must have plain parameters, but has DTensors. Use it without a wrapper: models that "
             "fully_shard or parallelize_module has changed exchange gradients themselves."
         )
+    if any(hasattr(param, "_fsdp_flattened") for param in params):
+        raise TypeError(
+            "`optimizer` must have plain parameters, but has those of a FullyShardedDataParallel, of which each rank "
+            "has another part. Use it without a wrapper: the model exchanges gradients itself."
+        )
     other = combined_elsewhere(params, call_kinds.OPTIMIZER)
     if other is not None:
         raise TypeError(

@@ -171,6 +171,7 @@ class DistributedDataParallel(JoinInterface):
         self._combiner = NullCombiner()
         self._joined = self._torch_join = None
         self._join_config = disabled_join()
+        self._join_hook = lambda: None
         self._syncs_buffers = False
         """Whether the current forward synchronizes buffers."""
         self._in_backward: list[torch.Tensor] | None = None
@@ -209,13 +210,14 @@ class DistributedDataParallel(JoinInterface):
         """Make buffers equal, and check that the parameters are still those that were wrapped."""
         self._syncs_buffers = False
         remember_call_site()
-        if self._join_config.enable:
-            notify_join(self)
-            if self._torch_join is not None:
+        if self._torch_join is not None:
+            if (
+                self._join_hook() is None or not self._join_config.enable
+            ):  # an exception has ended the context
+                self._forget_join()
+            else:
+                notify_join(self)
                 self._torch_join.in_join()
-        elif self._torch_join is not None:  # an exception has ended the context
-            self._combiner.divide_by(None)
-            self._torch_join = None
         if self._in_backward is None:
             self._take_over_optimizers()
         if not self._combiner.enabled or not torch.is_grad_enabled():
@@ -226,7 +228,7 @@ class DistributedDataParallel(JoinInterface):
         is_changed = _identities(self._parts) != self._recorded
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
-        is_joining = self._joined is not None or self._join_config.enable
+        is_joining = self._joined is not None or self._torch_join is not None
         is_alone = is_joining or not self._combiner.is_in_world
         self._syncs_buffers = self.forward_sync_buffers and self.training and not is_alone
         self._sync_buffers(after_forward=False)
@@ -316,7 +318,15 @@ class DistributedDataParallel(JoinInterface):
                 "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
                 "instead. Copy its `module`."
             )
-        local = ["_combiner", "_process_set", "_process_group", "_joined", "_torch_join", "_join_config"]
+        local = [
+            "_combiner",
+            "_process_set",
+            "_process_group",
+            "_joined",
+            "_torch_join",
+            "_join_hook",
+            "_join_config",
+        ]
         local += ["_wrapped", "_parts", "_recorded", "_in_backward", "_requires_sync"]
         return {name: value for name, value in self.__dict__.items() if name not in local}
 

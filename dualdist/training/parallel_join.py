@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ..backends.torch_interface import join_hook
+from ..backends.torch_interface import disabled_join, join_hook
 from ..checks import flag
 from ..collectives.allreduce import allreduce
-from ..collectives.join import join
+from ..collectives.join import join, share_grad_scalers
 from ..gradients.combiner import Combiner
 from ..types import Max, Sum
 from ..world.process_sets import ProcessSet, global_process_set
@@ -45,11 +46,11 @@ class JoinedTraining:
         return join()
 
     def torch_hook(
-        self, overwrite: Callable[[int], None], process_set: ProcessSet, kwargs: Mapping[str, Any]
+        self, at_end: Callable[[int], None], process_set: ProcessSet, kwargs: Mapping[str, Any]
     ) -> Any:
         """Return a JoinHook of torch.
 
-        overwrite: copies parameters and buffers of a rank to all others in `process_set`. kwargs: those of Join.
+        at_end: called with the rank that joined last, on each member of `process_set`. kwargs: those of Join.
         """
         divides_by_active = not flag(
             "divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)
@@ -65,8 +66,7 @@ class JoinedTraining:
 
         def end(is_last: bool) -> None:
             candidate = torch.tensor([rank() if is_last else -1])
-            overwrite(int(allreduce(candidate, op=Max, name="join.last", process_set=process_set)))
-            self._combiner.divide_by(None)
+            at_end(int(allreduce(candidate, op=Max, name="join.last", process_set=process_set)))
 
         self.in_join = functools.partial(count, True)
         return join_hook(shadow, end)
@@ -84,6 +84,9 @@ class JoinInterface(TorchInterface):
 
     _joined: JoinedTraining | None
     _torch_join: JoinedTraining | None
+    _join_config: Any
+    _join_hook: Callable[[], Any]
+    """Returns torch's Join hook while the context exists."""
 
     @contextlib.contextmanager
     def join(
@@ -126,7 +129,20 @@ class JoinInterface(TorchInterface):
     def join_hook(self, **kwargs: Any) -> Any:
         """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
         self._torch_join = JoinedTraining(self._combiner)
-        return self._torch_join.torch_hook(self._overwrite, self._process_set, kwargs)
+
+        def end(root_rank: int) -> None:
+            self._overwrite(root_rank)
+            share_grad_scalers(root_rank, self._process_set)
+            self._forget_join()
+
+        hook = self._torch_join.torch_hook(end, self._process_set, kwargs)
+        self._join_hook = weakref.ref(hook)
+        return hook
+
+    def _forget_join(self) -> None:
+        """Leave a Join context of torch, which leaves its configuration in what has joined."""
+        self._torch_join, self._join_config = None, disabled_join()
+        self._combiner.divide_by(None)
 
     def _overwrite(self, root_rank: int) -> None:
         """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""

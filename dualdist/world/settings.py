@@ -24,6 +24,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
             _read_seconds(start, env[start], "positive") if start in env else Settings.start_timeout_seconds
         ),
         shared_memory=env.get("DUALDIST_SHARED_MEMORY", "1") != "0",
+        compare_start=env.get("DUALDIST_COMPARE_START", "1") != "0",
         # Horovod's DYNAMIC means that the script will call start_timeline().
         timeline=None if timeline in ("", "DYNAMIC") else timeline,
         timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -86,3 +87,72 @@ def test_the_join_context_of_torch_takes_a_wrapper_and_an_optimizer_with_shared_
     wrapped.zero_grad()
     wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum().backward()
     assert weight.weight.grad.item() == (hvd.size() + 1) / 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_only_what_is_in_a_join_block_of_torch_follows_it(fails: bool) -> None:
+    from torch import distributed as dist
+    from torch.distributed.algorithms.join import Join
+
+    model: Any = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+    wrapped: Any = hvd.DistributedDataParallel(model)
+
+    def step() -> None:
+        wrapped(torch.tensor([[1.0], [2.0]]) * (hvd.rank() + 1)).sum().backward()
+
+    with contextlib.suppress(ArithmeticError), Join([wrapped]):
+        for _ in range(2 if fails else 1 + hvd.rank()):
+            step()
+        if fails:
+            raise ArithmeticError
+    step()  # copies the buffers of rank 0 first
+    for _ in range(2):
+        step()
+        total = torch.tensor([hvd.rank() + 10])
+        dist.all_reduce(total)  # not taken for a message of Join
+        assert total.item() == sum(range(10, 10 + hvd.size()))
+    model.eval()
+    with wrapped.join():
+        for _ in range(1 + hvd.rank()):
+            step()
+    total = torch.tensor([hvd.rank() + 10])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(10, 10 + hvd.size()))
+
+
+@pytest.mark.parametrize("style", ["optimizer", "module", "Join of torch"])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_loss_scales_are_equal_after_uneven_batches(style: str) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    layer = zero_weight()
+    optimizer: Any = torch.optim.SGD(layer.parameters(), lr=0.0)
+    wrapped = layer
+    if style == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    else:
+        wrapped = hvd.DistributedDataParallel(layer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        scaler.scale(wrapped(torch.ones(1, 1)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert layer.weight.grad is not None
+        return float(layer.weight.grad.item())
+
+    blocks: Any = {"module": lambda: wrapped.join(), "Join of torch": lambda: Join([wrapped])}
+    with blocks.get(style, contextlib.nullcontext)():
+        for _ in range(1 + 2 * hvd.rank()):
+            step()
+    if style == "optimizer":
+        hvd.join()
+    # One step more than a multiple of the interval.
+    assert scaler.state_dict()["scale"] == 2.0 ** (hvd.size())
+    assert scaler.state_dict()["_growth_tracker"] == 1
+    assert [step() for _ in range(3)] == [1.0] * 3

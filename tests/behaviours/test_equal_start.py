@@ -1,0 +1,69 @@
+"""A warning by name when ranks start from different parameters or options."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+from ..helpers.world import everywhere
+
+
+def warned(train: Callable[[], object]) -> list[str]:
+    """Run `train` in a world that compares the start; return this rank's warnings."""
+    hvd.shutdown()
+    with mock.patch.dict(os.environ, DUALDIST_COMPARE_START="1"):
+        hvd.init()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train()
+    hvd.shutdown()
+    hvd.init()
+    return [str(one.message) for one in found]
+
+
+def train(style: str, start: float, rate: float = 0.1) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64).to(torch.bfloat16))
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    nn.init.constant_(model[1].weight, start)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate)
+    if style == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    else:
+        model = hvd.DistributedDataParallel(model, init_sync=False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(param.float().sum() for param in model.parameters()).backward()
+        optimizer.step()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_rank_0_warns_once_of_parameters_that_differ(style: str) -> None:
+    found = warned(lambda: train(style, float(hvd.rank())))
+    assert len(found) == (hvd.rank() == 0)
+    assert all("different values of '1.weight', and will train different models" in text for text in found)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_rank_0_warns_of_another_learning_rate() -> None:
+    found = warned(lambda: train("optimizer", 1.0, rate=0.1 * (1 + (hvd.rank() == 1))))
+    assert len(found) == (hvd.rank() == 0)
+    assert all("different values of lr of the parameter groups, and" in text for text in found)
+
+
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_an_equal_start_is_silent(style: str) -> None:
+    assert warned(lambda: train(style, 1.0)) == []
