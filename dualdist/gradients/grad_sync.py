@@ -13,6 +13,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,9 @@ _numbers = itertools.count()
 
 class GradSync(Combiner):
     """Combines the gradients of some parameters over a process set, in every backward that completes them."""
+
+    _collected_at: ClassVar[int] = -1
+    """The number of the last garbage collection, beside those of the objects."""
 
     def __init__(
         self,
@@ -80,10 +84,9 @@ class GradSync(Combiner):
         """Whether a whole backward has been seen. In the first one nothing is sent early: gradients may repeat."""
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
-        self._number = self._last_end = next(_numbers)
-        """When this was made, and when it last ended a backward, in the order of such events."""
+        self._number = next(_numbers)
         self._sends_late = False
-        """Whether buckets are sent at the end of backward only, because an earlier GradSync may send some meanwhile.
+        """Whether buckets are sent at the end of backward only, because an older GradSync may send some meanwhile.
 
         Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
         self._is_shared = False
@@ -254,7 +257,11 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
-        self._sends_late = any(sync._precedes(self) for sync in _alive)
+        process_set = self._reducer.options.process_set
+        self._sends_late = any(
+            sync._number < self._number and sync._reducer.options.process_set == process_set
+            for sync in _alive
+        )
         is_regular = self._enabled and not (
             self._counts or self._repeats or self._is_shared or self._sends_late
         )
@@ -318,17 +325,10 @@ class GradSync(Combiner):
             self._is_shared |= _address(self._params[index].tensor.grad) not in (address, 0)
         self._addresses = {}
 
-    def _precedes(self, other: GradSync) -> bool:
-        """Return whether this one sends before `other` in a backward of both, and has been used beside it."""
-        is_earlier = self._number < other._number < self._last_end
-        return is_earlier and self._reducer.options.process_set == other._reducer.options.process_set
-
     def _end(self) -> None:
-        before, self._last_end = self._last_end, next(_numbers)
-        for later in [sync for sync in _alive if before < sync._number and self._precedes(sync)]:
-            later._sends_late = True
-            if not later._arrivals.awaits_end():
-                later._expect_order()
+        if self._sends_late and GradSync._collected_at < self._number:
+            gc.collect()  # the older ones may be garbage
+            GradSync._collected_at = next(_numbers)
         if self._is_shared:
             for param in self._params:
                 param.is_given = True
