@@ -259,7 +259,9 @@ class GradSync(Combiner):
         """Expect the gradients of the next backward in the order of the last complete one."""
         process_set = self._reducer.options.process_set
         self._sends_late = any(
-            sync._number < self._number and sync._reducer.options.process_set == process_set
+            sync._number < self._number
+            and sync.is_in_world
+            and sync._reducer.options.process_set == process_set
             for sync in _alive
         )
         is_regular = self._enabled and not (

@@ -293,6 +293,7 @@ class Reducer:
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, self._receive, call, keep=False, settled=False)
+            channel.gradients_sent = 0  # no rank uses what was sent, in whatever order
             raise
         changes = self._changes
         in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
@@ -341,6 +342,8 @@ class Reducer:
             self._send_next(empty=True)
         settled = verdict.call is not None and not settle(self.layout.contributions, None, group, verdict)
         self._receive(self._announcement(), keep=False, settled=settled)
+        if verdict.call is None:
+            channel_of(self.options.process_set).gradients_sent = 0
         self.start_over()
 
     def _receive(self, call: Call, keep: bool, settled: bool) -> None:

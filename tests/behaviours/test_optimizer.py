@@ -99,6 +99,8 @@ class Remembering:
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["average", "adasum"])
 @everywhere
 def test_the_instance_of_a_compressor_keeps_its_state(op: int) -> None:
+    if op == hvd.Adasum and hvd.size() == 3:
+        return  # a power of two
     compression: Any = Remembering()
     weight = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression, op=op)

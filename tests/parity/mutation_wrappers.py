@@ -99,6 +99,8 @@ class Naive(Replica):
         self.units = [set(share) for share in keys]
         self.passes: list[Counter[str]] = [Counter() for _ in keys]
         self.since_step: list[set[str]] = [set() for _ in keys]
+        self.is_first = [not is_module for _ in keys]
+        """Whether nothing has been combined since the last step, after which everything is."""
         self.pending: set[str] = set()
         """What the current backward has reached."""
         self.handles: list[Any] = []
@@ -136,18 +138,23 @@ class Naive(Replica):
         if self.setup.style == "module" or not self.is_member:
             return
         self.watch()
-        if any(self.passes[number].values()):
+        if self.is_first[number] or any(self.passes[number].values()):
             self.combine(number)
         for key in self.units[number]:
             if may_fill(self.params[key], key in self.since_step[number]):
                 self.params[key].grad = torch.zeros_like(self.params[key])
         self.since_step[number].clear()
+        self.is_first[number] = True
 
     @torch.no_grad()
     def combine(self, number: int) -> None:
         """Combine what a backward has reached on some rank since the last combination."""
-        everything = hvd.allgather_object(dict(self.passes[number]), process_set=self.process_set)
-        keys = sorted({key for counts in everything for key, count in counts.items() if count})
+        own = {key for key, count in self.passes[number].items() if count}
+        if self.is_first[number]:
+            own |= {key for key in self.units[number] if self.params[key].grad is not None}
+        everything = hvd.allgather_object(own, process_set=self.process_set)
+        keys = sorted(set().union(*everything))
+        self.is_first[number] = False
         grads = []
         for key in keys:
             param = self.params[key]
