@@ -7,7 +7,8 @@ and the uses of the storage show whether somebody still has one that is no gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,10 +17,15 @@ from .buckets import Bucket, as_real
 from .contributions import DENSE, NOTHING, SPARSE
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("BucketMemory",)
+__all__ = ("BucketMemory", "addresses_of")
 
 LARGE_BYTES = 1 << 20
 """Mean gradient size in bytes above which scaling during the copy is faster than scaling the copy in the cache."""
+
+
+def addresses_of(grads: Sequence[torch.Tensor | None]) -> list[int | None]:
+    """Return where gradients lie; None for those that have no memory of their own."""
+    return [None if grad is None or grad.is_sparse else grad.data_ptr() for grad in grads]
 
 
 class BucketMemory:
@@ -35,6 +41,7 @@ class BucketMemory:
         self.params = params
         self.flat = flat
         self._places = {slot.param: place for place, slot in enumerate(bucket.slots)}
+        self._indices = frozenset(self._places)
         self._tensors = [param.tensor for param in params]
         self._all_dense = bytes([DENSE]) * len(params)
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
@@ -48,6 +55,8 @@ class BucketMemory:
         self._start = flat.data_ptr()
         self._there: Sequence[int] = ()
         """The places of the gradients that lay in their slots when `can_take` looked."""
+        self._is_plain = False
+        """Whether all gradients were there then, and dense."""
         self._is_replaced: Sequence[bool] = ()
         """Whether each combined gradient may take the place of what `.grad` is. Else it is written into that."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
@@ -57,9 +66,8 @@ class BucketMemory:
         """Return how many tensors use this storage, including the reference that this call makes."""
         return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
-    def slots_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        """Return the places of the gradients that lie in their slots."""
-        found = [None if grad is None or grad.is_sparse else grad.data_ptr() for grad in grads]
+    def slots_of(self, grads: Sequence[torch.Tensor | None], found: Sequence[int | None]) -> list[int]:
+        """Return the places of the gradients that lie in their slots. found: the addresses of `grads`."""
         there = [
             place for place, (own, slot) in enumerate(zip(found, self._addresses, strict=True)) if own == slot
         ]
@@ -75,7 +83,8 @@ class BucketMemory:
         is_new: whether each one is a contribution; one that is not may have to stay as it is. None: all are.
         in_place: whether gradients may change here while they are sent.
         """
-        self._there = self.slots_of(grads)
+        found = addresses_of(grads)
+        self._there, self._is_plain = self.slots_of(grads, found), None not in found
         if self._there and (not in_place or (is_new and not all([is_new[place] for place in self._there]))):
             return False
         if self.flat.data_ptr() != self._start or self._count_uses() > self._uses + len(self._there):
@@ -117,13 +126,16 @@ class BucketMemory:
         """
         self._is_replaced = [not param.is_given for param in self.params]
         there = set(self._there)
-        targets, sources = [], []
-        for place, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
-            if grad is None or grad.is_sparse:
-                view.zero_()
-            elif place not in there:
-                targets.append(view)
-                sources.append(as_real(grad) if self._has_pairs else grad)
+        targets: list[torch.Tensor] = self._views
+        sources: list[Any] = list(grads)
+        if there or self._has_pairs or not self._is_plain:
+            targets, sources = [], []
+            for place, (grad, view) in enumerate(zip(grads, self._views, strict=True)):
+                if grad is None or grad.is_sparse:
+                    view.zero_()
+                elif place not in there:
+                    targets.append(view)
+                    sources.append(as_real(grad) if self._has_pairs else grad)
         if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(self._views):
             number = torch.tensor(factor, dtype=torch.float64)
             for target, source in zip(targets, sources, strict=True):
@@ -154,6 +166,10 @@ class BucketMemory:
         Sparse gradients stay, because a search for the numbers that are not zero writes beyond its result if these
         change meanwhile (nonzero_out_cpu in torch).
         """
+        if kinds == self._all_dense and all(self._is_replaced):
+            for tensor, view in zip(self._tensors, self._gradients, strict=True):
+                tensor.grad = view.data
+            return
         for tensor, view, kind, is_replaced in zip(
             self._tensors, self._gradients, kinds, self._is_replaced, strict=True
         ):
@@ -167,7 +183,10 @@ class BucketMemory:
         They are written into memory that was the gradient before backward: a script may hold it.
         """
         grads = [tensor.grad for tensor in self._tensors]
-        there = set(self.slots_of(grads))
+        found = addresses_of(grads)
+        if found == self._addresses:
+            return
+        there = set(self.slots_of(grads, found))
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, (tensor, view, kind) in enumerate(zip(self._tensors, self._gradients, kinds, strict=True)):
             if kind != DENSE or place in there:
@@ -183,6 +202,12 @@ class BucketMemory:
                 written.append((grad, view))
         if written:
             torch._foreach_copy_([grad for grad, _ in written], [view for _, view in written])
+
+    def contributed(self, kinds: bytes) -> Iterable[int]:
+        """Return the parameters, by index, to whose gradients some rank has contributed."""
+        if kinds == self._all_dense:
+            return self._indices
+        return [index for index, kind in zip(self._places, kinds, strict=True) if kind]
 
     def dense_parts(self, kinds: bytes) -> dict[int, torch.Tensor | None]:
         """Return, for each parameter with sparse gradients, the combined dense ones, None if no rank has one."""

@@ -13,7 +13,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,7 @@ from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
+from .bucket_memory import addresses_of
 from .combiner import Combiner
 from .comm_hook import CommHook
 from .options import SyncOptions
@@ -74,6 +75,8 @@ class GradSync(Combiner):
         self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
+        self._hooks: list[dict[int, Any]] = []
+        """All hooks on the complete gradients of each parameter that has one of ours."""
         self._arrivals = Arrivals(self._begin, self._handle_single, self._mark_ready, self._end_of_backward)
         self._enabled = True
         self._counted: set[int] = set()
@@ -93,7 +96,7 @@ class GradSync(Combiner):
         """Whether somebody else puts gradients into other memory during backward. They combine them, too."""
         self._checked: list[int] = []
         """The ids of the parameters that `check` has found to be known."""
-        self._addresses: dict[int, int] = {}
+        self._addresses: dict[int, int | None] = {}
         """Where gradients have arrived, until a whole backward has been seen."""
         self._newest: dict[torch.device, int] = {}
         """The gradient that has arrived last from each device. It may be sent when the next one arrives."""
@@ -127,6 +130,7 @@ class GradSync(Combiner):
             param = self._params[index]
             if param.tensor.requires_grad:
                 param.hooks = [param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))]
+                self._hooks.append(param.tensor._post_accumulate_grad_hooks or {})
                 if not self._averages:  # averaging equal averages again changes nothing
                     before = not_compiled(functools.partial(self._before_gradient, param))
                     param.hooks.append(param.tensor.register_hook(before))
@@ -238,7 +242,7 @@ class GradSync(Combiner):
             self._restart(has_failed, completed)
         self._arrivals.add_single(index)
         if not self._has_observed:
-            self._addresses[index] = _address(param.tensor.grad)
+            (self._addresses[index],) = addresses_of([param.tensor.grad])
         if self._can_send_early(index):
             before = self._newest.get(param.device)
             self._newest[param.device] = index
@@ -323,8 +327,9 @@ class GradSync(Combiner):
 
     def _find_moved(self) -> None:
         """Note whether somebody has put gradients elsewhere since they arrived."""
-        for index, address in self._addresses.items():
-            self._is_shared |= _address(self._params[index].tensor.grad) not in (address, 0)
+        found = addresses_of([self._params[index].tensor.grad for index in self._addresses])
+        before = self._addresses.values()
+        self._is_shared |= any(new not in (old, None) for old, new in zip(before, found, strict=True))
         self._addresses = {}
 
     def _end(self) -> None:
@@ -434,8 +439,7 @@ class GradSync(Combiner):
 
     def _has_hooks(self) -> bool:
         """Return whether the script has hooks on complete gradients. They may look at those of other parameters."""
-        hooks = [param.tensor._post_accumulate_grad_hooks for param in self._params if param.hooks]
-        return any([len(own or ()) > 1 for own in hooks])
+        return any([len(hooks) > 1 for hooks in self._hooks])
 
     def refuse(self, reason: str) -> None:
         self._reducer.report_change(reason)
@@ -459,11 +463,6 @@ class GradSync(Combiner):
             param.passes, param.is_given = 0, True
         if self.after_combining is not None:
             self.after_combining()
-
-
-def _address(grad: torch.Tensor | None) -> int:
-    """Return where a gradient lies, 0 if it has no memory."""
-    return 0 if grad is None or grad.is_sparse else grad.data_ptr()
 
 
 def combined_elsewhere(params: Sequence[torch.Tensor], kind: Kind) -> Kind | None:

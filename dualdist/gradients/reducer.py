@@ -371,8 +371,7 @@ class Reducer:
             if settled and max(kinds) & SPARSE:
                 sparse |= memory.dense_parts(kinds)
             if keep:
-                slots = self.layout.buckets[place].slots
-                self.used.update(slot.param for slot, kind in zip(slots, kinds, strict=True) if kind)
+                self.used.update(memory.contributed(kinds))
                 memory.set_gradients(kinds)
             else:
                 memory.clear_gradients()
