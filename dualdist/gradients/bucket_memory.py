@@ -80,8 +80,10 @@ class BucketMemory:
 
         Somebody does if a tensor uses it that is no gradient in its slot: an earlier gradient, a view, or the gradient
         of another parameter; or if a gradient lies here that is not sent. A script may also have resized the storage.
-        is_new: whether each one is a contribution; one that is not may have to stay as it is. None: all are.
-        in_place: whether gradients may change here while they are sent.
+
+        Args:
+            is_new: whether each one is a contribution; one that is not may have to stay as it is. None: all are.
+            in_place: whether gradients may change here while they are sent.
         """
         found = addresses_of(grads)
         self._there, self._is_plain = self.slots_of(grads, found), None not in found

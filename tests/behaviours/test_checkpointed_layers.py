@@ -115,3 +115,26 @@ def test_gradients_are_complete_after_the_last_pass_of_reentrant_checkpoints(
             for param in params:
                 assert param.grad is not None and param.grad.item() == pytest.approx(expected)
         optimizer.step()
+
+
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_only_some_ranks_may_reach_a_reentrant_checkpoint(style: str) -> None:
+    params = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(3))
+    first, inside, head = params
+    optimizer: Any = torch.optim.SGD(params, lr=1.0)
+    if style == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    wrapped = hvd.DistributedDataParallel(params) if style == "module" else None
+    mean = (hvd.size() + 1) / 2
+    for _ in range(4):
+        optimizer.zero_grad()
+        hidden = first * 1.0
+        if hvd.rank() == 0:
+            hidden = checkpoint(lambda x: x + inside, hidden, use_reentrant=True)
+        (hidden + head).mul(hvd.rank() + 1.0).sum().backward()
+        expected = (mean, 1 / hvd.size(), mean)
+        for param, value in zip(params, expected, strict=True):
+            assert param.grad is not None and param.grad.item() == pytest.approx(value)
+    assert style == "optimizer" or wrapped is not None

@@ -59,3 +59,30 @@ def test_parameters_that_are_wrapped_twice_have_the_same_gradients(style: str) -
         assert model.weight.grad is not None
         assert model.weight.grad.item() == pytest.approx(number * (hvd.size() + 1) / 2, rel=1e-6)
     assert len(kept) == 2
+
+
+@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_ranks_may_complete_the_gradients_of_several_models_in_different_orders(style: str) -> None:
+    """Buckets are matched by their order, and a rank sends the one that is incomplete at the end of backward."""
+    models = [nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(3)) for _ in range(2)]
+    if style == "optimizers":
+        kept: Any = [
+            hvd.DistributedOptimizer(torch.optim.SGD(model, lr=0.0), groups=[[param] for param in model])
+            for model in models
+        ]
+    else:
+        kept = [hvd.DistributedDataParallel(model, bucket_cap_mb=1e-6) for model in models]
+    factors = {(place, number): 1.0 + 3 * place + number for place in range(2) for number in range(3)}
+    for step in range(5):
+        left_out = (step % 2, step % 3)  # on rank 0
+        for wrapper in kept:
+            wrapper.zero_grad()
+        used = factors.keys() - ({left_out} if hvd.rank() == 0 else set())
+        total: Any = sum(factors[one] * models[one[0]][one[1]].sum() for one in sorted(used))
+        total.backward()
+        for (place, number), factor in factors.items():
+            share = 1 - ((place, number) == left_out) / hvd.size()
+            expected = torch.full((4,), factor * share)
+            torch.testing.assert_close(models[place][number].grad, expected)
