@@ -19,7 +19,7 @@ from .plans.plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
 from .wire import neutral
 
-__all__ = ("barrier", "join", "share_grad_scalers", "stand_in")
+__all__ = ("barrier", "join", "share_grad_scaler", "stand_in")
 
 
 def join(device: int = -1) -> int:
@@ -28,8 +28,8 @@ def join(device: int = -1) -> int:
     For uneven numbers of batches: a rank joins when it has no more data. It contributes zeros to Sum, Average and
     Adasum, and nothing to Min, Max and Product; Average still divides by the size of the world. The other ranks can
     call allreduce, grouped_allreduce, barrier and gradient synchronisation meanwhile; other collectives raise
-    HorovodInternalError on those ranks. Then the torch.amp.GradScalers of a process get the states of
-    the last rank's, because those that joined before have not counted its steps. Collective over the world.
+    HorovodInternalError on those ranks. A torch.amp.GradScaler then gets the state of the last rank's,
+    because others have not counted its steps, if there is only one in each process. Collective over the world.
 
     device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce tensors
     on GPUs.
@@ -37,26 +37,25 @@ def join(device: int = -1) -> int:
     number = integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
     current().join_device_index = None if number < 0 else number
     last = channel_of(global_process_set).join()
-    share_grad_scalers(last, global_process_set)
+    share_grad_scaler(last, global_process_set)
     return last
 
 
-def share_grad_scalers(last: int, process_set: ProcessSet) -> None:
-    """Give the GradScalers of each rank the states of those of rank `last`, in the order of their creation. Collective.
+def share_grad_scaler(last: int, process_set: ProcessSet) -> None:
+    """Give the GradScaler of each rank the state of that of rank `last`. Collective.
 
-    A script passes its scaler to no call of ours, so it is looked for among all objects of the process. Nothing is done
-    on a rank that has another number of scalers than rank `last`.
+    A script passes its scaler to no call of ours, so it is looked for among all objects of the process. If there are
+    several, nothing is done: the garbage collector does not keep their order.
     """
-    gc.collect()  # orders the others by age, and frees those that are not in use
-    # Not isinstance(), which lets objects answer.
-    scalers = [
-        one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler) and one.is_enabled()
-    ]
-    own = [scaler.state_dict() for scaler in scalers]
-    states = broadcast_object(own, last, "dualdist.join.grad_scaler", process_set)
-    if len(states) == len(scalers):
-        for scaler, state in zip(scalers, states, strict=True):
-            scaler.load_state_dict(state)
+    gc.collect()  # frees those that are not in use
+    # Not isinstance(), which lets objects answer; and one may not have been initialized.
+    kinds = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
+    scalers = [one for one in kinds if getattr(one, "_enabled", False)]
+    states = broadcast_object(
+        [scaler.state_dict() for scaler in scalers], last, "dualdist.join.grad_scaler", process_set
+    )
+    if len(states) == len(scalers) == 1:
+        scalers[0].load_state_dict(states[0])
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -233,10 +233,6 @@ class Arrivals:
         handle = outer.register_prehook(begin)
         return True
 
-    def drop_arrived(self) -> None:
-        """Forget the gradients that have arrived, because they are not combined in this backward."""
-        self.arrived.clear()
-
     def release(self) -> None:
         """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
         self._at_begin = self._handle_single = self._mark_ready = self._at_end = _ignore

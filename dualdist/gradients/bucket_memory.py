@@ -1,8 +1,8 @@
 """The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients.
 
 A script may put any memory anywhere between two calls, so no tensor that it can reach is trusted to be where it was. A
-gradient lies in its slot if its address, strides and dtype are those of the slot. Views are handed out as new tensors,
-and the uses of the storage show whether somebody still has one that is no gradient any more.
+gradient lies in its slot if it has the slot's address and strides. Views are handed out as new tensors. The number of
+tensors that use the storage shows whether the script still has one that is no longer a gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class BucketMemory:
             for param, view in zip(params, self._views, strict=True)
         ]
         """What is handed out as new tensors; complex numbers are pairs in `_views`."""
-        self._strides = [view.stride() for view in self._gradients]
         self._addresses = [view.data_ptr() if view.numel() else -1 for view in self._views]
         self._start = flat.data_ptr()
         self._there: Sequence[int] = ()
@@ -58,7 +57,7 @@ class BucketMemory:
         self._is_plain = False
         """Whether all gradients were there then, and dense."""
         self._is_replaced: Sequence[bool] = ()
-        """Whether each combined gradient may take the place of what `.grad` is. Else it is written into that."""
+        """Whether each `.grad` may become a view of this memory. Else the combined numbers are copied into it."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
         self._uses = self._count_uses()
 
@@ -163,10 +162,10 @@ class BucketMemory:
             self.flat.copy_(combined)
 
     def set_early(self, kinds: bytes) -> None:
-        """Make views of this memory the gradients while the data is under way, if backward has made those there are.
+        """Make views of this memory the gradients while the data is being sent, where backward has made `.grad`.
 
-        Sparse gradients stay, because a search for the numbers that are not zero writes beyond its result if these
-        change meanwhile (nonzero_out_cpu in torch).
+        A gradient that the script may know stays. Sparse ones stay, too, because a search for the numbers that are not
+        zero writes beyond its result if these change meanwhile (nonzero_out_cpu in torch).
         """
         if kinds == self._all_dense and all(self._is_replaced):
             for tensor, view in zip(self._tensors, self._gradients, strict=True):

@@ -28,15 +28,17 @@ def warn_of_differences(
 ) -> None:
     """Warn on the first rank of `process_set` if parameters or `options` differ between ranks. Collective.
 
-    The host waits for the device of the parameters. number: of the reducer.
+    The host waits for the device of the parameters.
+
+    Args:
+        options: numbers by name. The names are equal on all ranks, because the class of the optimizer is.
+        number: of the reducer.
     """
     names = [*(repr(param.name) for param in params), *options]
     values = torch.cat([_checksums(params), torch.tensor([_hash(repr(value)) for value in options.values()])])
     digest = torch.tensor([_hash(repr((names, values.tolist())))])
     name = f"dualdist.start.{number}"
-    if not _differs(digest, name, process_set).any() or _differs(
-        torch.tensor([_hash(repr(names))]), f"{name}.names", process_set
-    ):
+    if not _differs(digest, name, process_set).any():
         return
     wrong = [
         name
@@ -65,7 +67,10 @@ def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
     """Return a sum of the bits of each parameter, (n,) int64 on the CPU."""
     sums: list[torch.Tensor] = []
     for param in params:
-        data = param.tensor.detach()
+        data = param.tensor.data
+        if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
+            sums.append(torch.tensor(0))  # its bits cannot be read
+            continue
         data = (torch.view_as_real(data) if data.is_complex() else data).contiguous().reshape(-1)
         sums.append(data.view(_WORDS[data.element_size()]).sum(dtype=torch.int64).cpu())
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)

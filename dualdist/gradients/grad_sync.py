@@ -42,7 +42,7 @@ class GradSync(Combiner):
     """Combines the gradients of some parameters over a process set, in every backward that completes them."""
 
     _collected_at: ClassVar[int] = -1
-    """The number of the last garbage collection, beside those of the objects."""
+    """The value of `_numbers` at the last garbage collection; a GradSync with a higher number was made after it."""
 
     def __init__(
         self,
@@ -69,8 +69,7 @@ class GradSync(Combiner):
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
         self._compares_late, self._fills = compares_late, fills
-        self._reducer = Reducer(options)
-        self._reducer.hyperparameters = hyperparameters
+        self._reducer = Reducer(options, hyperparameters)
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
         self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
         self._averages = options.reduction.op == Average
@@ -84,7 +83,7 @@ class GradSync(Combiner):
         self._repeats = False
         """Whether one backward may complete a gradient several times. Then none is sent before its end."""
         self._has_observed = False
-        """Whether a whole backward has been seen. In the first one nothing is sent early: gradients may repeat."""
+        """Whether one whole backward has run. Until then nothing is sent early: a gradient may be completed twice."""
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
         self._number = next(_numbers)
@@ -93,9 +92,9 @@ class GradSync(Combiner):
 
         Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
         self._is_shared = False
-        """Whether somebody else puts gradients into other memory during backward. They combine them, too."""
+        """Whether other code, such as torch's DDP, moves gradients to its own memory, and combines them as well."""
         self._checked: list[int] = []
-        """The ids of the parameters that `check` has found to be known."""
+        """The ids of the parameters in the last `check` that found nothing."""
         self._addresses: dict[int, int | None] = {}
         """Where gradients have arrived, until a whole backward has been seen."""
         self._newest: dict[torch.device, int] = {}
@@ -233,7 +232,9 @@ class GradSync(Combiner):
             if index not in self._counted:
                 self._count(param)
             if not self.enabled:
-                self._arrivals.drop_arrived()
+                if has_failed:
+                    self._restart(has_failed, completed)
+                self._arrivals.arrived.clear()
                 return
             self._counted.add(index)
         else:
@@ -326,7 +327,7 @@ class GradSync(Combiner):
             sync._end()
 
     def _find_moved(self) -> None:
-        """Note whether somebody has put gradients elsewhere since they arrived."""
+        """Set `_is_shared` if gradients have moved to other memory since they arrived."""
         found = addresses_of([self._params[index].tensor.grad for index in self._addresses])
         before = self._addresses.values()
         self._is_shared |= any(new not in (old, None) for old, new in zip(before, found, strict=True))
@@ -394,8 +395,10 @@ class GradSync(Combiner):
             param.is_given = True  # backward has ended, so that the script knows its gradients
         # A frozen parameter may have the gradient that other ranks have combined.
         unseen = any(
-            param.tensor.requires_grad and param.tensor.grad is not None and index not in self._reducer.used
-            for index, param in ((index, self._params[index]) for index in self._unhooked)
+            (tensor := self._params[index].tensor).requires_grad
+            and tensor.grad is not None
+            and index not in self._reducer.used
+            for index in self._unhooked
         )
         if not self._reducer.reduced or unseen or any(param.passes for param in self._params):
             self._combine()

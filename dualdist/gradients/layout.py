@@ -84,7 +84,8 @@ class Layout:
         It is that of the last backward, unless the script needs what is there (BucketMemory.can_take).
 
         Args:
-            grads: what is sent in it now. Look again: a hook may have kept a gradient that has moved there.
+            grads: what is sent in it now. If given, the memory is checked again, because a hook may have kept a
+                gradient that has moved there.
             is_new: as for BucketMemory.can_take.
             in_place: whether gradients that are there may be sent from there.
         """

@@ -51,8 +51,11 @@ class Reducer:
     GradSync calls `mark_ready` for each gradient that backward completes, and `reduce` at the end of backward.
     """
 
-    def __init__(self, options: SyncOptions) -> None:
-        self.options = options
+    def __init__(
+        self, options: SyncOptions, hyperparameters: Callable[[], Mapping[str, object]] = dict
+    ) -> None:
+        """hyperparameters: returns options that should be equal on all ranks, by name."""
+        self.options, self._hyperparameters = options, hyperparameters
         self._hooks = HookQueue()
         self.layout = Layout([], replace(options, groups=None))  # `lay_out` gives the parameters
         self.is_known = False
@@ -65,8 +68,6 @@ class Reducer:
         """Whether the gradients were reduced since the last step."""
         self.used: set[int] = set()
         """The parameters to whose gradients some rank has contributed since the last step."""
-        self.hyperparameters: Callable[[], Mapping[str, object]] = dict
-        """Returns the options of the optimizer, by their names in messages."""
         self._compares_start = False
         """Whether the next reduction is followed by a comparison of the parameters."""
         self.divides_by_active = False
@@ -74,9 +75,7 @@ class Reducer:
         self.divisor: int | None = None
         """What averages divide by; None: the number of ranks."""
         self.sets_early = False
-        """Whether gradients may be seen while they are sent: they become views of their bucket, or are so already.
-
-        It frees backward's own tensors."""
+        """Whether `.grad` may be a view of its bucket while that is being sent. It frees the tensors of backward."""
 
     # Membership and layout
 
@@ -93,7 +92,8 @@ class Reducer:
             CollectiveMismatchError: the ranks differ, or another rank called something else.
         """
         options = options or self.options
-        call = Call(options.owner, options.describe(params), site=call_site())
+        start = ("compare_start", current().settings.compare_start)
+        call = Call(options.owner, (*options.describe(params), start), site=call_site())
         channel_of(options.process_set).run(call, lambda group, verdict: None)
         if not self.is_known:
             known = current().grad_syncs[options.process_set.process_set_id]
@@ -189,7 +189,7 @@ class Reducer:
     @property
     def _can_set_early(self) -> bool:
         hook = self.options.comm_hook
-        # Hooks other than torch's may run for long, and in a thread. Until then, the gradients are those of this rank.
+        # A user's hook may run for long, in another thread. Until it ends, .grad stays this rank's own gradient.
         return self.sets_early and (hook is None or hook.only_starts)
 
     def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
@@ -262,7 +262,7 @@ class Reducer:
             self.layout.release_memory()
         self.start_over()
         if overwritten is not None:
-            # A rank that raises must not go on with ranks that do not.
+            # A rank that raises must not continue with ranks that do not raise.
             channel = channel_of(self.options.process_set)
             channel.gradients_sent = next_digest(channel.gradients_sent, self._id, -1)
         return overwritten
@@ -298,14 +298,14 @@ class Reducer:
         changes = self._changes
         in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
         self._check_unchanged(changes, wrong)
+        compares, self._compares_start = self._compares_start and not channel.has_joined, False
         if self._hook_error is not None:
             raise self._hook_error
         self.reduced = True
-        if self._compares_start and not channel.has_joined:
+        if compares:
             warn_of_differences(
-                self.layout.params, self.hyperparameters(), self.options.process_set, self._id
+                self.layout.params, self._hyperparameters(), self.options.process_set, self._id
             )
-        self._compares_start = False
 
     def _announcement(self) -> Call:
         return announcement(
@@ -341,6 +341,8 @@ class Reducer:
         while len(self._sent) < len(self.layout.buckets):
             self._send_next(empty=True)
         settled = verdict.call is not None and not settle(self.layout.contributions, None, group, verdict)
+        if settled:
+            self._compares_start = False  # the others have passed the first reduction without this rank
         self._receive(self._announcement(), keep=False, settled=settled)
         if verdict.call is None:
             channel_of(self.options.process_set).gradients_sent = 0

@@ -35,7 +35,8 @@ class TrackedParameter:
         self.shape, self.device = tensor.shape, tensor.device
         self.dtype: torch.dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
         """Of the gradient. Newer releases of torch allow another one than the parameter's."""
-        self.like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype, device="meta")
+        dtype = torch.uint8 if tensor.is_quantized else self.dtype  # those have no gradient
+        self.like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
     def fits(self, grad: torch.Tensor) -> bool:
         """Return whether a gradient has the expected shape, dtype and device."""

@@ -51,7 +51,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     _options: SyncOptions
     _step_hooks: list[RemovableHandle]
     _skipping: bool
-    _is_copy = False
+    _is_copy: bool
 
     @not_compiled
     def synchronize(self) -> None:
@@ -97,7 +97,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         """Pickle and copy. A copy belongs to no world until its gradients are first combined, which is collective.
 
-        Raises RuntimeError with a `comm_hook`, whose state cannot be copied, and with a part of the ranks.
+        Raises RuntimeError with a `comm_hook`, whose state cannot be copied, or with a `process_set` of some ranks.
         """
         if self._options.process_set is not global_process_set or self._options.comm_hook is not None:
             raise RuntimeError(
@@ -107,7 +107,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         options = {
             field.name: getattr(self._options, field.name)
             for field in dataclasses.fields(SyncOptions)
-            if field.name != "process_set"
+            if field.name not in ("process_set", "owner")  # known by identity, and always the same
         }
         return _restore, (self._base, self.__getstate__(), options, self._combiner.passes)
 
@@ -118,9 +118,7 @@ def _restore(
     optimizer = base.__new__(base)
     optimizer.__setstate__(state)
     full = SyncOptions(process_set=global_process_set, **options)
-    copied = _distributed(optimizer, named_in(optimizer, None), full, passes, compares_late=True)
-    copied._is_copy = True
-    return copied
+    return _distributed(optimizer, named_in(optimizer, None), full, passes, compares_late=True)
 
 
 def DistributedOptimizer(
@@ -168,9 +166,7 @@ def DistributedOptimizer(
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
         check_process_set(process_set, registered=True)
         op, factor, compression = check_optimizer(optimizer, op, gradient_predivide_factor, compression)
-        if isinstance(optimizer, SynchronizedOptimizer) and optimizer._is_copy:
-            _undistributed(optimizer)
-        if isinstance(optimizer, SynchronizedOptimizer):
+        if isinstance(optimizer, SynchronizedOptimizer) and not optimizer._is_copy:
             raise TypeError(
                 f"`optimizer` must not be distributed already, but is {type(optimizer).__name__} instead. Wrap it once."
             )
@@ -182,6 +178,8 @@ def DistributedOptimizer(
         named = named_in(optimizer, named_parameters)
         check_model([param for _, param in named])
         members = grouped(groups, num_groups, [param for _, param in named])
+        if isinstance(optimizer, SynchronizedOptimizer):
+            _undistributed(optimizer)
         options = SyncOptions(
             Reduction(op, 1.0 / factor, factor),
             compression,
@@ -224,7 +222,7 @@ def _distributed(
     optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
     synchronized = cast("SynchronizedOptimizer", optimizer)
     synchronized._base, synchronized._skipping, synchronized._combiner = base, False, combiner
-    synchronized._options = options
+    synchronized._options, synchronized._is_copy = options, compares_late
     synchronized._step_hooks = [
         optimizer.register_step_pre_hook(_before_step),
         optimizer.register_step_post_hook(_after_step),
@@ -239,8 +237,9 @@ def _hyperparameters(reference: weakref.ref[torch.optim.Optimizer]) -> dict[str,
         return {}
     return {
         f"{name} of the parameter groups": [
-            float(group[name]) if isinstance(group.get(name), int | float | torch.Tensor) else None
+            value.tolist() if isinstance(value := group.get(name), torch.Tensor) else value
             for group in optimizer.param_groups
+            if isinstance(group.get(name), bool | int | float | tuple | torch.Tensor)
         ]
         for name in sorted(optimizer.defaults)
     }

@@ -11,7 +11,6 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,18 +26,6 @@ from ..world.process_sets import channel_of, global_process_set, reporting
 from .parameters import broadcast_parameters
 
 __all__ = ("broadcast_optimizer_state", "load_optimizer_state")
-
-
-@dataclass(frozen=True)
-class _Optimizer:
-    """What must be equal on all ranks before an optimizer can get the state of another one."""
-
-    name: str
-    sizes: tuple[int, ...]
-    """How many parameters each group has."""
-
-    def __str__(self) -> str:
-        return f"{self.name} with groups of {', '.join(map(str, self.sizes))} parameters"
 
 
 @not_compiled
@@ -62,17 +49,17 @@ def broadcast_optimizer_state(
     """
     root_rank = _check(optimizer, root_rank)
     is_root = channel_of(global_process_set).group.rank == root_rank
-    state = optimizer.state_dict() if is_root else None
-    # By id, so that a tensor that occurs several times is one tensor on the other ranks, too.
-    sent = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
-    stand_ins = {
-        key: _alike(_empty(leaf, "meta"), leaf) if _is_plain(leaf) else leaf.detach().cpu()
-        for key, leaf in sent.items()
-    }
-    template = tree_map_only(torch.Tensor, lambda leaf: stand_ins[id(leaf)], state)
-    own = _Optimizer(
-        type(optimizer).__name__, tuple(len(group["params"]) for group in optimizer.param_groups)
-    )
+    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail
+        state = optimizer.state_dict() if is_root else None
+        # By id, so that a tensor that occurs several times is one tensor on the other ranks, too.
+        sent = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
+        stand_ins = {
+            key: _alike(_empty(leaf, "meta"), leaf) if _is_plain(leaf) else leaf.detach().cpu()
+            for key, leaf in sent.items()
+        }
+        template = tree_map_only(torch.Tensor, lambda leaf: stand_ins[id(leaf)], state)
+    sizes = ", ".join(str(len(group["params"])) for group in optimizer.param_groups)
+    own = f"{type(optimizer).__name__} with groups of {sizes} parameters"
 
     def receive() -> Any:
         message = own, template, [leaf.is_cpu for leaf in sent.values()]
@@ -159,7 +146,11 @@ def load_optimizer_state(
             # After the pre-hooks of the user, and before the post-hooks.
             hooks.callback(optimizer.register_load_state_dict_pre_hook(withhold).remove)
             hooks.callback(optimizer.register_load_state_dict_post_hook(set_state, prepend=True).remove)
-        optimizer.load_state_dict(state_dict)
+        try:
+            optimizer.load_state_dict(state_dict)
+        except BaseException:
+            optimizer.param_groups, optimizer.state = groups, state
+            raise
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.update(loaded)
     loaded_state = dict(optimizer.state)

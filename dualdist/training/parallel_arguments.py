@@ -70,7 +70,7 @@ def checked_device_ids(device_ids: Any, own: set[torch.device]) -> list[torch.de
     """Return the devices in `device_ids`: one or none. own: where the module's parameters are.
 
     As in torch (torch/nn/parallel/distributed.py), a module on the CPU or on several devices takes none. The CPU itself
-    is accepted for a module there, because `[hvd.device()]` is right on every machine.
+    is accepted for a module there, because `[hvd.device()]` is right on every host.
     """
     rule, fix = "a list of one device or None", "Pass [hvd.device()]."
     devices = items("device_ids", () if device_ids is None else device_ids, rule, fix)

@@ -13,7 +13,7 @@ import torch
 from ..backends.torch_interface import disabled_join, join_hook
 from ..checks import flag
 from ..collectives.allreduce import allreduce
-from ..collectives.join import join, share_grad_scalers
+from ..collectives.join import join, share_grad_scaler
 from ..gradients.combiner import Combiner
 from ..types import Max, Sum
 from ..world.process_sets import ProcessSet, global_process_set
@@ -132,7 +132,7 @@ class JoinInterface(TorchInterface):
 
         def end(root_rank: int) -> None:
             self._overwrite(root_rank)
-            share_grad_scalers(root_rank, self._process_set)
+            share_grad_scaler(root_rank, self._process_set)
             self._forget_join()
 
         hook = self._torch_join.torch_hook(end, self._process_set, kwargs)

@@ -194,7 +194,8 @@ class Context:
     def _export(self, variables: Mapping[str, str]) -> None:
         """Set those of `variables` that are absent from the environment until this process leaves the world.
 
-        For frameworks and scripts that look for torchrun's variables.
+        For frameworks and scripts that look for torchrun's variables. Users often export MASTER_ADDR and MASTER_PORT
+        alone, so the others are set, too.
         """
         added = {name: value for name, value in variables.items() if name not in os.environ}
         add_copies(added, os.environ)

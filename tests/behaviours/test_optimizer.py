@@ -194,7 +194,11 @@ def test_a_copy_has_the_state_and_joins_the_world_at_its_first_gradients(copied:
     assert own is not weight and own.item() == weight.item() == -2 * mean()
     assert twin.state[own]["momentum_buffer"].item() == pytest.approx(2 * mean())
     if wraps:
+        with pytest.raises(ValueError, match="`backward_passes_per_step` must be"):
+            hvd.DistributedOptimizer(twin, backward_passes_per_step=0)
         twin = hvd.DistributedOptimizer(twin, backward_passes_per_step=2)
+        with pytest.raises(TypeError, match="Wrap it once"):
+            hvd.DistributedOptimizer(twin)
     own.grad = None
     for passes in (1, 2):
         own.mul(hvd.rank() + 1.0).sum().backward()
