@@ -7,6 +7,7 @@ tensors that use the storage shows whether the script still has one that is no l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,8 +63,9 @@ class BucketMemory:
         self._uses = self._count_uses()
 
     def _count_uses(self) -> int:
-        """Return how many tensors use this storage, including the reference that this call makes."""
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        """Return how many tensors use this storage and how many references there are to it in Python."""
+        storage = self.flat.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
     def slots_of(self, grads: Sequence[torch.Tensor | None], found: Sequence[int | None]) -> list[int]:
         """Return the places of the gradients that lie in their slots. found: the addresses of `grads`."""

@@ -21,6 +21,7 @@ from ..agreement import call_kinds
 from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group
+from ..backends.torch_interface import torch_data_parallel
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
@@ -43,6 +44,11 @@ class GradSync(Combiner):
 
     _collected_at: ClassVar[int] = -1
     """The value of `_numbers` at the last garbage collection; a GradSync with a higher number was made after it."""
+
+    _looked_at: ClassVar[int] = -1
+    """The same for the last look at `_in_ddp`."""
+    _in_ddp: ClassVar[set[int]] = set()
+    """The ids of the parameters of all modules of torch's DistributedDataParallel."""
 
     def __init__(
         self,
@@ -327,7 +333,16 @@ class GradSync(Combiner):
             sync._end()
 
     def _find_moved(self) -> None:
-        """Set `_is_shared` if gradients have moved to other memory since they arrived."""
+        """Set `_is_shared` if gradients have moved to other memory since they arrived, or torch's DDP has them.
+
+        In its no_sync(), DDP leaves gradients alone that it moves in other backwards.
+        """
+        if self._addresses and GradSync._looked_at < self._number:
+            wrappers = [one for one in gc.get_objects() if torch_data_parallel() in type(one).__mro__]
+            GradSync._in_ddp = {id(param) for wrapper in wrappers for param in wrapper.parameters()}
+            GradSync._looked_at = next(_numbers)
+        if self._addresses:
+            self._is_shared |= any(id(param.tensor) in GradSync._in_ddp for param in self._params)
         found = addresses_of([self._params[index].tensor.grad for index in self._addresses])
         before = self._addresses.values()
         self._is_shared |= any(new not in (old, None) for old, new in zip(before, found, strict=True))

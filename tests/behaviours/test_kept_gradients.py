@@ -52,12 +52,23 @@ def test_large_gradients_are_in_their_bucket_before_it_is_complete() -> None:
     assert [value for _, value in after] == [mean] * 3
 
 
+class Stored:
+    """The place of one number in a storage, without a tensor of it."""
+
+    def __init__(self, storage: Any, place: Any) -> None:
+        self.storage, self.place = storage, place
+
+    def item(self) -> float:
+        return float(torch.empty(0).set_(self.storage, self.place, (1,), (1,)).item())
+
+
 KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda grad: grad,
     "detach": lambda grad: grad.detach(),
     "data": lambda grad: grad.data,
     "numpy": lambda grad: grad.numpy(),
     "row": lambda grad: grad[0],
+    "storage": lambda grad: Stored(grad.untyped_storage(), grad.storage_offset()),
 }
 
 

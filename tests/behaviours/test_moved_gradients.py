@@ -5,6 +5,7 @@ The loss has the gradient rank + 1 everywhere, so that the mean over n ranks is 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -264,3 +265,32 @@ def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(as_views: boo
             torch.testing.assert_close(param.grad, expected.grad)
         optimizer.step()
         alone.step()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
+@pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("local", ["ddp", "optimizer", "neither"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+@everywhere
+def test_ddp_of_torch_and_the_optimizer_may_accumulate_differently(
+    as_views: bool, local: str, op: int
+) -> None:
+    layer = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), op=op)
+    wrapped = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=as_views)
+    middle, times = (hvd.size() - 1) / 2, hvd.size() if op == hvd.Sum else 1
+    for number in range(5):
+        optimizer.zero_grad()
+        expected = 10 + 20 * middle
+        if op == hvd.Average:  # a sum of sums would be an error
+            around = {"ddp": wrapped.no_sync, "optimizer": optimizer.no_sync}.get(
+                local, contextlib.nullcontext
+            )
+            with around():
+                wrapped(torch.full((1, 3), 1.0 + 2 * hvd.rank() + number)).sum().backward()
+            expected += 1 + 2 * middle + number
+        wrapped(torch.full((1, 3), 10.0 + 20 * hvd.rank())).sum().backward()
+        torch.testing.assert_close(layer.weight.grad, torch.full((1, 3), expected * times))
+        optimizer.step()
