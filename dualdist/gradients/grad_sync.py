@@ -93,6 +93,7 @@ class GradSync(Combiner):
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
         self._number = next(_numbers)
+        self._is_released = False
         self._sends_late = False
         """Whether buckets are sent at the end of backward only, because an older GradSync may send some meanwhile.
 
@@ -154,7 +155,7 @@ class GradSync(Combiner):
 
     def release(self) -> None:
         """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
-        _alive.discard(self)
+        self._is_released = True
         for param in self._params:
             param.release()
         self._reducer.layout.release_memory()
@@ -272,6 +273,7 @@ class GradSync(Combiner):
         self._sends_late = any(
             sync._number < self._number
             and sync.is_in_world
+            and not sync._is_released
             and sync._reducer.options.process_set == process_set
             for sync in _alive
         )
@@ -362,7 +364,7 @@ class GradSync(Combiner):
         can_learn = has_one_task and self._is_on_one_device and not self._counts
         if any(self._params[index].passes >= self.passes for index in self._arrivals.handled):
             grads = [self._params[index].tensor.grad for index in self._arrivals.handled]
-            if all([grad is None for grad in grads]):
+            if self._has_hooks() and all([grad is None for grad in grads]):
                 raise RuntimeError(
                     "Gradients must be there when backward() ends, to be combined, but hooks have removed all of "
                     "them. An optimizer that steps in hooks uses this rank's gradients. Use torch.distributed.optim."

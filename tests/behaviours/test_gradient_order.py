@@ -240,6 +240,8 @@ class Recorder(Compressor):
 
 @everywhere
 def test_buckets_are_sent_while_backward_runs() -> None:
+    hvd.shutdown()
+    hvd.init()  # no optimizer of another test may be older
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     first, second, third = params
     optimizer = hvd.DistributedOptimizer(

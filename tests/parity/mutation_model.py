@@ -123,7 +123,9 @@ def draw_setup(draw: random.Random, seed: int, style: str, size: int) -> Setup:
     members = draw.choice([(0, 1), (0, 2), (1, 2)]) if size == 3 and chance(0.25) else None
     comm_hook = not sums and not sparse and members is None and chance(0.15)
     compression = "none"
-    if not (is_module or comm_hook or adam or sums) and chance(0.15):
+    passes = 1 if is_module else draw.choice([1, 1, 2, 3])
+    if not (is_module or comm_hook or adam or sums) and passes == 1 and chance(0.2):
+        options["lr"] = 0.001
         compression = "fp16"  # sums of bf16 may have lost all digits
     predivide = 1.0
     if not (is_module or sums or comm_hook) and chance(0.15):
@@ -150,7 +152,7 @@ def draw_setup(draw: random.Random, seed: int, style: str, size: int) -> Setup:
         equal_start=is_module or chance(0.7),
         members=members,
         sums=sums,
-        passes=1 if is_module else draw.choice([1, 1, 2, 3]),
+        passes=passes,
         predivide=predivide,
         groups=groups,
         compression=compression,
