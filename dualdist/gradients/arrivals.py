@@ -160,12 +160,6 @@ class Arrivals:
         self._next_stop = next((stop for stop in self._stops if stop > count), 0)
         return self._next_stop > 0
 
-    def handle_arrived(self) -> None:
-        """Pass the gradients that arrived in the expected order, and were not handled yet, to `mark_ready`."""
-        arrived = self.take_arrived()
-        if arrived:
-            self._mark_ready(arrived)
-
     def take_arrived(self, count: int | None = None) -> list[int]:
         """Record the first `count` gradients of the expected order as handled, and return those that are new."""
         arrived = self.arrived[self._num_handled : count] if self._next_stop else []

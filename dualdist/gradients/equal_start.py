@@ -69,11 +69,14 @@ def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
     for param in params:
         data = param.tensor.data
         if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
-            sums.append(torch.tensor(0))  # its bits cannot be read
+            sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
             continue
         data = (torch.view_as_real(data) if data.is_complex() else data).contiguous().reshape(-1)
-        sums.append(data.view(_WORDS[data.element_size()]).sum(dtype=torch.int64).cpu())
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
+        sums.append(data.view(_WORDS[data.element_size()]).sum(dtype=torch.int64))
+    devices = {one.device for one in sums}
+    if len(devices) == 1:  # one wait for the device, not one for each parameter
+        return torch.stack(sums).cpu()
+    return torch.tensor([int(one) for one in sums], dtype=torch.int64)
 
 
 def _hash(text: str) -> int:

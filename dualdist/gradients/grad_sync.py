@@ -42,11 +42,8 @@ _numbers = itertools.count()
 class GradSync(Combiner):
     """Combines the gradients of some parameters over a process set, in every backward that completes them."""
 
-    _collected_at: ClassVar[int] = -1
-    """The value of `_numbers` at the last garbage collection; a GradSync with a higher number was made after it."""
-
     _looked_at: ClassVar[int] = -1
-    """The same for the last look at `_in_ddp`."""
+    """The value of `_numbers` when `_in_ddp` was set; a GradSync with a higher number was made after that."""
     _in_ddp: ClassVar[set[int]] = set()
     """The ids of the parameters of all modules of torch's DistributedDataParallel."""
 
@@ -340,6 +337,8 @@ class GradSync(Combiner):
         In its no_sync(), DDP leaves gradients alone that it moves in other backwards.
         """
         if self._addresses and GradSync._looked_at < self._number:
+            if self._sends_late:
+                gc.collect()  # the older ones may be garbage
             wrappers = [one for one in gc.get_objects() if torch_data_parallel() in type(one).__mro__]
             GradSync._in_ddp = {id(param) for wrapper in wrappers for param in wrapper.parameters()}
             GradSync._looked_at = next(_numbers)
@@ -351,13 +350,11 @@ class GradSync(Combiner):
         self._addresses = {}
 
     def _end(self) -> None:
-        if self._sends_late and GradSync._collected_at < self._number:
-            gc.collect()  # the older ones may be garbage
-            GradSync._collected_at = next(_numbers)
         if self._is_shared:
             for param in self._params:
                 param.is_given = True
-        self._arrivals.handle_arrived()
+        if arrived := self._arrivals.take_arrived():
+            self._mark_ready(arrived)
         arrived = list(self._arrivals.arrived)
         # On several devices there are several threads, and the order differs from backward to backward.
         has_one_task = self._arrivals.has_one_task
@@ -451,7 +448,7 @@ class GradSync(Combiner):
 
     @property
     def comm_hook(self) -> CommHook | None:  # type: ignore[override]
-        return self._reducer.comm_hook
+        return self._reducer.options.comm_hook
 
     def register_comm_hook(self, hook: CommHook) -> None:
         self._reducer.register_comm_hook(hook, self._params, self)

@@ -101,11 +101,6 @@ class Reducer:
             known.append(member)
             self.is_known, self._compares_start = True, current().settings.compare_start
 
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """What combines the gradients instead of an allreduce."""
-        return self.options.comm_hook
-
     def register_comm_hook(self, hook: CommHook, params: Sequence[TrackedParameter], member: object) -> None:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""
         if self.options.comm_hook is not None:
