@@ -103,7 +103,7 @@ def test_a_handler_that_interrupts_a_collective_gets_an_error_at_once(waiting: s
 
 @everywhere
 def test_a_handler_that_interrupts_the_end_of_a_backward_gets_an_error(tmp_path: Path) -> None:
-    """Rank 0 waits there for the gradients of the last rank, whose backward begins after the handler."""
+    """Rank 0 waits in a call there for the gradients of the last rank, whose backward begins after the handler."""
     marker, errors = tmp_path / "handled", dict[str, str]()
     model = hvd.DistributedDataParallel(torch.nn.Linear(300, 300))
     loss = model(torch.ones(1, 300)).sum()
@@ -112,7 +112,7 @@ def test_a_handler_that_interrupts_the_end_of_a_backward_gets_an_error(tmp_path:
         errors.update(errors_of(calls(tmp_path)))
         marker.touch()
 
-    with interrupted("reduce", handle) if hvd.rank() == 0 else contextlib.nullcontext():
+    with interrupted("in_turn", handle) if hvd.rank() == 0 else contextlib.nullcontext():
         if is_last():
             wait_for([marker])
         loss.backward()
