@@ -26,15 +26,14 @@ from scale_start import print_starts
 
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
-from dualdist.agreement.connections import Connections, _Peer
-from dualdist.agreement.frames import _HEADER
+from dualdist.agreement.connections import _HEADER, Connections, _Peer
 from dualdist.agreement.verdict import _MESSAGE, ACTIVE, Entry, agree
 
 SIZES = (64, 256, 1024, 4096, 16384)
 SECONDS = 300.0
 OTHER_DESCRIPTORS = 2
 """Of a rank in a world of any size: its connection to the job's store, and the socket on which it answers questions
-about its state (dualdist/agreement/status.py)."""
+about its state (dualdist/agreement/watch.py)."""
 
 
 class Counts(NamedTuple):

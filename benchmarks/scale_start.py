@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 from dualdist.agreement.connections import Connections
 from dualdist.backends import store as store_module
-from dualdist.backends.start_step import start_step
 from dualdist.backends.start_watch import StartWatch
-from dualdist.rendezvous import addresses
+from dualdist.backends.torch import start_step
+from dualdist.meeting import addresses
 from dualdist.types import Launch
 
 SECONDS = 300.0

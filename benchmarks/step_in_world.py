@@ -7,14 +7,14 @@
     mpirun -np 2 python benchmarks/step_in_world.py --transport mpi
     dualdist run -H host1:2,host2:2 python benchmarks/step_in_world.py --without-horovod --models mlp
 
-Times are medians over the steps of rank 0. A ratio is the median over the rounds, then the quartiles. The turns that it
-compares are seconds apart, so a machine whose speed changes from minute to minute has little effect on it. CPU time
-(user and system, all threads of rank 0) depends less on what else the machine does, and the bytes that rank 0's host
-sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each round has its own random order,
-because a step is slower after some contestants than after others. Each contestant has several models, because the steps
-of equal models in one process differ by up to 20 %, depending on where their memory is. All contestants gain from the
-limits of malloc that dualdist raises (dualdist/gradients/heap.py), so with ResNets the ratios are higher than those of
-step.py. Needs real Horovod, unless --without-horovod is given.
+Times are medians over the steps of rank 0. A ratio is the median over the rounds, then the quartiles. The turns that
+it compares are seconds apart, so a machine whose speed changes from minute to minute has little effect on it. CPU
+time (user and system, all threads of rank 0) depends less on what else the machine does, and the bytes that rank 0's
+host sends to other hosts (all interfaces but the loopback) do not depend on it at all. Each round has its own random
+order, because a step is slower after some contestants than after others. Each contestant has several models, because
+the steps of equal models in one process differ by up to 20 %, depending on where their memory is. All contestants
+gain from the limits of malloc that dualdist raises (dualdist/gradients/layout.py), so with ResNets the ratios are
+higher than those of step.py. Needs real Horovod, unless --without-horovod is given.
 """
 
 from __future__ import annotations

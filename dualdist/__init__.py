@@ -53,7 +53,7 @@ from .errors import (
     StallError,
     WorldMismatchError,
 )
-from .gradients.comm_hook_state import CommHookState
+from .gradients.comm_hook import CommHookState
 from .lifecycle import init, shutdown, start_timeline, stop_timeline
 from .samplers import DistributedSampler, split_by_rank
 from .seeding import seed_everything
@@ -63,49 +63,32 @@ from .training.parallel import DistributedDataParallel
 from .training.parameters import broadcast_parameters
 from .training.sync_batch_norm import SyncBatchNorm
 from .types import Adasum, Average, Max, Min, Product, Sum
-from .world.build_queries import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from .world.context import is_initialized
-from .world.device import device
 from .world.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .world.ranks import (
     backend_name,
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    device,
+    gloo_built,
+    gloo_enabled,
     is_homogeneous,
     launch_info,
     launcher_name,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     size,
     transport_name,
 )
-
-if TYPE_CHECKING:  # a type checker that sees `__getattr__` would accept every name
-    from . import checkpoint, elastic
-    from .processes.run_function import run
-    from .processes.spawn import spawn
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _AT_FIRST_USE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        path, attribute = _AT_FIRST_USE[name]
-        module = importlib.import_module(path, __name__)
-        value = globals()[name] = module if attribute is None else getattr(module, attribute)
-        return value
-
 
 __all__ = (
     "Adasum",
@@ -211,11 +194,25 @@ __all__ = (
     "transport_name",
 )
 
+if TYPE_CHECKING:  # a type checker that sees `__getattr__` would accept every name
+    from . import checkpoint, elastic
+    from .processes.function import run, spawn
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        path, attribute = _AT_FIRST_USE[name]
+        module = importlib.import_module(path, __name__)
+        value = globals()[name] = module if attribute is None else getattr(module, attribute)
+        return value
+
+
 _AT_FIRST_USE = {
     "checkpoint": (".checkpoint", None),
     "elastic": (".elastic", None),
-    "run": (".processes.run_function", "run"),
-    "spawn": (".processes.spawn", "spawn"),
+    "run": (".processes.function", "run"),
+    "spawn": (".processes.function", "spawn"),
 }
 """name -> its module, and its name there; None is the module itself. They would be a third of the import time."""
 

@@ -11,26 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = (
-    "bind",
-    "count",
-    "current_device",
-    "current_stream",
-    "get_rng_state",
-    "has_streams",
-    "is_started",
-    "keep_until_done",
-    "kind",
-    "manual_seed",
-    "new_stream",
-    "record_event",
-    "set_rng_state",
-    "synchronize",
-    "use_stream",
-    "visible",
-    "wait_event",
-)
-
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables that select devices, and number the selected ones from 0."""
 

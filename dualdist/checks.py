@@ -17,25 +17,6 @@ from typing import Any, TypeVar, cast
 from .errors import ConfigurationError
 from .types import REDUCE_OP_NAMES, Average, Max, Min, Product, Sum
 
-__all__ = (
-    "configuration",
-    "converted",
-    "flag",
-    "function",
-    "instance",
-    "integer",
-    "is_dtensor",
-    "items",
-    "mapping",
-    "number",
-    "path",
-    "reduce_op",
-    "shown",
-    "text",
-    "text_of",
-    "wrong",
-)
-
 T = TypeVar("T")
 
 _LONGEST = 100

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ("in_compiled_backward", "not_compiled")
-
 T = TypeVar("T")
 
 

@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .checks import configuration, flag, integer, items, path, text, wrong
 from .collectives.join import stand_in
 from .errors import ConfigurationError
+from .launch import detect
 from .launch.copies import without_copies
-from .rendezvous.mpi_start import limited_start
+from .meeting import find_addresses, mpi
+from .meeting.addresses import reserved_port
+from .meeting.mpi import ending_late_calls, gather_through_mpi, limited_start
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
-from .world.part import part_of_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
 from .world.settings import read_settings
 
-__all__ = ("init", "shutdown", "start_timeline", "stop_timeline")
+# `init(comm=)`: a world of some of the launched processes, as in Horovod under mpirun.
+#
+# The members meet through their own communicator. Several worlds can exist side by side, such as those of
+# MPI.COMM_WORLD.Split.
+
+
+@contextlib.contextmanager
+def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the launch that `comm` changes, while the block joins the world. Collective over `comm`.
+
+    comm: an mpi4py communicator, a list of ranks, or None for all. seconds: to wait for another member.
+    Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
+    """
+    if comm is None:
+        yield {}
+        return
+    is_list = not is_communicator(comm)
+    launch = detect(env, mpi.world_size)
+    if is_list and sorted(comm) == list(range(launch.size)):
+        yield {}
+        return
+    members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
+    numbers = {"rank": members.Get_rank(), "size": members.Get_size()}
+    gather = functools.partial(gather_through_mpi, seconds=seconds, communicator=members)
+    is_whole = numbers == {"rank": launch.rank, "size": launch.size}
+    if gather(str(is_whole)) == [str(True)] * numbers["size"]:
+        yield {}
+        return
+    with contextlib.ExitStack() as stack:
+        host = find_addresses(numbers["rank"], gather, env).first
+        port = gather(str(stack.enter_context(reserved_port()) if numbers["rank"] == 0 else None))[0]
+        yield {**numbers, "init_method": f"tcp://{host}:{port}", "is_part": True}
+
+
+def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -> Any:
+    """Return the communicator of the launched processes `ranks`, in this order. Collective over them."""
+    fix = "Pass ranks of the processes that the launcher started, each once, and call init() on these alone."
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks) or not ranks:
+        raise ConfigurationError(
+            f"`comm` must name ranks below {size}, each once, but is {list(ranks)} instead. {fix}"
+        )
+    if own not in ranks:
+        raise ConfigurationError(
+            f"`comm` must name this process, rank {own} of {size}, but is {list(ranks)} instead. {fix}"
+        )
+    library = mpi.library() if starts_mpi else None
+    if library is None or library.COMM_WORLD.Get_size() != size:
+        raise ConfigurationError(
+            f"`comm` must name all {size} ranks, but is {sorted(ranks)} instead: a world of fewer ranks needs mpirun "
+            "and mpi4py. Use init(process_sets=) for collectives over some of the ranks."
+        )
+    with ending_late_calls("MPI_Comm_create_group"):
+        return library.COMM_WORLD.Create_group(library.COMM_WORLD.Get_group().Incl(ranks))
 
 
 def init(
@@ -81,7 +137,7 @@ def init(
 def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tuple[Any, list[Any]]:
     """Return `comm`, a list of ranks as a list, and the process sets to register.
 
-    Raises TypeError or ValueError for an argument that no world accepts. launch/arguments.py checks the others.
+    Raises TypeError or ValueError for an argument that no world accepts. launch/__init__.py checks the others.
     """
     rule, fix = "a communicator, a list of ranks or None", "Pass a list of ranks or an mpi4py communicator."
     if isinstance(comm, str):

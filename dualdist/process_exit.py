@@ -8,14 +8,6 @@ import time
 
 from .errors import CollectiveMismatchError, HorovodInternalError, NotInitializedError, StallError
 
-__all__ = (
-    "has_failed",
-    "never_delete",
-    "record_failure",
-    "skip_destructors_at_exit",
-    "wait_after_failed_collective",
-)
-
 _LATER_SECONDS = 3.0
 """The interpreter of a process with torch takes up to a second to end after its exit functions. Most launchers end the
 process that waits as soon as the other one has ended. No event tells this: the connections were closed before."""

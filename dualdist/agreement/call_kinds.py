@@ -5,36 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = (
-    "ADD_PROCESS_SET",
-    "ALLGATHER",
-    "ALLGATHER_OBJECT",
-    "ALLREDUCE",
-    "ALLTOALL",
-    "BARRIER",
-    "BROADCAST",
-    "BROADCAST_OBJECT",
-    "BROADCAST_PARAMETERS",
-    "DATA_PARALLEL",
-    "GATHER",
-    "GATHER_OBJECT",
-    "GRADIENTS",
-    "GROUPED_ALLGATHER",
-    "GROUPED_ALLREDUCE",
-    "GROUPED_REDUCESCATTER",
-    "JOIN",
-    "OPTIMIZER",
-    "REDUCE",
-    "REDUCESCATTER",
-    "REMOVE_PROCESS_SET",
-    "SCATTER",
-    "SCATTER_OBJECT",
-    "SYNC_BATCH_NORM",
-    "Data",
-    "Kind",
-    "WhenJoined",
-)
-
 
 class Data(Enum):
     """When the data of a call is sent."""

@@ -10,14 +10,17 @@ while one is pending, runs in one worker thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import queue
+import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,28 +30,158 @@ from ..checks import text_of
 from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
 from .ahead import Ahead
-from .call import Call
+from .call import Call, call_site
 from .call_kinds import Data, Kind, WhenJoined
-from .call_site import call_site
 from .connections import Connections
-from .guard import Guard
+from .guard import Guard, in_turn
 from .matching import Match, Standing, match
-from .news import News
-from .request import Request
-from .result import Result
-from .script_threads import awaited, is_blocked, waiting_for
-from .stall import StallWatch
 from .timeline import Timeline
-from .turn import in_turn
 from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
+from .watch import StallWatch, awaited, is_blocked, waiting_for
 
-__all__ = ("Channel", "Execute", "StandIn")
+# The result of a call that runs in another thread.
+
+T = TypeVar("T")
+
+_WAIT_SECONDS = 0.5
+"""A signal that arrives just before a wait or in another thread does not interrupt it: its handler runs afterwards."""
+
+
+class Result(Generic[T]):
+    """What `compute` returns or raises, once `run` has called it in another thread.
+
+    Python runs signal handlers between any two instructions of the main thread. `concurrent.futures.Future` holds a
+    lock in some of them: a handler that waits there for a later call stops the thread that runs both. Here only the
+    wait itself holds a lock, for no instruction of Python.
+    """
+
+    def __init__(self, compute: Callable[..., T]) -> None:
+        self._compute: Callable[..., T] | None = compute
+        self._value: T
+        self._error: BaseException | None = None
+        self._ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self, *arguments: Any) -> None:
+        """Compute the result from `arguments`. Never raises."""
+        assert self._compute is not None
+        try:
+            self._value = self._compute(*arguments)
+        except BaseException as error:
+            self._error = error
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Let `get` raise `error`, unless the result is there already."""
+        if not self._ended:
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        self._compute = None  # it may hold tensors
+        self._ended = True
+        self._running.release()
+
+    def done(self) -> bool:
+        """Return whether `get` would return at once."""
+        return self._ended
+
+    def get(self) -> T:
+        """Wait for the result, and return it or raise its exception."""
+        while not self._ended:
+            if self._running.acquire(timeout=_WAIT_SECONDS):
+                self._running.release()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+# A call of this rank that waits for the other members.
+
+
+class Request(Result[T]):
+    """A pending call and its result."""
+
+    def __init__(self, entry: Entry, compute: Callable[[Any], T], on_wait: Callable[[], None]) -> None:
+        """Make the request.
+
+        Args:
+            entry: what this rank contributes to the agreements.
+            compute: returns the result, from the verdict of the members.
+            on_wait: called when a thread begins to wait for the result.
+        """
+        super().__init__(compute)
+        self.entry = entry
+        self._issued = time.time_ns()
+        self._on_wait = on_wait
+
+    @functools.cached_property
+    def listed(self) -> Entry:
+        """The entry as other members see it in a list of pending calls: without its data."""
+        return self.entry._replace(call=replace(self.entry.call, payload=b""), issued=self._issued)
+
+    @property
+    def call(self) -> Call:
+        """The call of the entry."""
+        return self.entry.call
+
+    def get(self) -> T:
+        if self.done():
+            return super().get()
+        with waiting_for(self):
+            self._on_wait()
+            return super().get()
+
+
+# Wakes the thread that runs a channel when the script makes a call or begins to wait for one.
+
+
+class News:
+    """A wake-up signal between threads that can be waited for together with sockets."""
+
+    def __init__(self) -> None:
+        self._pair: tuple[socket.socket, socket.socket] | None = None
+        """The reading and the writing end; made when a thread first waits."""
+        self._listening = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[socket.socket]:
+        """Yield a socket that becomes readable after `give`. Only one thread at a time may listen."""
+        if self._pair is None:
+            self._pair = socket.socketpair()
+            for end in self._pair:
+                end.setblocking(False)
+        self._listening = True
+        try:
+            yield self._pair[0]
+        finally:
+            self._listening = False
+
+    def give(self) -> None:
+        """Wake the thread that listens, if one does."""
+        if self._listening and self._pair is not None:
+            with contextlib.suppress(OSError):  # full: the thread wakes anyway
+                self._pair[1].send(b"\0")
+
+    def clear(self) -> None:
+        """Forget the signals until now."""
+        if self._pair is not None:
+            with contextlib.suppress(BlockingIOError):
+                while self._pair[0].recv(4096):
+                    pass
+
+    def close(self) -> None:
+        """Free the sockets. Local, also in a forked process."""
+        for end in self._pair or ():
+            end.close()
+        self._pair = None
+
 
 _LAST_CALLS_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 0.25
 """While a thread waits for a call: how often to check whether the other threads of the script have ended."""
 
-T = TypeVar("T")
 Execute = Callable[[Group, Verdict], T]
 """Moves the data of a call over the group, after the agreement; returns the result."""
 StandIn = Callable[[Call, Group, Verdict], None]

@@ -12,20 +12,156 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
+import json
 import secrets
 import select
 import socket
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..backends.store import get_all
 from ..errors import HorovodInternalError, StallError
+from ..meeting import connected
 from ..process_exit import has_failed
-from ..rendezvous import connected
-from .frames import GOODBYE, SUCCESS, framed, take_one, take_unread
-from .meeting import Meeting
 
-__all__ = ("Connections",)
+# Messages as bytes on a connection: each with its length and with the number of members in a row that have sent it.
+#
+# Members mostly send equal messages. Then what is sent for n members is as short as for one.
+
+_HEADER = struct.Struct("<II")
+"""The length of a message in bytes, and its number of members."""
+GOODBYE = b"\xff\xff\xff\xff"
+"""The last bytes of a process that leaves the world properly: the length of a message that is too long to arrive."""
+SUCCESS = GOODBYE * 2
+"""The same if no exception is why it leaves."""
+
+
+def framed(messages: list[bytes]) -> bytes:
+    """Return what is sent for `messages`, at least one. Equal ones that follow each other are sent as one."""
+    first, count = messages[0], len(messages)
+    if messages.count(first) == count:
+        return _HEADER.pack(len(first), count) + first
+    runs = [(message, len(list(equal))) for message, equal in itertools.groupby(messages)]
+    return b"".join([_HEADER.pack(len(message), repeats) + message for message, repeats in runs])
+
+
+def take_one(part: bytes, count: int) -> list[bytes]:
+    """Return `count` messages if `part` is all of them and they are equal, else an empty list. The most common case."""
+    if part.startswith(_HEADER.pack(max(0, len(part) - _HEADER.size), count)):
+        return [part[_HEADER.size :]] * count
+    return []
+
+
+def take_unread(unread: bytearray, count: int) -> list[bytes]:
+    """Remove the first `count` messages from `unread` and return them; an empty list while it does not hold them."""
+    spans, end = [], 0
+    while count > 0:
+        start = end + _HEADER.size
+        if len(unread) < start:
+            return []
+        length, repeats = _HEADER.unpack_from(unread, end)
+        end = start + length
+        count -= repeats
+        spans.append((slice(start, end), repeats))
+    if len(unread) < end:
+        return []
+    messages = [message for span, repeats in spans for message in [bytes(unread[span])] * repeats]
+    del unread[:end]
+    return messages
+
+
+# How the members of a process set learn each other's addresses, and that one of them cannot connect.
+
+_POLL_SECONDS = (0.005, 0.2)
+"""The first and the longest pause between two questions. Thousands of members may ask one store."""
+
+
+class Meeting:
+    """The keys of one process set in c10d's Store. When one member fails, all raise its error."""
+
+    def __init__(
+        self,
+        store: Any,
+        key: str,
+        ranks: Sequence[int],
+        place: int,
+        timeout: float,
+        check_start: Callable[[BaseException | None], None] = lambda cause: None,
+    ) -> None:
+        """Make a meeting.
+
+        ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls.
+        check_start: raises HorovodInternalError if a rank of the world has ended during its start. Its argument is
+        the error of this rank that such an end may have caused, or None.
+        """
+        self._store = store
+        self._key = key
+        self._ranks = ranks
+        self._place = place
+        self._timeout = timeout
+        self._check_start = check_start
+        self._deadline = time.monotonic() + timeout
+
+    def publish(self, host: str, port: int, token: bytes) -> None:
+        """Publish the address of this process, and the token with which others must call it."""
+        self._store.set(f"{self._key}/{self._place}", json.dumps([host, port, token.hex()]))
+
+    def wait_for(self, places: Iterable[int]) -> dict[int, tuple[str, int, bytes]]:
+        """Return what the members at `places` have published. Waits for them. Raises HorovodInternalError."""
+        missing = sorted(places)
+        keys = [f"{self._key}/{place}" for place in missing]
+        pause, longest = _POLL_SECONDS
+        # Not Store.wait: after a timeout, TCPStore prints warnings.
+        while not self._store.check(keys):
+            self.check(
+                place for place, key in zip(missing, keys, strict=True) if not self._store.check([key])
+            )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        endpoints = map(json.loads, get_all(self._store, keys))
+        return {
+            place: (host, port, bytes.fromhex(token))
+            for place, (host, port, token) in zip(missing, endpoints, strict=True)
+        }
+
+    def left(self) -> float:
+        """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
+        return max(1e-3, self._deadline - time.monotonic())
+
+    def check(self, missing: Iterable[int]) -> None:
+        """Raise HorovodInternalError when another member has failed, or when the time is over.
+
+        missing: the places of the members for which this process waits.
+        """
+        if self._store.check([f"{self._key}/failure"]):
+            raise HorovodInternalError(self._store.get(f"{self._key}/failure").decode())
+        self._check_start(None)
+        if time.monotonic() > self._deadline:
+            raise self.failure(missing, TimeoutError(f"nothing arrived for {self._timeout:g} s"))
+
+    def failure(self, missing: Iterable[int], cause: OSError | RuntimeError) -> HorovodInternalError:
+        """Return the error of a member that cannot connect to those at `missing`, after sending it to the others.
+
+        If another member has failed already, return its error instead. Raises HorovodInternalError if `cause` is the
+        consequence of the end of a rank during the start.
+        """
+        self._check_start(cause)
+        ranks = sorted(self._ranks[place] for place in missing)
+        text = (
+            f"Rank {self._ranks[self._place]} could not connect to rank{'s' * (len(ranks) > 1)} "
+            f"{', '.join(map(str, ranks))} of {list(self._ranks)}: {cause}. Look at their output."
+        )
+        # Without the store, rank 0 has ended.
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([f"{self._key}/failure"]):
+                text = self._store.get(f"{self._key}/failure").decode()
+            else:
+                self._store.set(f"{self._key}/failure", text)
+        return HorovodInternalError(text)
+
 
 _CONNECT_SECONDS = 5.0
 _CHECK_SECONDS = 0.5

@@ -22,17 +22,6 @@ from typing import NamedTuple
 from .call import Call
 from .connections import Connections
 
-__all__ = (
-    "ACTIVE",
-    "FAILED",
-    "JOINED",
-    "Entry",
-    "Verdict",
-    "agree",
-    "payload_capacity",
-    "shown_ranks",
-)
-
 ACTIVE, JOINED, FAILED = range(3)
 _MESSAGE = struct.Struct("<16sB?6xqq")
 """Digest, state, the call's flag and count, time. A large world has instead of the time: 1 to ask for it, else 0."""

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from ..errors import BackendUnavailableError, ConfigurationError
 from ..types import Launch
-from .base import Backend, Group, Work
+from .base import TRANSPORTS, Backend, Group, Transport, Work, check_transport
 from .horovod.installed import is_imported, is_installed, real_horovod
-from .transports import TRANSPORTS, Transport, check_transport
 
 __all__ = (
     "BACKENDS",

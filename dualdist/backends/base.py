@@ -10,18 +10,100 @@ contiguous tensors on `wire_device` and with a dtype of `reduce_dtypes`.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import BackendUnavailableError, HorovodInternalError
+from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Settings
 
-__all__ = ("Backend", "CombinedWork", "Exchange", "FailedWork", "Group", "Work")
+# The transports that carry a backend's data, and what each one needs.
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What a transport needs."""
+
+    needs_gpus: bool = False
+    """Whether each process needs a GPU of its own."""
+    needs_mpi: bool = False
+    """Whether a launcher that starts MPI must start the processes."""
+
+
+TRANSPORTS = {
+    "nccl": Transport(needs_gpus=True),
+    "xccl": Transport(needs_gpus=True),
+    "gloo": Transport(),
+    "mpi": Transport(needs_mpi=True),
+}
+
+
+def check_transport(transport: str | None) -> None:
+    """Raise ConfigurationError unless `transport` is None or the name of a transport."""
+    if transport not in (None, *TRANSPORTS):
+        raise ConfigurationError(
+            f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
+            "Choose one of these, or leave it out to use the fastest one on this machine."
+        )
+
+
+# Environment variables that a backend reads with getenv, set only while it needs them.
+
+
+@contextlib.contextmanager
+def temporary_environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set `variables` (None: unset) in the `with` block, then restore the old values, which launch detection reads."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# The limit of open files, which a large world needs to be higher than usual systems set it.
+
+_GROUPS = 3
+"""How many groups of Gloo connect all ranks: two of dualdist, and torch's default group."""
+_SPARE = 256
+"""For agreements, the start, data files and the like."""
+
+
+def allow_open_files(size: int) -> None:
+    """Raise this process's limit of open files if a world of `size` ranks needs more. Local.
+
+    Rank 0 has one more connection to each rank while the world starts. Raises ConfigurationError if the hard limit is
+    too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/dev/fd")) + (_GROUPS + 1) * size + _SPARE
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed - _SPARE:
+        raise ConfigurationError(
+            f"The hard limit of open files must be at least {needed} for {size} ranks, but is {hard} instead. Raise it "
+            "on this host (ulimit -Hn, LimitNOFILE of systemd, docker run --ulimit nofile)."
+        )
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+    )
+
 
 T = TypeVar("T")
 Exchange = Callable[[bytes], list[bytes]]

@@ -9,14 +9,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..rendezvous import LOOPBACK, interface_of
+from ..meeting import LOOPBACK, interface_of
 from ..types import Launch, Settings
-from .base import Backend, Exchange, Group, Work
-from .default_group import DefaultGroup
-from .temporary_environment import temporary_environment
-from .torch_build import built_into_torch
-
-__all__ = ("LocalBackend",)
+from .base import Backend, Exchange, Group, Work, temporary_environment
+from .torch_groups import DefaultGroup
+from .torch_interface import built_into_torch
 
 
 class _Done(Work):

@@ -21,9 +21,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import HorovodInternalError, StallError
-from ..rendezvous import connected
-
-__all__ = ("StartWatch",)
+from ..meeting import connected
 
 T = TypeVar("T")
 

@@ -11,7 +11,11 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -19,35 +23,168 @@ import torch
 import torch.distributed as dist
 
 from .. import accelerator
-from ..errors import BackendUnavailableError, ConfigurationError
-from ..rendezvous import own_node
+from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
+from ..launch import DeviceView, choose_devices, shared_devices
+from ..meeting import own_node
 from ..types import Launch, Settings
-from .base import Backend, Exchange, Group
-from .default_group import DefaultGroup, gloo_interface
-from .open_files import allow_open_files
-from .start_step import start_step
+from .base import TRANSPORTS, Backend, Exchange, Group, allow_open_files, temporary_environment
 from .start_watch import StartWatch
 from .store import SharedStore, open_store, share_store
-from .temporary_environment import temporary_environment
-from .torch_build import built_into_torch
-from .torch_devices import (
+from .torch_group import abort_process_group, wrapped
+from .torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
+from .torch_interface import (
     adopted_config,
     adopted_device,
     adopted_transport,
     bind_device,
+    built_into_torch,
     config_of,
     device_transport,
     error_handling,
     transport_timeout,
 )
-from .torch_group import abort_process_group, wrapped
-from .torch_groups import TorchGroups, config_text
-from .transport_choice import Offer, agreed_transport
-from .transports import TRANSPORTS
 
-__all__ = ("TorchBackend",)
+# Names the ranks that are missing when torch cannot connect all ranks.
 
 T = TypeVar("T")
+
+_SETTLE_SECONDS = 3.0
+"""How long ranks that fail wait for each other. Ranks that began together time out together."""
+_POLL_SECONDS = 0.01
+
+
+def start_step(
+    step: Callable[[], T],
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    watch: StartWatch | None = None,
+    seconds: float | None = None,
+) -> T:
+    """Return `step()`, in which torch connects all ranks. Its error names the ranks that did not arrive or have ended.
+
+    Collective. name: a new name for each step. watch: while the world starts. seconds: how long the step may take then;
+    None: it has a timeout itself. Raises HorovodInternalError.
+    """
+    store.set(f"{name}/begun/{rank}", "")
+    try:
+        result = step() if watch is None else watch.run(step, seconds)
+    except RuntimeError as error:
+        if watch is not None and watch.lost is not None:  # the error names it
+            raise
+        text = str(error).splitlines()[0]
+        reason = _reason(store, name, rank, size, "time" in text.lower())
+        raise HorovodInternalError(
+            f"Rank {rank} could not connect to the other ranks: {reason}. Look at their output ({text})."
+        ) from error
+    store.set(f"{name}/ended/{rank}", "")
+    return result
+
+
+def _reason(store: dist.Store, name: str, rank: int, size: int, is_timeout: bool) -> str:
+    def without(key: str, ranks: Iterable[int]) -> list[int]:
+        return [other for other in ranks if not store.check([f"{name}/{key}/{other}"])]
+
+    def settle(key: str, ranks: Iterable[int]) -> list[int]:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (waiting := without(key, ranks)) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return waiting
+
+    try:
+        store.set(f"{name}/ended/{rank}", "")
+        absent = without("begun", range(size))
+        missing = absent + settle("ended", set(range(size)) - set(absent))
+        store.set(f"{name}/read/{rank}", "")
+        # Rank 0 may serve the store, so it stays until the others have read it.
+        if rank == 0:
+            settle("read", set(range(size)) - set(missing))
+    except RuntimeError:
+        return "rank 0, or the launcher that serves the job's store, has ended"
+    return _shown_step(sorted(missing), is_timeout)
+
+
+def _shown_step(missing: list[int], is_timeout: bool) -> str:
+    if not missing:
+        return "one of them has ended"
+    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    if len(missing) > 1 and not is_timeout:
+        return f"one of {ranks} has ended"
+    return f"{ranks} did not arrive, or {'have' if len(missing) > 1 else 'has'} ended"
+
+
+# The transport that all ranks use, agreed before any of them chooses a device.
+
+logger = logging.getLogger("dualdist")
+
+_FALLBACK = "gloo"
+"""Every host has it."""
+
+
+@dataclass(frozen=True)
+class Offer(DeviceView):
+    """What a rank reports before the transport is chosen."""
+
+    transport: str
+    """The fastest transport of this rank, or the one that the user asks for."""
+    is_asked: bool
+
+    def to_text(self) -> str:
+        """Return the offer as a line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        """Return the offer from which `to_text` made `text`."""
+        return cls(**json.loads(text))
+
+
+def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
+    """Return the transport for all ranks. offers: of all ranks, in rank order. rank: of this process.
+
+    It is the one that a user asks for, else the fastest of all ranks if it is the same, else gloo, of which rank 0
+    warns. Raises ConfigurationError on every rank when users ask for different ones, or when processes would share a
+    device with a transport that needs one for each.
+    """
+    asked = {offer.transport: other for other, offer in reversed(list(enumerate(offers))) if offer.is_asked}
+    if len(asked) > 1:
+        said = ", ".join(f"rank {other} asks for {name!r}" for name, other in asked.items())
+        raise ConfigurationError(f"`transport` must be equal on all ranks, but {said}. Choose one of them.")
+    transports = set(asked) or {offer.transport for offer in offers}
+    transport = transports.pop() if len(transports) == 1 else _FALLBACK
+    if transports and rank == 0:
+        hosts = {name: _hosts(offers, name) for name in sorted({offer.transport for offer in offers})}
+        said = "; ".join(f"{name} on {', '.join(names)}" for name, names in hosts.items())
+        logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
+    if TRANSPORTS[transport].needs_gpus:
+        _check_devices(offers, transport)
+    return transport
+
+
+def _check_devices(offers: Sequence[Offer], transport: str) -> None:
+    chosen = choose_devices(offers)
+    for other, index in enumerate(chosen):
+        if index is None:
+            raise ConfigurationError(
+                f"`transport` is {transport!r}, but rank {other} on {_shown(offers[other].host)} sees no GPU. "
+                "Choose gloo, or leave its host out."
+            )
+    for host, ranks, devices in shared_devices(offers, chosen):
+        raise ConfigurationError(
+            f"`transport` is {transport!r}, which needs a GPU for each process, but the {ranks} processes on "
+            f"{_shown(host)} share {devices}. Start fewer processes there, or set DUALDIST_TRANSPORT=gloo to let them "
+            "share."
+        )
+
+
+def _hosts(offers: Sequence[Offer], transport: str) -> list[str]:
+    return sorted({_shown(offer.host) for offer in offers if offer.transport == transport})
+
+
+def _shown(host: str) -> str:
+    """Return the host's own name from that of `own_node`."""
+    return host.rpartition("-")[0] or host
 
 
 def _step_seconds(transport: str, settings: Settings) -> float | None:

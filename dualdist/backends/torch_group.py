@@ -15,8 +15,6 @@ from ..types import Max, Min, Product, Sum
 from .base import Group, Work
 from .patience import CHECK_SECONDS, Patience
 
-__all__ = ("TorchGroup", "abort_process_group", "set_timeout", "wrapped")
-
 _OPS = {
     Sum: dist.ReduceOp.SUM,
     Min: dist.ReduceOp.MIN,

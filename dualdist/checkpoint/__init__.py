@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from .contents.rng import RandomState
 from .export import export_weights
-from .manager import CheckpointManager
+from .files import FileSystem
+from .format import Manifest, read_manifest
+from .manager import CheckpointManager, Preempted
+from .restoration import RandomState
 from .save_and_load import load, save
-from .signals import Preempted
-from .storage.filesystem import FileSystem
-from .storage.manifest import Manifest, read_manifest
 
 __all__ = (
     "CheckpointManager",

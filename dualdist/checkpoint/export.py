@@ -11,15 +11,12 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from ..checks import path as checked_path
-from ..collectives.on_all_ranks import on_all_ranks
+from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..training.parallel import DistributedDataParallel
-from .contents.host_copy import on_host
-from .storage.atomic_file import replacing
-from .storage.filesystem import FileSystem
-from .writer import from_writer
-
-__all__ = ("export_weights",)
+from .contents import on_host
+from .files import FileSystem, replacing
+from .transfer import from_writer
 
 _SAFETENSORS = ".safetensors"
 _WRAPPERS = (

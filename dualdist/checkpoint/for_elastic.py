@@ -7,19 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..collectives.on_all_ranks import on_all_ranks
+from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..world.ranks import rank
-from .contents.collecting import collect, is_per_rank, is_stateful
-from .contents.host_copy import on_host
-from .contents.portable import check_portable
-from .contents.restoration import restore
-from .storage.catalog import Catalog, first_undamaged
-from .storage.filesystem import FileSystem
-from .storage.manifest import make_manifest
-from .storage.memory_file import MemoryFile
-from .transfer import read_values
-from .writer import from_writer
+from .catalog import Catalog, first_undamaged
+from .contents import check_portable, collect, is_per_rank, is_stateful, on_host
+from .files import FileSystem
+from .format import MemoryFile, make_manifest
+from .restoration import restore
+from .transfer import from_writer, read_values
 
 __all__ = ("NumberedFiles", "check_values", "from_writer", "is_per_rank", "is_stateful")
 

@@ -2,43 +2,180 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
+import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from ..agreement import call_kinds
-from ..checks import flag, integer
+from ..checks import flag, integer, number
 from ..checks import path as checked_path
 from ..collectives import allreduce
-from ..collectives.on_all_ranks import on_all_ranks
+from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..types import Max
 from ..world.process_sets import reporting
-from .arguments import check_file_system, check_signals, checked_metrics, checked_strict
-from .contents.collecting import check_state, collect
-from .contents.restoration import restore
-from .contents.rng import RandomState
-from .saver import Saver
-from .schedule import Schedule
-from .signals import Preempted, SignalWatch
-from .storage.catalog import Best, Catalog, Entry, first_undamaged
-from .storage.filesystem import FileSystem
-from .storage.manifest import Manifest
-from .storage.memory_file import MemoryFile
-from .transfer import gather_own, read_file, read_values
-from .writer import from_writer, is_writer
+from .catalog import Best, Catalog, Entry, first_undamaged
+from .contents import HostCopy, check_state, collect, on_host
+from .files import FileSystem
+from .format import Manifest, MemoryFile, make_manifest
+from .restoration import RandomState, restore
+from .save_and_load import check_file_system, check_signals, checked_metrics, checked_strict
+from .transfer import from_writer, gather_own, is_writer, read_file, read_values
 
-__all__ = ("CheckpointManager",)
+# After which steps a manager saves, and after which the ranks exchange signals and errors.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rules that decide when to save and when to exchange; equal on all ranks."""
+
+    every_steps: int | None
+    every_seconds: float | None
+    agree_every: int
+    expects_events: bool
+    """Whether one rank may know of an event that the others do not see: a signal, or the error of a background save."""
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError if a number is not positive."""
+        integer("agree_every", self.agree_every, least=1)
+        if self.every_steps is not None:
+            integer("every_steps", self.every_steps, least=1)
+        if self.every_seconds is not None:
+            number("every_seconds", self.every_seconds, above=0)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after `step`."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def is_late(self, seconds: float) -> bool:
+        """Return whether to save when the last save was `seconds` ago."""
+        return self.every_seconds is not None and seconds >= self.every_seconds
+
+    def agrees(self, step: int) -> bool:
+        """Return whether the ranks exchange events after `step`."""
+        return (self.expects_events or self.every_seconds is not None) and step % self.agree_every == 0
+
+
+# A thread that runs one job at a time: the writing of an asynchronous save.
 
 logger = logging.getLogger("dualdist")
+
+
+class Background:
+    """Runs one job in a thread beside the caller. The interpreter waits for it before it ends."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        atexit.register(self._report)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last job has ended with an exception that `finish` will raise."""
+        return self._failure is not None
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Start `job`. `finish` must have been called for the last one."""
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                self._failure = error
+
+        # Not a daemon: at exit, threading waits for it before it runs the functions registered with atexit.
+        self._thread = threading.Thread(target=run, name="dualdist-checkpoint", daemon=False)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the job, if there is one, and raise its exception."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Do not report a failure at exit. `finish` must have been called for the last job."""
+        atexit.unregister(self._report)
+
+    def _report(self) -> None:
+        if self._failure is not None:
+            logger.error("The last checkpoint was not saved: %s", self._failure)
+
+
+# Writing the checkpoints of a run on the writer, at once or in the background.
+
+
+class Saver:
+    """Writes numbered checkpoints into the folder of `catalog`, one at a time. All methods are local to the writer."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._copy = HostCopy()
+        self.background = Background()
+
+    def save(
+        self, values: Mapping[str, Any], step: int, metrics: Mapping[str, float], *, in_background: bool
+    ) -> None:
+        """Write `values`. In the background: return when they are copied. The last save must have finished.
+
+        Raises CheckpointError when they cannot be written. In the background, `background.finish` raises it.
+        """
+        manifest = make_manifest(step, metrics, self._catalog.next_serial)
+        if in_background:
+            copied = self._copy.take(values, "state")
+            self.background.start(lambda: self._catalog.write(copied, manifest))
+        else:
+            self._catalog.write(on_host(values, "state"), manifest)
+
+
+# Signals that announce the end of a job: recorded when they arrive, handled between two steps.
+
+
+class Preempted(SystemExit):
+    """The job was asked to end, and its state is saved. It ends the process with `exit_code`, unless it is caught."""
+
+    def __init__(self, exit_code: int, signum: int) -> None:
+        super().__init__(exit_code)
+        self.number = signum
+        """The signal."""
+
+
+class SignalWatch:
+    """Records the last of the signals `numbers` that this process received, instead of ending."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        """Install the handlers. Raises ValueError outside the main thread, where Python does not allow it."""
+        if numbers and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "`signals` must be () outside the main thread, but are given. Make the manager in the main thread."
+            )
+        self.received = 0
+        """The number of the received signal; 0: none."""
+        self._previous: dict[int, Any] = {signum: signal.signal(signum, self._note) for signum in numbers}
+
+    def restore(self) -> None:
+        """Install the former handlers again."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous = {}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+
 
 _RANDOM = "random"
 EX_TEMPFAIL = 75

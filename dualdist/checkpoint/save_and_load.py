@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..agreement import call_kinds
-from ..checks import integer
+from ..checks import converted, flag, instance, integer, items, mapping, text, wrong
 from ..checks import path as checked_path
-from ..collectives.on_all_ranks import on_all_ranks
+from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..world.process_sets import reporting
-from .arguments import check_file_system, checked_metrics, checked_strict
-from .contents.collecting import check_state, collect
-from .contents.host_copy import on_host
-from .contents.restoration import restore
-from .contents.tensor_names import few
-from .storage.filesystem import FileSystem
-from .storage.format import write_checkpoint
-from .storage.manifest import make_manifest
-from .storage.memory_file import MemoryFile
-from .transfer import gather_own, read_file, read_values
-from .writer import from_writer
+from .contents import check_state, collect, few, on_host
+from .files import FileSystem
+from .format import MemoryFile, make_manifest, write_checkpoint
+from .restoration import restore
+from .transfer import from_writer, gather_own, read_file, read_values
 
-__all__ = ("load", "save")
+# Checks of arguments that several functions of this package share.
+
+_NOT_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
+"""Signals for which the system allows no handler."""
+
+
+def checked_strict(strict: Any) -> bool:
+    """Return `strict` as a bool."""
+    return flag("strict", strict)
+
+
+def checked_metrics(metrics: Any) -> Mapping[str, float]:
+    """Return `metrics` with its values as floats, which may be NaN; None: no metrics."""
+    fix = 'Pass a dictionary, such as {"accuracy": 0.9}.'
+    checked = {}
+    for name, value in mapping("metrics", {} if metrics is None else metrics, fix=fix).items():
+        text("metrics", name, fix)
+        place = f"metrics[{name!r}]"
+        checked[name] = converted(
+            place, value, float, "a number", "Pass a float.", without=bool | str | bytes
+        )
+    return checked
+
+
+def check_file_system(file_system: Any) -> None:
+    """Raise TypeError unless `file_system` is a FileSystem or None."""
+    instance("file_system", file_system, (FileSystem, type(None)), "a FileSystem or None")
+
+
+def check_signals(signals: Any) -> None:
+    """Raise TypeError or ValueError unless a handler can be installed for each of `signals`."""
+    fix = "Pass signals such as (signal.SIGTERM,), or ()."
+    for place, number in enumerate(items("signals", signals, "a list of signals", fix)):
+        name = f"signals[{place}]"
+        if integer(name, number, fix=fix) not in signal.valid_signals() or number in _NOT_HANDLED:
+            raise wrong(name, "a signal that can be handled", int(number), fix)
 
 
 def save(

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ..checks import text_of
 from ..collectives import barrier, broadcast_
-from ..collectives.objects import allgather_object, gather_object
-from ..collectives.on_all_ranks import on_all_ranks
-from ..errors import CheckpointError
-from ..rendezvous import own_node
+from ..collectives.objects import allgather_object, broadcast_object, gather_object, on_all_ranks
+from ..errors import CheckpointError, DamagedCheckpointError
+from ..meeting import own_node
 from ..world.ranks import rank
-from .contents.collecting import collect_own
-from .contents.host_copy import on_host
-from .storage.format import copy_verified
-from .storage.manifest import Manifest
-from .storage.memory_file import MemoryFile
-from .writer import from_writer
+from .contents import collect_own, on_host
+from .format import Manifest, MemoryFile, copy_verified
 
-__all__ = ("gather_own", "read_file", "read_values")
+# The writer, rank 0: it reads and writes the files, and every rank gets its result or its error.
+
+T = TypeVar("T")
+
+
+def is_writer() -> bool:
+    """Return whether this rank reads and writes the files."""
+    return rank() == 0
+
+
+def from_writer(function: Callable[[], T]) -> T:
+    """Run `function` on the writer, and return its result on every rank. Collective over the world.
+
+    The result is sent by pickle, so it must be small. When `function` raises, every rank raises CheckpointError, or
+    DamagedCheckpointError if `function` did.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    if is_writer():
+        try:
+            result = function()
+        except Exception as raised:
+            failure = raised
+    error = None if failure is None else _as_error(failure)
+    result, error = broadcast_object((result, error), 0)
+    if error is not None:
+        raise error from failure
+    return result
+
+
+def _as_error(failure: Exception) -> CheckpointError:
+    # Of these two classes only: the other ranks must be able to unpickle it.
+    if isinstance(failure, CheckpointError):
+        kind = DamagedCheckpointError if isinstance(failure, DamagedCheckpointError) else CheckpointError
+        return kind(text_of(failure))
+    return CheckpointError(f"Rank 0 failed: {type(failure).__name__}: {text_of(failure)}")
+
 
 _PIECE_BYTES = 32 << 20
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
 from ..errors import ConfigurationError
-from .version import version
 
-__all__ = ("main",)
+# The version of dualdist.
+
+
+def version() -> str:
+    """Return the version of the installed package, 'not installed' for a source tree."""
+    try:
+        return importlib.metadata.version("dualdist")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
 
 _COMMANDS = {
     "bench": "measure dualdist beside torch, Horovod and others",

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 
-__all__ = ("add_arguments", "execute")
-
 _ROOT = Path(__file__).parents[2]
 _NAMES = ("step", "collectives", "memory", "startup", "scale", "checkpoint", "gpu")
 

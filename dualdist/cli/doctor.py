@@ -12,18 +12,248 @@ The exit code is 1 when the chosen backend and transport cannot start, when an a
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ..backends import BACKENDS, TRANSPORTS
-from .facts import collect
-from .smoke import smoke
+import torch
+
+from .. import accelerator
+from ..backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load
+from ..collectives import allgather, allreduce
+from ..errors import ConfigurationError
+from ..launch import LAUNCHERS, detect
+from ..launch.environment import without_launchers
+from ..launch.launchers import mpirun_command
+from ..lifecycle import init, shutdown
+from ..meeting import INTERFACE, LOOPBACK
+from ..meeting.addresses import addresses, candidates
+from ..processes.function import spawn
+from ..types import Launch, Sum
+from ..world.ranks import backend_name, rank, size, transport_name
+from . import version
 from .world_check import check_world
 
-__all__ = ("add_arguments", "execute")
+# The smoke test of `dualdist doctor`: two real processes join a world and exchange a few numbers.
+#
+# If mpirun starts the processes, each of them runs
+#
+#     python -m dualdist.cli.doctor BACKEND TRANSPORT
+
+_SECONDS = 60.0
+_PROCESSES = 2
+
+
+def smoke(combinations: Sequence[str], env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Start each of `combinations` ('backend+transport') and return, for each, the seconds it took and its problem."""
+    results = {}
+    for combination in combinations:
+        start = time.monotonic()
+        backend, _, transport = combination.partition("+")
+        problem = _try(backend, transport, env)
+        results[combination] = {"seconds": round(time.monotonic() - start, 1), "problem": problem}
+    return results
+
+
+def attempt(backend: str, transport: str) -> None:
+    """Join a world of two over `backend` and `transport`, and check the results of collectives. Collective."""
+    init(backend=backend, transport=transport)
+    joined = backend_name(), transport_name(), size()
+    if joined != (backend, transport, _PROCESSES):
+        raise AssertionError(f"joined {joined} instead of {(backend, transport, _PROCESSES)}")
+    total = allreduce(torch.ones(3) * (rank() + 1), op=Sum).tolist()
+    ranks = allgather(torch.tensor([rank()])).tolist()
+    if (total, ranks) != ([3.0] * 3, [0, 1]):
+        raise AssertionError(f"allreduce gave {total} and allgather {ranks}")
+    shutdown()
+
+
+def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
+    """Return what went wrong, None when everything worked."""
+    if TRANSPORTS[transport].needs_gpus and accelerator.count() < _PROCESSES:
+        return f"not tried: {transport} needs a GPU for each of {_PROCESSES} processes"
+    if TRANSPORTS[transport].needs_mpi:
+        return _try_mpirun(backend, transport, env)
+    try:
+        spawn(attempt, (backend, transport), _PROCESSES, timeout=_SECONDS)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _try_mpirun(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
+    command = mpirun_command(_PROCESSES, [sys.executable, "-m", __name__, backend, transport])
+    if command is None:
+        return "not tried: no mpirun on PATH"
+    try:
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env=without_launchers(env),
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {_SECONDS:.0f} s"
+    if ended.returncode == 0:
+        return None
+    errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
+    return errors[0] if errors else f"exit code {ended.returncode}"
+
+
+if __name__ == "__main__":
+    attempt(*sys.argv[1:])
+
+
+# What `dualdist doctor` collects: the launcher, the installed packages, and what can run here.
+
+_PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")
+_COMMANDS = (*(row.name for row in LAUNCHERS if row.is_command), "ssh")
+_MPI_SECONDS = 30.0
+_MPI_SOURCE = """\
+from mpi4py import MPI
+levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
+          MPI.THREAD_MULTIPLE: "multiple"}
+print(MPI.Get_library_version().split(",")[0].strip("\\0\\n "), levels[MPI.Query_thread()], sep="\\n")
+"""
+
+
+def collect(env: Mapping[str, str], backend: str | None, transport: str | None) -> dict[str, Any]:
+    """Return all facts in the types of JSON. Local. backend, transport: as in dualdist.init."""
+    transport = transport or env.get("DUALDIST_TRANSPORT") or None
+    facts: dict[str, Any] = {
+        "launch": {},
+        "chosen": {"backend": None, "transport": transport, "why": None, "problem": None},
+    }
+    try:
+        launch = detect(env)
+        facts["launch"] = _launch(launch)
+        facts["cells"] = _combinations(launch)
+        facts["chosen"] |= _chosen(launch, env, backend, transport)
+    except ConfigurationError as error:
+        facts["chosen"]["problem"] = str(error)
+    return facts | {
+        "versions": _versions(),
+        "network": _network(env),
+        "gpu": _gpu(),
+        "mpi": _mpi(env),
+        "launchers": {name: path for name in _COMMANDS if (path := shutil.which(name))},
+    }
+
+
+def _combinations(launch: Launch) -> dict[str, str | None]:
+    """Return 'backend+transport' -> why the processes of `launch` cannot use it, None if they can."""
+    return {
+        f"{backend}+{transport}": _problem(backend, transport, launch)
+        for backend in DISTRIBUTED_BACKENDS
+        for transport in TRANSPORTS
+    }
+
+
+def _problem(backend: str, transport: str, launch: Launch) -> str | None:
+    try:
+        load(backend).check(transport, launch)
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def _launch(launch: Launch) -> dict[str, Any]:
+    numbers = ("rank", "size", "local_rank", "local_size")
+    return {
+        "launcher": launch.launcher,
+        **{name: getattr(launch, name) for name in numbers},
+        "sources": {
+            name: source for name, source in launch.sources.items() if getattr(launch, name) is not None
+        },
+        "meets_at": launch.init_method,
+        "starts_mpi": launch.starts_mpi,
+        "ignored": list(launch.ignored),
+    }
+
+
+def _chosen(
+    launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None
+) -> dict[str, Any]:
+    found, why = choose(backend, transport, launch, env)
+    chosen: dict[str, Any] = {"backend": found.name, "why": why}
+    if transport is not None:
+        chosen["problem"] = _problem(found.name, transport, launch)
+    return chosen
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"dualdist": version(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        found[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _network(env: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        use, problem = candidates(env), None
+    except ConfigurationError as error:
+        use, problem = [], str(error)
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    with socket.create_server((LOOPBACK, 0)) as server:
+        free = server.getsockname()[1]
+    return {
+        "host": socket.gethostname(),
+        "interfaces": addresses(),
+        "on_one_host": use[0] if use and env.get(INTERFACE) else LOOPBACK,
+        "between_hosts": use,
+        "problem": problem,
+        "ports": f"free ones of {low}-{high}, such as {free}",
+        "set": {
+            name: env[name]
+            for name in (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
+            if env.get(name)
+        },
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    usable = torch.cuda.is_available()
+    count = torch.cuda.device_count() if usable else 0
+    return {
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(number) for number in range(count)],
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable else None,
+    }
+
+
+def _mpi(env: Mapping[str, str]) -> dict[str, str | None]:
+    """Start MPI in a new process: under most launchers, starting it in this process would fail."""
+    facts: dict[str, str | None] = {"library": None, "thread_level": None, "problem": None}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _MPI_SOURCE],
+            capture_output=True,
+            text=True,
+            timeout=_MPI_SECONDS,
+            check=True,
+            env=without_launchers(env),
+            stdin=subprocess.DEVNULL,
+        )
+        facts["library"], facts["thread_level"] = ended.stdout.splitlines()
+    except subprocess.CalledProcessError as error:
+        facts["problem"] = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        facts["problem"] = f"MPI did not start within {_MPI_SECONDS:.0f} s"
+    return facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

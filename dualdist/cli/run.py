@@ -13,23 +13,243 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, TRANSPORTS
+from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN
-from ..processes.allocation import find_allocation
-from ..processes.hosts import Host, parse_hostfile, parse_hosts
-from ..processes.preparation import RunOptions
-from ..processes.run import run_job
-from ..processes.starters import DEFAULT_STARTER, STARTERS
-from ..processes.variables import backend_variables
-from .horovodrun import add_horovodrun_options, refuse, variables_of
-from .version import version
+from ..processes.hosts import Host, backend_variables, find_allocation, parse_hostfile, parse_hosts
+from ..processes.job import run_job
+from ..processes.starters import DEFAULT_STARTER, STARTERS, RunOptions
+from ..types import NEVER_SECONDS
+from . import version
 
-__all__ = ("add_arguments", "execute")
+# horovodrun's options and their effect here: a table, so that no option is silently ignored.
+#
+# The names are from horovod/runner/launch.py:parse_args, the variables from
+# horovod/runner/common/util/config_parser.py:set_env_from_args.
+
+_NEVER = str(NEVER_SECONDS)
+"""A year in seconds, for limits that Horovod can switch off."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """An option that sets variables. `value` converts its argument; None for an option without an argument."""
+
+    flags: tuple[str, ...]
+    variables: Mapping[str, str]
+    """name -> value, in which {} is replaced by the converted argument."""
+    value: Callable[[str], object] | None = None
+    backends: tuple[str, ...] = DISTRIBUTED_BACKENDS
+    """The backends on which it has an effect. With another one, `dualdist run` warns."""
+
+    @property
+    def dest(self) -> str:
+        return "tuning_" + self.flags[0].strip("-").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An option that is not supported, and what to do instead."""
+
+    flags: tuple[str, ...]
+    remedy: str
+    arguments: int = 0
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+def _megabytes(text: str) -> int:
+    return _count(text) * 1024 * 1024
+
+
+def _time(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        raise ValueError
+    return number
+
+
+def _noise(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise ValueError
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _seconds_or_never(text: str) -> object:
+    return _count(text) or _NEVER
+
+
+def _level(text: str) -> str:
+    if text not in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"):
+        raise ValueError
+    return text
+
+
+def _only_horovod(
+    flag: str, variable: str, value: Callable[[str], object] | None = None, *more: str, to: str = "1"
+) -> Tuning:
+    return Tuning((flag, *more), {variable: to if value is None else "{}"}, value, HOROVOD_BACKENDS)
+
+
+TUNING = (
+    _only_horovod("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _megabytes),
+    _only_horovod("--cycle-time-ms", "HOROVOD_CYCLE_TIME", _time),
+    _only_horovod("--cache-capacity", "HOROVOD_CACHE_CAPACITY", _count),
+    _only_horovod("--hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
+    _only_horovod("--no-hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", to="0"),
+    _only_horovod("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER"),
+    _only_horovod("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", to="0"),
+    _only_horovod("--torus-allreduce", "HOROVOD_TORUS_ALLREDUCE"),
+    _only_horovod("--no-torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", to="0"),
+    _only_horovod("--autotune", "HOROVOD_AUTOTUNE"),
+    _only_horovod("--no-autotune", "HOROVOD_AUTOTUNE", to="0"),
+    _only_horovod("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str),
+    _only_horovod("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", _count),
+    _only_horovod("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", _positive),
+    _only_horovod("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", _count),
+    _only_horovod("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", _noise),
+    _only_horovod("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", _count),
+    _only_horovod("--thread-affinity", "HOROVOD_THREAD_AFFINITY", _count),
+    _only_horovod("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _count),
+    _only_horovod("--log-level", "HOROVOD_LOG_LEVEL", _level),
+    _only_horovod("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", None, "--no-log-hide-timestamp", to="0"),
+    _only_horovod("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", None, "--log-hide-timestamp"),
+    Tuning(("--timeline-filename",), {"HOROVOD_TIMELINE": "{}"}, str),
+    Tuning(("--timeline-mark-cycles",), {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}),
+    Tuning(("--no-timeline-mark-cycles",), {"HOROVOD_TIMELINE_MARK_CYCLES": "0"}),
+    Tuning(
+        ("--no-stall-check",),
+        {
+            "DUALDIST_STALL_WARN_SECONDS": _NEVER,
+            "DUALDIST_STALL_TIMEOUT_SECONDS": _NEVER,
+            "HOROVOD_STALL_CHECK_DISABLE": "1",
+        },
+    ),
+    Tuning(("--stall-check",), {"HOROVOD_STALL_CHECK_DISABLE": "0"}),
+    Tuning(
+        ("--stall-check-warning-time-seconds",),
+        {"DUALDIST_STALL_WARN_SECONDS": "{}", "HOROVOD_STALL_CHECK_TIME_SECONDS": "{}"},
+        _positive,
+    ),
+    Tuning(
+        ("--stall-check-shutdown-time-seconds",),
+        {"DUALDIST_STALL_TIMEOUT_SECONDS": "{}"},
+        _seconds_or_never,
+    ),
+    Tuning(("--tcp",), {"NCCL_IB_DISABLE": "1"}),
+)
+
+_MPI = "`dualdist run` does not start MPI. Use mpirun, which dualdist supports, or leave the option out."
+_ELASTIC = "`dualdist run` starts a fixed number of processes. Use torchrun or horovodrun for elastic jobs."
+
+REFUSED = (
+    Refused(("--mpi",), _MPI),
+    Refused(("--jsrun",), "`dualdist run` does not start jsrun. Use jsrun itself, or leave the option out."),
+    Refused(("--mpi-args",), _MPI, 1),
+    Refused(("--binding-args",), _MPI, 1),
+    Refused(("--mpi-threads-disable",), _MPI),
+    Refused(("--no-mpi-threads-disable",), _MPI),
+    Refused(("--min-np", "--min-num-proc"), _ELASTIC, 1),
+    Refused(("--max-np", "--max-num-proc"), _ELASTIC, 1),
+    Refused(("--host-discovery-script",), _ELASTIC, 1),
+    Refused(("--slots-per-host",), f"{_ELASTIC} Give the slots of a fixed job as -H host:SLOTS.", 1),
+    Refused(("--elastic-timeout",), _ELASTIC, 1),
+    Refused(("--reset-limit",), _ELASTIC, 1),
+    Refused(("--blacklist-cooldown-range",), _ELASTIC, 2),
+    Refused(
+        ("--config-file",), "`dualdist run` reads no configuration file. Write its settings as options.", 1
+    ),
+    Refused(("-cb", "--check-build"), "Use `dualdist doctor`, which shows what can run here."),
+)
+
+
+class _Refuse(argparse.Action):
+    """Records the option, so that it is refused after the whole command line is parsed."""
+
+    def __call__(self, parser: Any, args: Any, values: Any, option: str | None = None) -> None:
+        args.refused = [*(args.refused or []), (option, self.const)]
+
+
+def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of both tables to `parser`."""
+    tuning = parser.add_argument_group("horovodrun's settings, which become environment variables")
+    for row in TUNING:
+        shown = " and ".join(f"{name}={value.format('VALUE')}" for name, value in row.variables.items())
+        scope = (
+            f"; only with --backend {' or '.join(row.backends)}" if row.backends == HOROVOD_BACKENDS else ""
+        )
+        if row.value is None:
+            tuning.add_argument(*row.flags, dest=row.dest, action="store_true", help=f"sets {shown}{scope}")
+        else:
+            tuning.add_argument(*row.flags, dest=row.dest, metavar="VALUE", help=f"sets {shown}{scope}")
+    refused = parser.add_argument_group("horovodrun's options that are refused")
+    for option in REFUSED:
+        refused.add_argument(
+            *option.flags,
+            dest="refused",
+            action=_Refuse,
+            nargs=option.arguments,
+            const=option.remedy,
+            help=option.remedy,
+        )
+
+
+def refuse(refused: Sequence[tuple[str, str]] | None) -> None:
+    """Raise ConfigurationError for the first unsupported option, if there is one."""
+    for option, remedy in refused or ():
+        raise ConfigurationError(f"`{option}` is not supported: {remedy}")
+
+
+def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that the options of TUNING set, and the options without an effect on `backend`.
+
+    Raises ConfigurationError for a value out of range and for two options that contradict each other.
+    """
+    found: dict[str, str] = {}
+    set_by: dict[str, str] = {}
+    ignored = []
+    for row in _given(args):
+        given = getattr(args, row.dest)
+        if backend not in row.backends:
+            ignored.append(row.flags[0])
+            continue
+        try:
+            value = row.value(given) if row.value is not None else None
+        except ValueError:
+            raise ConfigurationError(
+                f"`{row.flags[0]}` cannot be {given!r}. See `dualdist run --help`."
+            ) from None
+        for name, text in row.variables.items():
+            setting = text.format(value)
+            if found.setdefault(name, setting) != setting:
+                raise ConfigurationError(
+                    f"`{row.flags[0]}` and `{set_by[name]}` cannot be given together. Leave one out."
+                )
+            set_by[name] = row.flags[0]
+    return found, ignored
+
+
+def _given(args: argparse.Namespace) -> Iterable[Tuning]:
+    return (row for row in TUNING if getattr(args, row.dest) not in (None, False))
+
 
 _PIPE_CODE = 141
 """The exit code by which a shell reports SIGPIPE."""

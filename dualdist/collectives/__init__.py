@@ -20,7 +20,7 @@ from .allreduce import (
 )
 from .alltoall import alltoall, alltoall_async
 from .broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from .gather import gather
+from .gather import gather, scatter
 from .join import barrier, join
 from .reduce import reduce
 from .reducescatter import (
@@ -29,7 +29,6 @@ from .reducescatter import (
     reducescatter,
     reducescatter_async,
 )
-from .scatter import scatter
 from .sparse import sparse_allreduce_async
 from .synchronize import poll, synchronize
 

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..agreement import call_kinds
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
+from ..compiling import not_compiled
 from ..types import Average
-from ..world.process_sets import ProcessSet, global_process_set, reporting
-from .autograd import Allgather, record
-from .plans.allgather import plan_allgather
-from .plans.arguments import check_tensors
+from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
+from .allreduce import Allreduce, Tensors, plan_allreduce
+from .movement import allgather_rows
+from .plan import Plan, ReductionArguments, check_tensors, dtype_name, make_call, planned, record
 
-__all__ = ("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async")
+# The plan of allgather and grouped_allgather.
+
+
+@planned(call_kinds.ALLGATHER)
+def plan_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    *,
+    grouped: bool = False,
+    process_set: ProcessSet,
+) -> Plan[tuple[torch.Tensor, ...]]:
+    """Return the plan of an allgather. Its result: for each of `tensors`, the rows of all ranks."""
+    channel = channel_of(process_set)
+    tensors = check_tensors(tensors, grouped=grouped)
+    tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
+    call = make_call(
+        call_kinds.GROUPED_ALLGATHER if grouped else call_kinds.ALLGATHER,
+        name,
+        count=tables[0].shape[0],
+        trailing_shapes=tuple(tuple(table.shape[1:]) for table in tables),
+        dtypes=tuple(dtype_name(table.dtype) for table in tables),
+        device=tables[0].device.type,
+    )
+
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
+        return tuple(allgather_rows(group, tables, verdict.counts if len(tables) == 1 else None))
+
+    return Plan(channel, call, execute, tensors)
 
 
 def allgather(
@@ -74,3 +105,33 @@ def grouped_allgather_async(
 ) -> int:
     """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors."""
     return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit()
+
+
+@not_compiled
+class Allgather(torch.autograd.Function):
+    """The gradient of allgather and grouped_allgather.
+
+    This rank's rows of the average of all ranks' gradients (horovod/torch/mpi_ops.py:630), or of their sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, gradient: int, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.process_set, ctx.gradient = process_set, gradient
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return plan.run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        process_set = ctx.process_set
+        rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes])
+        (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
+        starts = table[: process_set.rank()].sum(dim=0).tolist()
+        plan = plan_allreduce(grads, ReductionArguments(ctx.gradient), grouped=True, process_set=process_set)
+        totals = record(Allreduce, plan, grads, process_set)
+        own = [
+            total.narrow(0, start, count).reshape(shape)
+            for total, start, count, shape in zip(totals, starts, rows.tolist(), ctx.shapes, strict=True)
+        ]
+        return None, None, None, *own

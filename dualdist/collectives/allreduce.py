@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..agreement import call_kinds
-from ..types import Op
-from ..world.process_sets import ProcessSet, global_process_set
-from .autograd import Allreduce, record
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
+from ..compiling import not_compiled
+from ..types import Average, Max, Min, Op, Product, Sum
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .compression import Compression, Compressor, compressed
-from .plans.allreduce import plan_allreduce
-from .plans.arguments import ReductionArguments
-
-__all__ = (
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
+from .plan import (
+    Plan,
+    ReductionArguments,
+    check_reduction,
+    check_tensors,
+    describe_reduction,
+    make_call,
+    planned,
+    record,
 )
+from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
+
+# The plan of allreduce and grouped_allreduce.
+
+
+@planned(call_kinds.ALLREDUCE)
+def plan_allreduce(
+    tensors: Sequence[torch.Tensor],
+    arguments: ReductionArguments,
+    name: str | None = None,
+    *,
+    in_place: bool = False,
+    grouped: bool = False,
+    process_set: ProcessSet,
+) -> Plan[tuple[torch.Tensor, ...]]:
+    """Return the plan of an allreduce. Its result: `tensors` themselves, or new tensors of the same shapes."""
+    channel, reduction = channel_of(process_set), arguments.reduction(default=Average)
+    tensors = check_tensors(tensors, grouped=grouped)
+    check_reduction(tensors, reduction, process_set)
+    payload = payload_of(channel.group, tensors, reduction)
+    kind = call_kinds.GROUPED_ALLREDUCE if grouped else call_kinds.ALLREDUCE
+    call = make_call(kind, name, payload=payload, **describe_reduction(tensors, reduction))
+
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
+        outputs = tuple(tensors) if in_place else tuple(tensor.detach().clone() for tensor in tensors)
+        if any(verdict.payloads):
+            reduce_payloads(group, verdict.payloads, outputs, reduction)
+        else:
+            reduce_tensors(group, outputs, reduction)
+        return outputs
+
+    return Plan(channel, call, execute, tensors)
+
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 def allreduce(
@@ -180,3 +215,56 @@ def grouped_allreduce_async_(
     arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
     plan = plan_allreduce(tensors, arguments, name, in_place=True, grouped=True, process_set=process_set)
     return plan.submit()
+
+
+@not_compiled
+class Allreduce(torch.autograd.Function):
+    """The gradient of allreduce and grouped_allreduce.
+
+    Sum, Average and Adasum: the same reduction of the gradients (horovod/torch/mpi_ops.py:194). Min and Max: the sum
+    of the gradients, on the ranks that have the extreme value; several such ranks share it equally. Product: the sum of
+    the gradients, times the product of the other ranks' values.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, *tensors: torch.Tensor) -> Tensors:
+        outputs = plan.run()
+        ctx.reduction, ctx.process_set = Reduction.of(plan.call), process_set
+        if ctx.reduction.op in (Min, Max, Product):
+            ctx.save_for_backward(*tensors)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        reduction, process_set = ctx.reduction, ctx.process_set
+        if reduction.op not in (Min, Max, Product):
+            arguments = ReductionArguments(
+                reduction.op, reduction.prescale_factor, reduction.postscale_factor
+            )
+            plan = plan_allreduce(grads, arguments, grouped=len(grads) > 1, process_set=process_set)
+            return None, None, *record(Allreduce, plan, grads, process_set)
+        factor = reduction.prescale_factor * reduction.postscale_factor
+        arguments = ReductionArguments(Sum, postscale_factor=factor)
+        plan = plan_allreduce(grads, arguments, grouped=len(grads) > 1, process_set=process_set)
+        totals = plan.run()
+        share = _product_of_others if reduction.op == Product else _share_of_extreme
+        shares = [
+            share(tensor.detach() * reduction.prescale_factor, reduction.op, process_set)
+            for tensor in ctx.saved_tensors
+        ]
+        return None, None, *(total * part for total, part in zip(totals, shares, strict=True))
+
+
+def _share_of_extreme(tensor: torch.Tensor, op: int, process_set: ProcessSet) -> torch.Tensor:
+    (extreme,) = plan_allreduce([tensor], ReductionArguments(op), process_set=process_set).run()
+    mine = (tensor == extreme).to(tensor.dtype)
+    (holders,) = plan_allreduce([mine], ReductionArguments(Sum), process_set=process_set).run()
+    return mine / holders
+
+
+def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSet) -> torch.Tensor:
+    stacked = tensor.new_zeros(channel_of(process_set).group.size, *tensor.shape)
+    stacked[process_set.rank()] = tensor
+    (everyone,) = plan_allreduce([stacked], ReductionArguments(Sum), process_set=process_set).run()
+    others = [row for index, row in enumerate(everyone) if index != process_set.rank()]
+    return torch.stack([*others, torch.ones_like(tensor)]).prod(dim=0)

@@ -7,11 +7,32 @@ from typing import Any
 
 import torch
 
-from ..world.process_sets import ProcessSet, global_process_set
-from .autograd import Alltoall, record
-from .plans.alltoall import plan_alltoall
+from ..agreement import call_kinds
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
+from ..compiling import not_compiled
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .movement import alltoall_rows
+from .plan import Plan, check_rows, check_splits, describe_rows, make_call, planned, record
 
-__all__ = ("alltoall", "alltoall_async")
+# The plan of alltoall.
+
+
+@planned(call_kinds.ALLTOALL)
+def plan_alltoall(
+    tensor: torch.Tensor, splits: Any, name: str | None = None, *, process_set: ProcessSet
+) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the plan of an alltoall. Its result: the received rows, and their number from each rank, (size,) int32."""
+    channel = channel_of(process_set)
+    check_rows(tensor)
+    counts = check_splits(tensor, splits, channel.group.size)
+    call = make_call(call_kinds.ALLTOALL, name, count=sum(counts), **describe_rows(tensor))
+
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, received = alltoall_rows(group, tensor, counts, verdict.counts)
+        return rows, torch.tensor(received, dtype=torch.int32)
+
+    return Plan(channel, call, execute, [tensor])
 
 
 def alltoall(
@@ -57,3 +78,25 @@ def alltoall_async(
 
 def _on_device_of(splits: Any, counts: torch.Tensor) -> torch.Tensor:
     return counts.to(splits.device) if isinstance(splits, torch.Tensor) else counts
+
+
+@not_compiled
+class Alltoall(torch.autograd.Function):
+    """The gradient of alltoall: each row goes back to its rank (horovod/torch/mpi_ops.py:960)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[tuple[torch.Tensor, torch.Tensor]], process_set: ProcessSet, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, counts = plan.run()
+        ctx.process_set, ctx.counts, ctx.num_rows = process_set, counts.tolist(), tensor.shape[0]
+        ctx.mark_non_differentiable(counts)
+        return rows, counts
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        plan = plan_alltoall(grad, ctx.counts, process_set=ctx.process_set)
+        back, _ = record(Alltoall, plan, [grad], ctx.process_set)
+        if len(back) < ctx.num_rows:  # Rows beyond the splits were not sent.
+            back = torch.cat([back, back.new_zeros(ctx.num_rows - len(back), *back.shape[1:])])
+        return None, None, back

@@ -2,14 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from ..agreement import call_kinds
+from ..agreement.verdict import Verdict, payload_capacity
+from ..backends.base import Group
+from ..compiling import not_compiled
 from ..types import Average
-from ..world.process_sets import ProcessSet, global_process_set
-from .autograd import Broadcast, record
-from .plans.broadcast import plan_broadcast
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .allreduce import Allreduce, plan_allreduce
+from .movement import broadcast_into
+from .plan import (
+    Plan,
+    ReductionArguments,
+    check_root,
+    check_tensor,
+    dtype_name,
+    make_call,
+    planned,
+    record,
+    root_of,
+)
+from .wire import bytes_of, from_bytes
 
-__all__ = ("broadcast", "broadcast_", "broadcast_async", "broadcast_async_")
+# Broadcasts of few bytes: the root sends them with the agreement, so that no second exchange is needed.
+
+_SENDERS, _MOST_BYTES = 1, 1 << 16
+"""The root alone sends a payload, of at most so many bytes."""
+
+
+def root_payload(group: Group, tensors: Sequence[torch.Tensor], root: int) -> bytes:
+    """Return the numbers of `tensors` if this is the member `root`, and if they are few and on the CPU; else b""."""
+    most = payload_capacity(_SENDERS, _MOST_BYTES)
+    if group.rank != root or sum(tensor.nbytes for tensor in tensors) > most:
+        return b""
+    if not all(tensor.is_cpu and group.wire_device(tensor.device).type == "cpu" for tensor in tensors):
+        return b""
+    return b"".join([bytes_of(tensor) for tensor in tensors])
+
+
+@torch.no_grad()
+def overwrite(tensors: Sequence[torch.Tensor], payload: bytes) -> None:
+    """Overwrite `tensors` with the numbers in `payload`, which is not empty. Autograd does not notice."""
+    data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
+        tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
+
+
+# The plan of broadcast.
+
+
+@planned(call_kinds.BROADCAST)
+def plan_broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    in_place: bool = False,
+    process_set: ProcessSet,
+) -> Plan[torch.Tensor]:
+    """Return the plan of a broadcast. Its result: `tensor` itself, or a new tensor."""
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    check_tensor(tensor)
+    call = make_call(
+        call_kinds.BROADCAST,
+        name,
+        payload=root_payload(channel.group, [tensor], root),
+        root_rank=root_rank,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        device=tensor.device.type,
+    )
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        output = tensor if in_place else tensor.detach().clone()
+        if not any(verdict.payloads):
+            broadcast_into(group, output, root)
+        elif group.rank != root:
+            overwrite([output], verdict.payloads[root])
+        return output
+
+    return Plan(channel, call, execute, [tensor])
 
 
 def broadcast(
@@ -71,3 +147,26 @@ def broadcast_async_(
 ) -> int:
     """Start a `broadcast_` and return a handle; `synchronize` returns `tensor` itself."""
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).submit()
+
+
+@not_compiled
+class Broadcast(torch.autograd.Function):
+    """The gradient of broadcast.
+
+    The average over the ranks on the root, else 0 (horovod/torch/mpi_ops.py:813), or the sum in place of the average.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, gradient: int, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.root_rank, ctx.process_set, ctx.gradient = root_of(plan), process_set, gradient
+        return plan.run()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        process_set = ctx.process_set
+        plan = plan_allreduce([grad], ReductionArguments(ctx.gradient), process_set=process_set)
+        (total,) = record(Allreduce, plan, [grad], process_set)
+        is_root = process_set.ranks[process_set.rank()] == ctx.root_rank
+        return None, None, None, total if is_root else torch.zeros_like(total)

@@ -9,9 +9,7 @@ import torch
 from ..agreement.call_kinds import Kind
 from ..checks import wrong
 from ..world.process_sets import ProcessSet, reporting
-from .plans.arguments import check_tensors
-
-__all__ = ("Compression", "Compressor", "checked_compression", "compressed")
+from .plan import check_tensors
 
 
 class Compressor:

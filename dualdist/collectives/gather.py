@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from ..world.process_sets import ProcessSet, global_process_set
-from .autograd import Gather, record
-from .plans.gather import plan_gather
+from ..agreement import call_kinds
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
+from ..compiling import not_compiled
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .movement import alltoall_rows, gather_rows
+from .plan import (
+    Plan,
+    check_root,
+    check_rows,
+    check_splits,
+    check_tensor,
+    describe_rows,
+    make_call,
+    planned,
+    record,
+    root_of,
+)
 
-__all__ = ("gather",)
+# The plan of gather.
+
+
+@planned(call_kinds.GATHER)
+def plan_gather(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet
+) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the plan of a gather. Its result: the received rows, and their number from each rank, (size,) int32."""
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    check_tensor(tensor)
+    table = tensor if tensor.dim() else tensor.reshape(1)
+    rows_of_rank = table.shape[0]
+    call = make_call(call_kinds.GATHER, name, count=rows_of_rank, root_rank=root_rank, **describe_rows(table))
+
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, counts = gather_rows(group, table, root, verdict.counts)
+        return rows, torch.tensor(counts, dtype=torch.int32)
+
+    return Plan(channel, call, execute, [tensor])
+
+
+# The plan of scatter.
+
+
+@planned(call_kinds.SCATTER)
+def plan_scatter(
+    tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSet
+) -> Plan[torch.Tensor]:
+    """Return the plan of a scatter. Its result: the received rows."""
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    size = channel.group.size
+    counts = [0] * size
+    if channel.group.rank == root:
+        check_rows(tensor)
+        counts = check_splits(tensor, splits, size)
+    else:
+        check_tensor(tensor)
+    call = make_call(
+        call_kinds.SCATTER, name, count=sum(counts), root_rank=root_rank, **describe_rows(tensor)
+    )
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        return alltoall_rows(group, tensor, counts, verdict.counts)[0]
+
+    return Plan(channel, call, execute, [tensor])
 
 
 def gather(
@@ -37,3 +99,76 @@ def gather(
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
     rows, _ = record(Gather, plan, [tensor], process_set)
     return rows
+
+
+@not_compiled
+class Gather(torch.autograd.Function):
+    """The gradient of gather: each rank gets its own rows of the root's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[tuple[torch.Tensor, torch.Tensor]], process_set: ProcessSet, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, counts = plan.run()
+        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), process_set, tensor.shape
+        ctx.counts = counts.tolist()
+        ctx.mark_non_differentiable(counts)
+        return rows, counts
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        plan = plan_scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set)
+        return None, None, record(Scatter, plan, [grad], ctx.process_set).reshape(ctx.shape)
+
+
+# scatter: an alltoall in which only the root sends.
+
+
+def scatter(
+    tensor: torch.Tensor,
+    root_rank: int,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return this rank's share of the rows of rank `root_rank`'s `tensor`; differentiable.
+
+    Collective: every member of `process_set` must call it.
+
+    Args:
+        tensor: (n, ...) on the root, any dtype. On the other ranks any tensor of the same dtype and trailing
+            dimensions, such as one without rows.
+        root_rank: a global rank, equal on all ranks.
+        splits: on the root, the number of rows for each rank, as for `alltoall`. None: the same number for each.
+        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
+            same kind.
+
+    Returns:
+        (splits[rank], ...), same dtype and device.
+
+    Raises:
+        ValueError: an argument is wrong on this rank.
+        HorovodInternalError: as for `alltoall`.
+    """
+    plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
+    return record(Scatter, plan, [tensor], process_set)
+
+
+@not_compiled
+class Scatter(torch.autograd.Function):
+    """The gradient of scatter: the root gets the gradients of all ranks, the other ranks get zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), process_set, tensor.shape
+        return plan.run()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        plan = plan_gather(grad, ctx.root_rank, process_set=ctx.process_set)
+        rows, _ = record(Gather, plan, [grad], ctx.process_set)
+        back = grad.new_zeros(ctx.shape)
+        back[: len(rows)] = rows
+        return None, None, back

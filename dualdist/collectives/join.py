@@ -15,11 +15,9 @@ from ..checks import integer
 from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .objects import broadcast_object
-from .plans.plan import Plan, make_call, planned
+from .plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_tensors
 from .wire import neutral
-
-__all__ = ("barrier", "join", "share_grad_scaler", "stand_in")
 
 
 def join(device: int = -1) -> int:

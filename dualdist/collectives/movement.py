@@ -11,15 +11,6 @@ import torch
 from ..backends.base import Group
 from .wire import as_bytes, from_bytes
 
-__all__ = (
-    "allgather_integers",
-    "allgather_rows",
-    "alltoall_rows",
-    "broadcast_into",
-    "gather_rows",
-    "rows_per_rank",
-)
-
 
 def allgather_rows(
     group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None = None

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..types import Average, Op
-from ..world.process_sets import ProcessSet, global_process_set
-from .autograd import Reduce, record
-from .plans.arguments import ReductionArguments
-from .plans.reduce import plan_reduce
+from ..agreement import call_kinds
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
+from ..compiling import not_compiled
+from ..types import Average, Op, Sum
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .broadcast import Broadcast, plan_broadcast
+from .plan import (
+    Plan,
+    ReductionArguments,
+    check_reduction,
+    check_root,
+    check_tensor,
+    describe_reduction,
+    make_call,
+    planned,
+    record,
+    root_of,
+)
+from .reduction import Reduction, reduce_tensors, scale_
 
-__all__ = ("reduce",)
+# The plan of reduce.
+
+
+@planned(call_kinds.REDUCE)
+def plan_reduce(
+    tensor: torch.Tensor,
+    root_rank: int,
+    arguments: ReductionArguments,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet,
+) -> Plan[torch.Tensor]:
+    """Return the plan of a reduce. Its result: the reduced tensor on the root, zeros elsewhere."""
+    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    reduction = arguments.reduction()
+    check_tensor(tensor)
+    check_reduction([tensor], reduction, process_set)
+    call = make_call(call_kinds.REDUCE, name, root_rank=root_rank, **describe_reduction([tensor], reduction))
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        output = tensor.detach().clone()
+        reduce_tensors(group, [output], reduction)
+        return output if group.rank == root else torch.zeros_like(output)
+
+    return Plan(channel, call, execute, [tensor])
 
 
 def reduce(
@@ -41,3 +82,28 @@ def reduce(
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
     plan = plan_reduce(tensor, root_rank, arguments, name, process_set=process_set)
     return record(Reduce, plan, [tensor], process_set)
+
+
+@not_compiled
+class Reduce(torch.autograd.Function):
+    """The gradient of reduce for Sum and Average: the root's gradient on every rank, scaled like the values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.reduction, ctx.root_rank, ctx.process_set = Reduction.of(plan.call), root_of(plan), process_set
+        if ctx.reduction.op not in (Sum, Average):
+            raise NotImplementedError(
+                "`reduce` is differentiable for Sum and Average. Use allreduce for other ops."
+            )
+        return plan.run()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        reduction, process_set = ctx.reduction, ctx.process_set
+        plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
+        back = record(Broadcast, plan, [grad], process_set, Sum)
+        divisor = process_set.size() if reduction.op == Average else 1
+        scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
+        return None, None, back

@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..agreement import call_kinds
-from ..types import Average, Op
-from ..world.process_sets import ProcessSet, global_process_set
-from .autograd import Reducescatter, record
+from ..agreement.verdict import Verdict
+from ..backends.base import Group
+from ..compiling import not_compiled
+from ..errors import HorovodInternalError
+from ..types import REDUCE_OP_NAMES, Average, Op, Sum
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from .allgather import Allgather, plan_allgather
+from .allreduce import Tensors
 from .compression import Compression, Compressor, compressed
-from .plans.arguments import ReductionArguments
-from .plans.reducescatter import plan_reducescatter
-
-__all__ = (
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
+from .movement import rows_per_rank
+from .plan import (
+    Plan,
+    ReductionArguments,
+    check_reduction,
+    check_rows,
+    check_tensors,
+    describe_reduction,
+    make_call,
+    planned,
+    record,
 )
+from .reduction import Reduction, reduce_tensors, scale_
+
+# The plan of reducescatter and grouped_reducescatter.
+
+
+@planned(call_kinds.REDUCESCATTER)
+def plan_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    arguments: ReductionArguments,
+    name: str | None = None,
+    *,
+    grouped: bool = False,
+    process_set: ProcessSet,
+) -> Plan[tuple[torch.Tensor, ...]]:
+    """Return the plan of a reducescatter. Its result: for each of `tensors`, this rank's rows of the reduced tensor."""
+    channel, reduction = channel_of(process_set), arguments.reduction()
+    tensors = check_tensors(tensors, grouped=grouped)
+    check_reduction(tensors, Reduction(Sum), process_set)
+    for tensor in tensors:
+        check_rows(tensor)
+    if reduction.op not in (Sum, Average):
+        # The same class of error as in Horovod (horovod/common/operations.cc:1819).
+        raise HorovodInternalError(
+            f"`op` must be Sum or Average for reducescatter, but is {REDUCE_OP_NAMES[reduction.op]} instead."
+        )
+    check_reduction(tensors, reduction, process_set)
+    kind = call_kinds.GROUPED_REDUCESCATTER if grouped else call_kinds.REDUCESCATTER
+    call = make_call(kind, name, **describe_reduction(tensors, reduction))
+
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
+        whole = [tensor.detach().clone() for tensor in tensors]
+        reduce_tensors(group, whole, reduction)
+        return tuple(
+            tensor.split(rows_per_rank(len(tensor), group.size))[group.rank].clone() for tensor in whole
+        )
+
+    return Plan(channel, call, execute, tensors)
 
 
 def reducescatter(
@@ -103,3 +149,35 @@ def grouped_reducescatter_async(
     """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors."""
     arguments = ReductionArguments(op, prescale_factor, postscale_factor)
     return plan_reducescatter(tensors, arguments, name, grouped=True, process_set=process_set).submit()
+
+
+@not_compiled
+class Reducescatter(torch.autograd.Function):
+    """The gradient of reducescatter and grouped_reducescatter.
+
+    The gradients of all ranks, gathered, times the number of ranks for Sum (horovod/torch/mpi_ops.py:1070). That is the
+    gradient of the sum of all ranks' losses, times the number of ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, gradient: int, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.reduction, ctx.process_set, ctx.gradient = Reduction.of(plan.call), process_set, gradient
+        return plan.run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        reduction, process_set = ctx.reduction, ctx.process_set
+        factor = reduction.prescale_factor * reduction.postscale_factor
+        if reduction.op == Sum:
+            factor *= process_set.size()
+        if ctx.gradient == Sum:
+            factor /= process_set.size()
+        gathered = []
+        for grad in grads:
+            plan = plan_allgather([grad], process_set=process_set)
+            (rows,) = record(Allgather, plan, [grad], process_set, ctx.gradient)
+            scale_(rows, factor)
+            gathered.append(rows)
+        return None, None, None, *gathered

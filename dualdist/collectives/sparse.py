@@ -13,10 +13,8 @@ from ..checks import reduce_op, wrong
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.context import current
 from ..world.process_sets import ProcessSet, global_process_set, reporting
+from .allgather import plan_allgather
 from .movement import allgather_rows
-from .plans.allgather import plan_allgather
-
-__all__ = ("add_sparse", "sparse_allreduce_async", "sum_sparse")
 
 
 def sparse_allreduce_async(

@@ -7,8 +7,6 @@ from typing import Any
 from ..checks import integer
 from ..world.context import current
 
-__all__ = ("poll", "synchronize")
-
 
 def poll(handle: int) -> bool:
     """Return whether `synchronize(handle)` would return at once. Local.

@@ -17,18 +17,6 @@ import torch
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 
-__all__ = (
-    "NUMPY_DTYPES",
-    "as_bytes",
-    "bytes_of",
-    "check_reducible",
-    "from_bytes",
-    "neutral",
-    "pack",
-    "reduction_dtype",
-    "unpack",
-)
-
 _WIDER = {
     torch.bool: torch.int32,
     torch.uint8: torch.int32,

@@ -11,7 +11,7 @@ import dualdist
 
 from ..world.context import Context, current, current_or_inherited
 from ..world.process_sets import ProcessSet
-from .environment import export_world
+from . import export_world
 
 __all__ = ("HorovodBasics", "init")
 

@@ -15,8 +15,7 @@ import torch
 import dualdist
 
 from ..collectives.compression import Compression, Compressor
-from ..training.optimizer import SynchronizedOptimizer
-from ..training.optimizer_arguments import named_in
+from ..training.optimizer import SynchronizedOptimizer, named_in
 from ..types import Adasum, Average, Op
 from ..world.process_sets import ProcessSet, global_process_set
 

@@ -20,11 +20,11 @@ Load a checkpoint then.
 
 from __future__ import annotations
 
+from ..errors import HostsUpdatedInterrupt
 from . import state
 from .loop import run, run_fn
-from .sampler import ElasticSampler
 from .state import (
-    HostsUpdatedInterrupt,
+    ElasticSampler,
     ModelStateHandler,
     ObjectState,
     OptimizerStateHandler,

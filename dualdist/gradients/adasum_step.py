@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..collectives.adasum import check_adasum_size
 from ..collectives.allreduce import grouped_allreduce_
 from ..collectives.compression import Compressor
+from ..collectives.reduction import check_adasum_size
 from ..types import Adasum
 from ..world.process_sets import ProcessSet, channel_of
 from .combiner import Combiner

@@ -19,7 +19,7 @@ import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
 
 from ..compiling import in_compiled_backward, not_compiled
-from .arrival_order import ArrivalOrder
+from .layout import ArrivalOrder
 from .tracked_parameter import TrackedParameter
 
 __all__ = ("Arrivals",)

@@ -7,18 +7,241 @@ tensors that use the storage shows whether the script still has one that is no l
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..backends.base import Group
 from ..collectives.reduction import scale_
-from .buckets import Bucket, as_real
-from .contributions import DENSE, NOTHING, SPARSE
+from ..types import Max
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("BucketMemory", "addresses_of")
+__all__ = (
+    "DENSE",
+    "NOTHING",
+    "SPARSE",
+    "Bucket",
+    "BucketMemory",
+    "Contributions",
+    "GradientSlot",
+    "addresses_of",
+    "as_real",
+    "lay_out",
+)
+
+# The layout in which gradients are sent: flat buckets, each of one dtype and device.
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of gradients, with complex numbers as pairs. Frozen parameters of other dtypes, such as quantized ones, have none."""
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+"""DDP's sizes (torch/nn/parallel/distributed.py): a small first bucket starts the network early in backward."""
+LAST_BUCKET_BYTES = 1 << 20
+"""Target size of the last bucket. It is sent when backward has ended: no computation hides its transfer."""
+
+
+@dataclass(frozen=True)
+class GradientSlot:
+    """The place of one parameter's gradient in its bucket, in elements."""
+
+    param: int
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the gradient in `flat`, in the parameter's own memory layout; see `as_real` for complex numbers."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some parameters whose gradients are sent together."""
+
+    slots: tuple[GradientSlot, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def length(self) -> int:
+        """Return the number of elements that are sent. It is at least 1, because not every backend sends none."""
+        return max(1, self.numel)
+
+
+def lay_out(
+    params: Sequence[torch.Tensor],
+    sparse: Set[int],
+    groups: Sequence[Sequence[int]] | None,
+    cap_mb: float | None = None,
+    *,
+    devices: Sequence[torch.device] | None = None,
+    small_last: bool = True,
+) -> list[Bucket]:
+    """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
+
+    Args:
+        params: their shapes, strides and dtypes count; they may be on the device "meta".
+        sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
+        groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
+        cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
+        devices: of the gradients. None: those of `params`.
+        small_last: whether a large last bucket is split, which DDP does not do. `groups` are never split.
+    """
+    is_complex = [param.is_complex() for param in params]
+    params = [as_real(param) for param in params]
+    devices = [param.device for param in params] if devices is None else devices
+    cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
+    buckets: list[Bucket] = []
+    if groups is not None:
+        grouped = {index for group in groups for index in group}
+        single = [[index] for index in range(len(params)) if index not in grouped]
+        for members in [*groups, *single][::-1]:
+            for same in _by_dtype_and_device(params, devices, members[::-1]):
+                buckets.append(_bucket(params, devices, same, sparse, is_complex))
+        return buckets
+    for same in _by_dtype_and_device(params, devices, range(len(params))[::-1]):
+        parts = _by_size(params, same, cap)
+        if small_last:
+            parts[-1:] = _split_at_end(params, parts[-1])
+        buckets += [_bucket(params, devices, part, sparse, is_complex) for part in parts]
+    return buckets
+
+
+def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -> list[list[int]]:
+    """Return `members`, in their order, in parts of about `cap` bytes; the first one is smaller."""
+    parts: list[list[int]] = []
+    pending: list[int] = []
+    size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
+    for index in members:
+        pending.append(index)
+        size += params[index].nbytes
+        if size >= limit:
+            parts.append(pending)
+            pending, size, limit = [], 0, cap
+    if pending:
+        parts.append(pending)
+    return parts
+
+
+def _split_at_end(params: Sequence[torch.Tensor], members: list[int]) -> list[list[int]]:
+    """Split off the last parameters: one, or those with at most LAST_BUCKET_BYTES.
+
+    Do not split if the first part would have less than three times LAST_BUCKET_BYTES.
+    """
+    split, late = len(members) - 1, params[members[-1]].nbytes
+    while split and late + (more := params[members[split - 1]].nbytes) <= LAST_BUCKET_BYTES:
+        split, late = split - 1, late + more
+    early = sum(params[index].nbytes for index in members[:split])
+    return [members] if early < 3 * LAST_BUCKET_BYTES else [members[:split], members[split:]]
+
+
+def _by_dtype_and_device(
+    params: Sequence[torch.Tensor], devices: Sequence[torch.device], order: Sequence[int]
+) -> list[list[int]]:
+    members: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for index in order:
+        if params[index].dtype in _DTYPES:
+            members[params[index].dtype, devices[index]].append(index)
+    return list(members.values())
+
+
+def _bucket(
+    params: Sequence[torch.Tensor],
+    devices: Sequence[torch.device],
+    members: Sequence[int],
+    sparse: Set[int],
+    is_complex: Sequence[bool],
+) -> Bucket:
+    slots, start = [], 0
+    for index in members:
+        shape, stride = params[index].shape, params[index].stride()
+        if index in sparse:
+            shape, stride = (torch.Size([0, 2]), (2, 1)) if is_complex[index] else (torch.Size([0]), (1,))
+        elif not _is_dense(params[index]):
+            stride = torch.empty(shape, device="meta").stride()
+        if is_complex[index]:
+            start += start % 2  # complex numbers must begin at an even element
+        slots.append(GradientSlot(index, start, shape, stride))
+        start += shape.numel()
+    return Bucket(tuple(slots), start, params[members[0]].dtype, devices[members[0]])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of `tensor` fill one block of memory without gaps or overlaps."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+# Which gradients the ranks contribute to a reduction, and what each rank knows of the others' contributions.
+#
+# Each rank knows on the host which gradients it has. The ranks exchange this only when some rank contributes other
+# gradients than at the last exchange. A regular step therefore needs no exchange, and the host reads nothing of a GPU.
+
+NOTHING, DENSE, SPARSE = 0, 1, 2
+"""The kinds of contribution to one gradient; DENSE | SPARSE when the ranks contribute both."""
+
+
+class Contributions:
+    """The kinds of contribution to all gradients: those of this rank, and those of all ranks combined.
+
+    Kinds are bytes, one for each gradient, in the order of the buckets. Between two exchanges, the combined kinds are
+    those of the last exchange; before the first one, every rank contributes the expected kinds.
+    """
+
+    def __init__(self, expected: Sequence[bytes]) -> None:
+        """expected: for each bucket the kinds that a rank contributes when it has all gradients; equal on all ranks."""
+        self._expected = b"".join(expected)
+        self._ends = list(itertools.accumulate(map(len, expected)))
+        self._announced: bytes | None = self._expected
+        """What this rank contributed at the last exchange; None after an exchange in which it had joined."""
+        self._is_complete = True
+        """Whether every member that had not joined contributed the expected kinds at the last exchange."""
+        self.combined = list(expected)
+        """For each bucket, the kinds that the ranks contribute."""
+
+    def changed(self, kinds: Sequence[bytes]) -> bool:
+        """Return whether this rank contributes other kinds than at the last exchange. kinds: of each bucket."""
+        return b"".join(kinds) != self._announced
+
+    def must_exchange(self, any_changed: bool, any_joined: bool) -> bool:
+        """Return whether the members must exchange their kinds; the same on all members for equal arguments."""
+        return any_changed or (any_joined and not self._is_complete)
+
+    def exchange(self, group: Group, kinds: Sequence[bytes] | None) -> None:
+        """Combine the kinds of all members. Collective over `group`. kinds: of each bucket; None: it has joined."""
+        count = len(self._expected)
+        own = bytes(count) if kinds is None else b"".join(kinds)
+        is_incomplete = kinds is not None and own != self._expected
+        flags = [kind & bit != 0 for bit in (DENSE, SPARSE) for kind in own]
+        sent = torch.tensor(
+            [*flags, is_incomplete], dtype=torch.int32
+        )  # on the CPU, whatever the gradients' device
+        group.allreduce_(sent, Max).wait()
+        *received, any_incomplete = sent.tolist()
+        combined = bytes(
+            dense * DENSE | sparse * SPARSE
+            for dense, sparse in zip(received[:count], received[count:], strict=True)
+        )
+        self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
+        self._announced = None if kinds is None else own
+        self._is_complete = not any_incomplete
+
 
 LARGE_BYTES = 1 << 20
 """Mean gradient size in bytes above which scaling during the copy is faster than scaling the copy in the cache."""

@@ -17,22 +17,79 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from .. import accelerator
 from ..backends.base import Backend, Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
-from .grad_bucket import GradBucket
+from .bucket_memory import GradientSlot
+from .tracked_parameter import TrackedParameter
 
-__all__ = ("CommHook", "HookQueue", "HookWork", "checked_comm_hook")
+__all__ = ("CommHook", "CommHookState", "GradBucket", "HookQueue", "HookWork", "checked_comm_hook")
+
+# A bucket of gradients as communication hooks see it, with the interface of torch.distributed.GradBucket.
+
+
+class GradBucket:
+    """The gradients of one bucket. torch's own class has no constructor in Python."""
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        slots: Sequence[GradientSlot],
+        params: Sequence[TrackedParameter],
+        is_last: bool,
+    ) -> None:
+        """slots, params: of the gradients in `buffer`, in the same order. Those without elements are left out."""
+        self._index = index
+        self._buffer = buffer
+        self._slots = slots
+        self._params = params
+        self._is_last = is_last
+
+    def _members(self) -> Iterator[tuple[GradientSlot, torch.Tensor]]:
+        for slot, param in zip(self._slots, self._params, strict=True):
+            if slot.shape.numel():
+                yield slot, param.tensor
+
+    def index(self) -> int:
+        """Return the number of the bucket; 0 is the first that is sent."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Return all gradients of the bucket, (n,). They are not divided by the number of ranks."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return each gradient, a view of the buffer with the shape of its parameter."""
+        return [
+            torch.view_as_complex(slot.view(self._buffer)) if param.is_complex() else slot.view(self._buffer)
+            for slot, param in self._members()
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, in the order of `gradients`."""
+        return [param for _, param in self._members()]
+
+    def is_last(self) -> bool:
+        """Return whether this is the last bucket of the backward."""
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the buffer by a tensor of the same shape."""
+        self._buffer = buffer
+
 
 _LOOK_AGAIN_SECONDS = 0.1
 """How often a rank that waits for its hook checks whether that of another rank has raised."""
@@ -320,3 +377,68 @@ class HookQueue:
                 work.finish()
             if work.has_raised:
                 self._raised = work
+
+
+# The state of a communication hook in checkpoints.
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor)
+_PYTHON, _NUMPY = "random.Random", "numpy.random.RandomState"
+
+
+class CommHookState:
+    """Saves and loads the state of a communication hook, such as torch's PowerSGDState.
+
+    Every rank's state is saved, because ranks remember different errors. In a larger world, a rank without a saved
+    state gets that of another rank. Attributes are saved if they are numbers, strings, tensors, containers of these or
+    random number generators. Others, such as process groups, are left as they are.
+    """
+
+    per_rank = True
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes, in values that `torch.load(weights_only=True)` accepts."""
+        names = getattr(type(self._state), "__slots__", None) or vars(self._state)
+        values = {name: getattr(self._state, name) for name in names if hasattr(self._state, name)}
+        return {name: _encoded(value) for name, value in values.items() if _is_saved(value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the attributes."""
+        for name, value in state.items():
+            setattr(self._state, name, _decoded(value))
+
+    def load_derived(self, states: Sequence[dict[str, Any]], rank: int) -> None:
+        """Set the attributes of a rank that has no state in `states`."""
+        self.load_state_dict(states[rank % len(states)])
+
+
+def _is_saved(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_saved, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_saved, value))
+    return isinstance(value, (*_PLAIN, random.Random, np.random.RandomState))
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return {_PYTHON: value.getstate()}
+    if isinstance(value, np.random.RandomState):
+        kind, keys, *rest = value.get_state(legacy=True)
+        return {_NUMPY: (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)}
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_PYTHON}:
+        python = random.Random()
+        python.setstate(value[_PYTHON])
+        return python
+    if isinstance(value, dict) and value.keys() == {_NUMPY}:
+        kind, keys, *rest = value[_NUMPY]
+        generator = np.random.RandomState()
+        generator.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        return generator
+    return value

@@ -13,33 +13,247 @@ GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
 from __future__ import annotations
 
 import functools
+import hashlib
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..agreement.call import Call
-from ..agreement.call_site import call_site
-from ..agreement.turn import in_turn
+from ..agreement import call_kinds
+from ..agreement.call import Call, call_site
+from ..agreement.guard import in_turn
 from ..agreement.verdict import Verdict
-from ..backends.base import Backend, Group, Work
+from ..backends.base import Backend, FailedWork, Group, Work
+from ..collectives.allreduce import allreduce_
+from ..collectives.reduction import scale_
 from ..collectives.sparse import add_sparse, sum_sparse
+from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
-from ..types import Average
+from ..types import Average, Min, Sum
 from ..world.context import current
-from ..world.process_sets import channel_of
-from .announcement import announce, announcement, next_digest, settle
-from .bucket_memory import BucketMemory
-from .comm_hook import CommHook, HookQueue, HookWork
-from .contributions import SPARSE
-from .equal_start import warn_of_differences
-from .grad_bucket import GradBucket
+from ..world.process_sets import ProcessSet, channel_of
+from .bucket_memory import SPARSE, BucketMemory, Contributions
+from .comm_hook import CommHook, GradBucket, HookQueue, HookWork
 from .layout import Layout
 from .options import SyncOptions
-from .sent_bucket import HookedBucket, SentBucket, SummedBucket
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("Reducer",)
+__all__ = (
+    "HookedBucket",
+    "Reducer",
+    "SentBucket",
+    "SummedBucket",
+    "announce",
+    "announcement",
+    "next_digest",
+    "settle",
+    "warn_of_differences",
+)
+
+# What the ranks report to each other at the end of a backward, while their gradients are being sent.
+#
+# It travels from host to host. Nothing that the ranks must know of each other's gradients is read from a GPU.
+
+
+def announcement(
+    process_set: ProcessSet,
+    grad_sync: int,
+    *,
+    changed: bool = False,
+    is_wrong: bool = False,
+) -> Call:
+    """Return the call that announces a reduction of gradients, at the user's line.
+
+    Args:
+        grad_sync: the ID of the reducer in the process set.
+        changed: whether this rank contributes other kinds of gradients than before, see `Contributions.changed`.
+        is_wrong: whether this rank cannot use the gradients.
+    """
+    return Call(
+        call_kinds.GRADIENTS,
+        (("process_set", process_set.process_set_id), ("grad_sync", grad_sync)),
+        site=call_site(),
+        count=2 * channel_of(process_set).gradients_sent + changed,
+        flag=is_wrong,
+    )
+
+
+def next_digest(digest: int, grad_sync: int, place: int) -> int:
+    """Return the digest of the buckets sent, after that at `place` of a reducer; see Channel.gradients_sent."""
+    return (digest * 1_000_003 + (grad_sync << 20) + place + 1) % (1 << 60)
+
+
+def announce(
+    process_set: ProcessSet, call: Call, contributions: Contributions, kinds: Sequence[bytes]
+) -> list[int]:
+    """Return the ranks on which something is wrong; if there are none, bring `contributions` up to date.
+
+    Collective over the process set. call: an `announcement`. kinds: what this rank contributes to each bucket.
+
+    Gradients are matched by the order in which they are sent. If a backward fails on one rank, or one rank repeats
+    it alone, that rank is therefore out of step until the next shutdown() and init().
+
+    Raises:
+        CollectiveMismatchError: a rank called something else.
+        HorovodInternalError: the ranks are out of step.
+    """
+    return channel_of(process_set).ahead.end_step(call, functools.partial(settle, contributions, kinds))
+
+
+def settle(
+    contributions: Contributions, kinds: Sequence[bytes] | None, group: Group, verdict: Verdict
+) -> list[int]:
+    """Do what `announce` does after the agreement. kinds: None on a rank that has joined."""
+    active = [place for place in range(group.size) if place not in verdict.joined]
+    if len({verdict.counts[place] >> 1 for place in active}) > 1:
+        raise HorovodInternalError(
+            "the ranks have not sent the same number of gradient buckets, or not in the same order, because a backward "
+            "failed or was repeated on some ranks only, or gave several optimizers their gradients in another order"
+        )
+    wrong = [group.ranks[place] for place in active if verdict.flags[place]]
+    any_changed = any(verdict.counts[place] & 1 for place in active)
+    if not wrong and contributions.must_exchange(any_changed, bool(verdict.joined)):
+        contributions.exchange(group, kinds)
+    return wrong
+
+
+# One bucket that was sent: an allreduce sums it, or a communication hook of the user combines it.
+
+Record = Callable[[Work], Work]
+"""Returns a work that also records the time of the given one."""
+
+
+class SentBucket(ABC):
+    """A bucket that was sent."""
+
+    work: Work
+    """Ends when its data has been combined."""
+    has_started = True
+    """False if the backend could not start `work`, which then raises."""
+    error: Exception | None = None
+    """What a communication hook has raised on this rank, after `finish`."""
+
+    @abstractmethod
+    def finish(self, memory: BucketMemory, factor: float) -> None:
+        """Write what was combined to `memory`, after `work`. factor: what a sum is multiplied by."""
+
+
+class SummedBucket(SentBucket):
+    """A bucket that an allreduce sums."""
+
+    def __init__(
+        self, options: SyncOptions, group: Group, memory: BucketMemory, tag: str, record: Record
+    ) -> None:
+        """Start the allreduce."""
+        self._options = options
+        compressed, self._context = options.compression.compress(memory.flat)
+        self._dtype = compressed.dtype
+        dtype = reduction_dtype(compressed.dtype, group)
+        self._wire = compressed.to(group.wire_device(memory.flat.device), dtype)
+        scale_(self._wire, options.reduction.prescale_factor)
+        work: Work
+        try:
+            work = group.allreduce_(self._wire, Sum, tag=tag)
+        except HorovodInternalError as error:
+            work = FailedWork(error)
+            self.has_started = False
+        self.work = record(work)
+
+    def finish(self, memory: BucketMemory, factor: float) -> None:
+        scale_(self._wire, factor)
+        combined: Any = self._wire
+        if not self._options.only_casts:
+            compressed = combined.to(memory.flat.device, self._dtype)
+            combined = self._options.compression.decompress(compressed, self._context)
+        memory.fill(combined)
+
+
+class HookedBucket(SentBucket):
+    """A bucket that a communication hook combines."""
+
+    def __init__(self, hook_work: HookWork, record: Record) -> None:
+        """hook_work: a call of the hook that is queued."""
+        self._hook_work = hook_work
+        self.work = record(hook_work)
+
+    def finish(self, memory: BucketMemory, factor: float) -> None:
+        self.error = self._hook_work.error
+        result: torch.Tensor | None = self._hook_work.result
+        if result is not None:
+            memory.fill(result)
+
+
+# Warns once when ranks start from different parameters or options, which no exchange of gradients makes equal.
+#
+# Without broadcast_parameters(), or with another learning rate on one rank, each rank trains a model of its own, and
+# losses look normal. The ranks compare one digest when they first combine gradients, and more only if it differs.
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 5
+
+
+def warn_of_differences(
+    params: Sequence[TrackedParameter], options: Mapping[str, object], process_set: ProcessSet, number: int
+) -> None:
+    """Warn on the first rank of `process_set` if parameters or `options` differ between ranks. Collective.
+
+    The host waits for the device of the parameters.
+
+    Args:
+        options: numbers by name. The names are equal on all ranks, because the class of the optimizer is.
+        number: of the reducer.
+    """
+    names = [*(repr(param.name) for param in params), *options]
+    values = torch.cat([_checksums(params), torch.tensor([_hash(repr(value)) for value in options.values()])])
+    digest = torch.tensor([_hash(repr((names, values.tolist())))])
+    name = f"dualdist.start.{number}"
+    if not _differs(digest, name, process_set).any():
+        return
+    wrong = [
+        name
+        for name, differs in zip(names, _differs(values, f"{name}.values", process_set), strict=True)
+        if differs
+    ]
+    if channel_of(process_set).group.rank == 0:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        warnings.warn(
+            f"The ranks start with different values of {', '.join(wrong[:_SHOWN])}{more}, and will train different "
+            "models. Call broadcast_parameters(model.state_dict(), root_rank=0) and broadcast_optimizer_state("
+            "optimizer, root_rank=0) before training. DUALDIST_COMPARE_START=0 switches this comparison off.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _differs(values: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    """Return which of `values`, (n,) int64 on the CPU, differ between ranks, (n,) bool. Collective."""
+    both = allreduce_(torch.stack([values, -values]), op=Min, name=name, process_set=process_set)
+    return both[0].ne(-both[1])
+
+
+@torch.no_grad()
+def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
+    """Return a sum of the bits of each parameter, (n,) int64 on the CPU."""
+    sums: list[torch.Tensor] = []
+    for param in params:
+        data = param.tensor.data
+        if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
+            sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
+            continue
+        data = (torch.view_as_real(data) if data.is_complex() else data).contiguous().reshape(-1)
+        sums.append(data.view(_WORDS[data.element_size()]).sum(dtype=torch.int64))
+    devices = {one.device for one in sums}
+    if len(devices) == 1:  # one wait for the device, not one for each parameter
+        return torch.stack(sums).cpu()
+    return torch.tensor([int(one) for one in sums], dtype=torch.int64)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""

@@ -11,16 +11,6 @@ from collections.abc import Mapping, MutableMapping
 
 from ..types import World
 
-__all__ = (
-    "COPIES",
-    "add_copies",
-    "copied_variables",
-    "names_of_copies",
-    "remove_copies",
-    "torchrun_variables",
-    "without_copies",
-)
-
 COPIES = "DUALDIST_COPIES"
 """The variable with the copies as NAME=VALUE, separated by spaces."""
 

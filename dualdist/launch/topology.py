@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from ..types import World
 
-__all__ = ("Place", "nodes", "topology")
-
 Place = tuple[str, int | None]
 """(host name, local rank from the launcher or None)."""
 

@@ -8,5 +8,3 @@ backend's own error, or a hang.
 """
 
 from __future__ import annotations
-
-__all__ = ()

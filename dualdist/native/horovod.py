@@ -8,10 +8,10 @@ from __future__ import annotations
 from ..backends.horovod.installed import is_installed, real_horovod
 from ..errors import BackendUnavailableError
 
+__all__ = ("hvd",)
+
 if not is_installed():
     raise BackendUnavailableError("Horovod must be installed, but is not. Build it with ci/install-horovod.")
 
 with real_horovod():
     import horovod.torch as hvd
-
-__all__ = ("hvd",)

@@ -32,8 +32,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-__all__ = ("ENDED", "HEADER", "RESULT", "STARTED", "STDERR", "STDOUT", "main")
-
 STARTED, STDOUT, STDERR, RESULT, ENDED = range(5)
 HEADER = struct.Struct("!BII")
 """(kind of message, index of the process, length of the data that follows)"""

@@ -8,32 +8,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import queue
 import secrets
+import selectors
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from . import agent
 from .agent import ENDED, HEADER, RESULT, STARTED, STDERR, STDOUT
-
-__all__ = (
-    "AGENT_COMMAND",
-    "LOST",
-    "AgentConnection",
-    "Event",
-    "HostJob",
-    "Process",
-    "describe_exit",
-    "portable",
-)
 
 LOST = max(STARTED, STDOUT, STDERR, RESULT, ENDED) + 1
 """The kind of event that reports the loss of a process's host."""
@@ -295,3 +288,84 @@ def _first_message(job: HostJob, token: str) -> bytes:
 
 def _portable(env: Mapping[str, str]) -> dict[str, str]:
     return {portable(name): portable(value) for name, value in env.items()}
+
+
+# All processes of a job: starting them on every host, waiting for events, and ending them everywhere.
+
+_GRACE_SECONDS = 4.0
+"""Between the signal that asks a process to end, and SIGKILL."""
+_AGENT_SECONDS = 4.0
+"""How long an agent may take to end after that. Over a broken connection it does not end at all."""
+
+
+class Supervisor:
+    """The agents of all hosts of a job, and other files to wait for, in one thread.
+
+    A context manager. At the end of the block, however it is left, every process is ended and waited for.
+    """
+
+    def __init__(self, host_jobs: Sequence[HostJob]) -> None:
+        self.agents: list[AgentConnection] = []
+        self._host_jobs = host_jobs
+        self._selector = selectors.DefaultSelector()
+        self._events: list[Event] = []
+        self._deadline: float | None = None
+        """When to stop waiting for the end of the processes, on the clock time.monotonic()."""
+
+    def __enter__(self) -> Supervisor:
+        try:
+            for host_job in self._host_jobs:
+                connection = AgentConnection(host_job)
+                self.agents.append(connection)
+                assert connection.popen.stdout is not None and connection.popen.stderr is not None
+                self.watch(connection.popen.stdout.fileno(), partial(self._read, connection))
+                self.watch(connection.popen.stderr.fileno(), connection.read_errors)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._deadline is None:
+            self.end(signal.SIGTERM)
+        while any(connection.open for connection in self.agents) and self.time_left() > 0:
+            self.wait(self.time_left())
+        with self._selector:
+            for connection in self.agents:
+                connection.close(self.time_left())
+
+    def watch(self, descriptor: int, callback: Callable[[], bool]) -> None:
+        """Call `callback` whenever `descriptor` is readable, until it returns false."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def wait(self, seconds: float = math.inf) -> list[Event]:
+        """Wait for something to happen, `seconds` at most, and return the new events, possibly none."""
+        for key, _ in self._selector.select(None if math.isinf(seconds) else seconds):
+            if not key.data():
+                self._selector.unregister(key.fd)
+        events, self._events = self._events, []
+        return events
+
+    def grant(self) -> None:
+        """Let the processes write as many more bytes as were read since the last grant."""
+        for connection in self.agents:
+            connection.grant()
+
+    def end(self, number: int, grace: float = _GRACE_SECONDS) -> None:
+        """Ask all processes to end by signal `number`. Those alive after `grace` seconds are killed."""
+        self._deadline = time.monotonic() + grace + _AGENT_SECONDS
+        for connection in self.agents:
+            connection.end(number, grace)
+
+    def time_left(self) -> float:
+        """Return for how many seconds to wait for the end of the processes; infinite before `end`."""
+        return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def kill(self) -> None:
+        """Kill all processes."""
+        for connection in self.agents:
+            connection.kill()
+
+    def _read(self, connection: AgentConnection) -> bool:
+        self._events += connection.read()
+        return connection.open

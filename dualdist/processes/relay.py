@@ -25,8 +25,6 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-__all__ = ("FILE", "VARIABLE", "main")
-
 VARIABLE, FILE = "env", "file"
 """How the agent learns where to connect."""
 _NAME = "DUALDIST_AGENT"

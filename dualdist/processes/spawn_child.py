@@ -14,8 +14,6 @@ import time
 import traceback
 from typing import Any
 
-__all__ = ("RAISED", "RETURNED", "main")
-
 RETURNED, RAISED = "returned", "raised"
 
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ("Kernels", "Statistics", "kernels_for")
-
 Sums = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 

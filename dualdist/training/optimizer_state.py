@@ -18,14 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from ..agreement import call_kinds
 from ..checks import instance
-from ..collectives.objects import broadcast_object
-from ..collectives.on_all_ranks import unpickled_on_all_ranks
-from ..collectives.plans.arguments import check_root
+from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
+from ..collectives.plan import check_root
 from ..compiling import not_compiled
 from ..world.process_sets import channel_of, global_process_set, reporting
 from .parameters import broadcast_parameters
-
-__all__ = ("broadcast_optimizer_state", "load_optimizer_state")
 
 
 @not_compiled

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,17 +14,175 @@ from ..agreement import call_kinds
 from ..backends.torch_interface import (
     builtin_comm_hook,
     register_fused_optimizer,
+    runs_after_forward,
     torch_data_parallel,
     world_group,
 )
+from ..checks import wrong
 from ..gradients.combiner import Combiner, NullCombiner
 from ..gradients.comm_hook import checked_comm_hook
+from ..world.context import current
 from ..world.process_sets import ProcessSet, global_process_set, reporting
-from .parallel_buffers import BufferHook, checked_buffer_hook
-from .parallel_logging import logging_data
-from .state_names import WrappedState, with_prefix
+from .sync_batch_norm import SyncBatchNorm
 
-__all__ = ("TorchInterface",)
+# The names in the state dict of a wrapped module.
+#
+# In memory they are torch's: "module.0.weight", as in the module tree, so that torch.distributed.checkpoint and
+# torch.func.functional_call understand them. In files they are those of the bare model, so that a checkpoint of one
+# style loads into the other.
+
+PREFIX = "module."
+
+
+class WrappedState(OrderedDict[str, Any]):
+    """The state dict of a wrapped module. Names without "module." are found, too, and are those that pickle writes."""
+
+    _metadata: Mapping[str, Any]
+    _wrapped_names: frozenset[str] = frozenset()
+    """The names from the wrapper; not those under which others have entered values."""
+
+    def __missing__(self, name: str) -> Any:
+        if isinstance(name, str) and super().__contains__(PREFIX + name):
+            return self[PREFIX + name]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(PREFIX + name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
+        made = WrappedState((name, copy.deepcopy(value, memo)) for name, value in self.items())
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an OrderedDict with the names of the bare model."""
+        return _renamed(self, [""], self._wrapped_names.__contains__).__reduce_ex__(protocol)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+
+def bare_names(
+    module: torch.nn.Module, state: Mapping[str, Any], kind: type[torch.nn.Module]
+) -> Mapping[str, Any]:
+    """Return `state`, the state dict of `module`, with the names of the model without its wrappers.
+
+    kind: the class of the wrappers, which may be anywhere in `module`.
+    """
+    wrappers = [
+        f"{name}." if name else ""
+        for name, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, kind)
+    ]
+    return _renamed(state, wrappers, lambda name: True) if wrappers else state
+
+
+def _renamed(
+    state: Mapping[str, Any], wrappers: Sequence[str], is_wrapped: Callable[[str], bool]
+) -> OrderedDict[str, Any]:
+    """Return `state` without the "module." of the wrappers at the prefixes `wrappers`, and its metadata likewise.
+
+    is_wrapped: whether a name has such a prefix at all.
+    """
+
+    def rename(name: str) -> str:
+        for prefix in wrappers:
+            if name.startswith(prefix + PREFIX):
+                return prefix + name[len(prefix + PREFIX) :]
+        return name
+
+    made: OrderedDict[str, Any] = OrderedDict(
+        (rename(name) if is_wrapped(name) else name, value) for name, value in state.items()
+    )
+    if hasattr(state, "_metadata"):
+        versions = {rename(f"{name}.")[:-1]: value for name, value in state._metadata.items()}
+        made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return made
+
+
+def with_prefix(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Rename the entries of `state` for the wrapper at `prefix`, in place: "module." is added where it is missing.
+
+    module: the model in the wrapper, which may have a part of its own that is called "module".
+    """
+    own: Callable[[str], bool] = set(module.state_dict()).__contains__
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key[len(prefix) :]
+        if own(name) or not name.startswith(PREFIX):
+            state[prefix + PREFIX + name] = state.pop(key)
+
+
+# Buffers of a DistributedDataParallel: rank 0's are copied to all ranks, or a hook of the user synchronizes them.
+
+
+@dataclass
+class BufferHook:
+    """A hook that synchronizes buffers, and its state."""
+
+    hook: Callable[[Any, dict[str, torch.Tensor]], Any]
+    """hook(state, buffers) changes the buffers in place. It may return futures."""
+    state: Any
+    after_forward: bool
+    """Whether it is called after forward, not before."""
+    _futures: list[Any] = field(default_factory=list)
+
+    def run(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Call the hook. Collective if the hook is."""
+        self.wait()
+        with torch.no_grad():
+            self._futures = list(self.hook(self.state, dict(buffers)) or ())
+
+    def wait(self) -> None:
+        """Wait for the futures that the hook has returned."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_futures": []}
+
+
+def checked_buffer_hook(state: Any, hook: Any, location: Any) -> BufferHook:
+    """Return a BufferHook. Raises TypeError."""
+    if not callable(hook):
+        raise wrong(
+            "hook", "a function of a state and a dict of buffers", hook, "Pass a function.", TypeError
+        )
+    return BufferHook(hook, state, runs_after_forward(location))
+
+
+# The facts about a wrapper that torch's DistributedDataParallel._get_ddp_logging_data returns.
+
+
+def logging_data(wrapper: Any) -> dict[str, Any]:
+    """Return them by torch's names (torch/csrc/distributed/c10d/logger.cpp). Local."""
+    context = current()
+    params = [param for _, param in wrapper._named() if param.requires_grad]
+    batch_norms = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+    hook = wrapper._combiner.comm_hook
+    facts = {} if hook is None else {"comm_hook": hook.name}
+    return {
+        **facts,
+        "world_size": context.world.size,
+        "rank": context.world.rank,
+        "module_name": type(wrapper.module).__name__,
+        "device_ids": ", ".join(str(device.index or 0) for device in wrapper.device_ids or ()),
+        "output_device": -1 if wrapper.output_device is None else str(wrapper.output_device),
+        "backend_name": context.backend.transport,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "bucket_cap_bytes": wrapper.bucket_bytes_cap,
+        "find_unused_parameters": int(wrapper.find_unused_parameters),
+        "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
+        "static_graph": int(wrapper.static_graph),
+        "has_sync_bn": int(any(isinstance(part, batch_norms) for part in wrapper.module.modules())),
+        "num_parameter_tensors": len(params),
+        "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
+        "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+        "is_multi_device_module": int(wrapper.is_multi_device_module),
+    }
 
 
 class TorchInterface(torch.nn.Module):

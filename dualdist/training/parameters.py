@@ -14,16 +14,12 @@ from ..agreement import call_kinds
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..checks import wrong
-from ..collectives.objects import broadcast_object
-from ..collectives.on_all_ranks import unpickled_on_all_ranks
-from ..collectives.plans.arguments import check_root, check_tensor, dtype_name
-from ..collectives.plans.plan import Plan, make_call, planned
-from ..collectives.small_broadcast import overwrite, root_payload
+from ..collectives.broadcast import overwrite, root_payload
+from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
+from ..collectives.plan import Plan, check_root, check_tensor, dtype_name, make_call, planned
 from ..collectives.wire import as_bytes, from_bytes
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
-
-__all__ = ("broadcast_parameters", "is_extra_state")
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""

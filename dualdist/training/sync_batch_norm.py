@@ -1,10 +1,12 @@
 """Batch normalization over the batches of all ranks, on any backend and device.
 
-One collective in forward, one in backward; collectives/rows.py runs them. batch_norm_kernels.py computes.
+One collective in forward, one in backward; training/sync_batch_norm.py runs them. batch_norm_kernels.py computes.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,18 +15,139 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..agreement import call_kinds
-from ..backends.torch_interface import ranks_of
-from ..checks import flag, instance, integer, number, wrong
+from ..agreement.verdict import Verdict, payload_capacity
+from ..backends.base import Group
+from ..backends.torch_interface import group_of_mesh, ranks_of, world_group
+from ..checks import converted, flag, instance, integer, number, wrong
 from ..collectives.allreduce import allreduce
-from ..collectives.rows import gather_rows, sum_rows
+from ..collectives.plan import dtype_name, make_call
+from ..collectives.wire import as_bytes, from_bytes
 from ..compiling import not_compiled
 from ..types import Sum
-from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
+from ..world.context import current
+from ..world.process_sets import (
+    ProcessSet,
+    channel_of,
+    check_process_set,
+    global_process_set,
+    process_set_of_ranks,
+    reporting,
+)
 from .batch_norm_kernels import Kernels, Statistics, compute_dtype, kernels_for
-from .devices import checked_device
-from .process_groups import set_of_group
 
-__all__ = ("SyncBatchNorm",)
+# Devices that users name.
+
+
+def checked_device(name: str, device: Any) -> torch.device:
+    """Return `device`, the parameter `name`, as a torch.device. Raises TypeError if torch does not know it."""
+    return converted(name, device, torch.device, "a device", "Pass hvd.device().", without=bool)
+
+
+# Collectives of SyncBatchNorm: each rank sends one small row of numbers, in forward and in backward.
+#
+# On the CPU the row travels with the agreement, in one exchange. On a device a regular step has no agreement for it.
+
+_LONGEST = 1 << 15
+"""The longest row in bytes that is sent with the agreement."""
+
+Combine = Callable[[Group, torch.Tensor], torch.Tensor]
+
+
+def gather_rows(row: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    """Return the `row` ((n,)) of every member, (size, n) on its device. Collective over `process_set`."""
+    return _exchanged(row, name, process_set, lambda rows: rows, _gather)
+
+
+def sum_rows(row: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    """Return the sum of the `row` ((n,)) of every member, on its device. Collective over `process_set`."""
+    return _exchanged(row, name, process_set, lambda rows: rows.sum(dim=0), _sum)
+
+
+def _exchanged(
+    row: torch.Tensor,
+    name: str,
+    process_set: ProcessSet,
+    of_payloads: Callable[[torch.Tensor], torch.Tensor],
+    of_group: Combine,
+) -> torch.Tensor:
+    """Run the call. of_payloads: computes the result from all rows; of_group: computes it over the group."""
+    channel = channel_of(process_set)
+    wire = row.to(channel.group.wire_device(row.device))
+    payload = b""
+    if wire.device.type == "cpu" and wire.nbytes <= payload_capacity(channel.group.size, _LONGEST):
+        payload = wire.numpy().tobytes()
+    call = make_call(
+        call_kinds.SYNC_BATCH_NORM,
+        name,
+        payload=payload,
+        values=row.numel(),
+        dtype=dtype_name(row.dtype),
+        device=row.device.type,
+    )
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        if any(verdict.payloads):
+            rows = torch.frombuffer(bytearray(b"".join(verdict.payloads)), dtype=row.dtype)
+            return of_payloads(rows.view(group.size, -1))
+        return of_group(group, wire)
+
+    run = channel.ahead.run if runs_ahead(wire) else channel.run
+    return run(call, execute).to(row.device)
+
+
+def runs_ahead(wire: torch.Tensor) -> bool:
+    """Return whether the host need not wait for a collective of `wire`."""
+    return wire.device.type != "cpu"
+
+
+def _gather(group: Group, wire: torch.Tensor) -> torch.Tensor:
+    data = as_bytes(wire, group)
+    output = torch.empty(group.size * data.numel(), dtype=torch.uint8, device=data.device)
+    group.allgather(output, data).wait()
+    return from_bytes(output, (group.size, wire.numel()), wire)
+
+
+def _sum(group: Group, wire: torch.Tensor) -> torch.Tensor:
+    total = wire.clone()
+    group.allreduce_(total, Sum).wait()
+    return total
+
+
+# The process set that the argument `process_group` means: in torch's interface it may be a group of torch.
+
+
+def set_of_group(process_group: Any, *, registered: bool) -> ProcessSet:
+    """Return the process set that `process_group` means; None means all ranks.
+
+    Collective over its members if it is a group of torch whose ranks have no process set yet. Raises TypeError, or
+    BackendUnavailableError for a group of torch that the backend cannot use.
+    """
+    if process_group is None:
+        return global_process_set
+    ranks = ranks_of(process_group)
+    if ranks is not None:
+        return process_set_of_ranks(ranks)
+    rule = "a ProcessSet or a ProcessGroup of torch that this rank belongs to"
+    instance("process_group", process_group, ProcessSet, rule, "Make one with add_process_set(ranks).")
+    check_process_set(process_group, "process_group", registered=registered)
+    return process_group  # type: ignore[no-any-return]
+
+
+def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
+    """Return the process set that one of the two arguments means. Raises ValueError if there are two, or TypeError."""
+    if device_mesh is None:
+        return set_of_group(process_group, registered=True)
+    if process_group is not None:
+        raise ValueError(
+            "`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them."
+        )
+    group = group_of_mesh(device_mesh)
+    if group is None:
+        raise wrong(
+            "device_mesh", "a DeviceMesh of one dimension", device_mesh, "Pass one, or mesh['dp'].", TypeError
+        )
+    return set_of_group(group, registered=True)
+
 
 _Layer = TypeVar("_Layer", bound=_BatchNorm)
 
@@ -298,3 +421,47 @@ def _differentiable_grads(
         made = torch.autograd.grad(output, list(needed.values()), grad.to(output.dtype), create_graph=True)
         grads = dict(zip(needed, made, strict=True))
     return grads.get(0), grads.get(1), grad.sum(dims) if ctx.needs_input_grad[2] else None
+
+
+# Finds layers of torch.nn.SyncBatchNorm that would normalize by the batch of their own rank only.
+
+
+def check_sync_batch_norms(parts: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if one of `parts` is a torch.nn.SyncBatchNorm that cannot reach the other ranks.
+
+    Such a layer needs a process group of torch and a GPU: it raises on the CPU, and without a group it silently uses
+    its own batch (torch/nn/modules/batchnorm.py, SyncBatchNorm.forward).
+    """
+    if world_group() is None and current().world.size == 1:
+        return
+    for part in parts:
+        if not isinstance(part, torch.nn.SyncBatchNorm):
+            continue
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if world_group() is None or any(tensor.device.type == "cpu" for tensor in tensors):
+            raise ValueError(
+                "The model must not have a torch.nn.SyncBatchNorm here, since that layer works on GPUs over "
+                "torch.distributed only, but it does. Call hvd.SyncBatchNorm.convert_sync_batchnorm(model) first."
+            )
+
+
+def layers_with(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
+    """Return the live layers of torch.nn.SyncBatchNorm that hold one of `params`. An optimizer knows no modules."""
+    own = {id(param) for param in params}
+    kinds = _with_subclasses(torch.nn.SyncBatchNorm)
+
+    def found() -> list[torch.nn.Module]:
+        # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
+        layers = [value for kind in kinds for value in gc.get_referrers(kind) if type(value) is kind]
+        return [
+            layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
+        ]
+
+    if not found():
+        return []
+    gc.collect()  # layers that were converted may be garbage
+    return found()
+
+
+def _with_subclasses(kind: type[torch.nn.SyncBatchNorm]) -> set[type[torch.nn.SyncBatchNorm]]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -10,46 +10,152 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
+import itertools
+import json
 import logging
 import os
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import accelerator
-from ..agreement.channel import Channel, StandIn
+from ..agreement.channel import Channel, Result, StandIn
 from ..agreement.connections import Connections
-from ..agreement.handle_table import HandleTable
-from ..agreement.stall import StallWatch
 from ..agreement.timeline import Timeline
+from ..agreement.watch import Contact, StallWatch
 from ..backends import Backend, check_transport, choose
 from ..backends.base import Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
 from ..launch.copies import add_copies, remove_copies, torchrun_variables
+from ..meeting import mpi, own_node
+from ..meeting.addresses import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
-from ..rendezvous import mpi
-from ..rendezvous.ports import reserved_port
 from ..types import Launch, Settings, World
-from .cpu_threads import warn_of_too_many_threads
-from .presence import Presence
 from .settings import read_settings
 
-__all__ = (
-    "Context",
-    "current",
-    "current_or_inherited",
-    "is_forked",
-    "is_initialized",
-    "join_world",
-    "leave_world",
-)
+# Warns when the processes of a host start more threads than it has CPUs, which can make training several times slower.
+#
+# torchrun, `dualdist run` and `spawn` set OMP_NUM_THREADS. mpirun, srun and horovodrun do not, so each of their
+# processes starts one thread per CPU.
 
 logger = logging.getLogger("dualdist")
+
+
+class CpuThreads(NamedTuple):
+    """The threads of a process, and the CPUs that it may use."""
+
+    threads: int
+    cpus: int
+    first_cpu: int
+    """The lowest number among the CPUs. Processes that are bound to other CPUs differ in it."""
+
+    @classmethod
+    def of_this_process(cls) -> CpuThreads:
+        """Return those of this process. The number of threads is 0 if the user has set OMP_NUM_THREADS."""
+        cpus = os.sched_getaffinity(0)
+        threads = 0 if os.environ.get("OMP_NUM_THREADS") else torch.get_num_threads()
+        return cls(threads, len(cpus), min(cpus))
+
+
+def warn_of_too_many_threads(processes: Iterable[tuple[str, CpuThreads]]) -> None:
+    """Log one warning if, on a host, processes that share CPUs have more threads than CPUs. Local.
+
+    processes: the host, as `own_node` names it, and the threads of every process.
+    """
+    for (host, mine), count in Counter(processes).items():
+        if count > 1 and mine.threads * count > mine.cpus:
+            best = max(1, mine.cpus // count)
+            logger.warning(
+                "On %s, %d processes with %d threads each share %d CPUs. This can make training several times slower. "
+                "Set OMP_NUM_THREADS=%d for all processes (with Open MPI: mpirun -x OMP_NUM_THREADS=%d).",
+                *(host.rpartition("-")[0], count, mine.threads, mine.cpus, best, best),
+            )
+            return
+
+
+# What each rank reports about itself when it has joined a world.
+
+_BYTES = 512
+"""The length of a report. All have the same, padded with spaces."""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Where a rank runs, and what it has there."""
+
+    host: str
+    local_rank: int | None
+    contact: Contact | None
+    threads: CpuThreads
+    devices: tuple[str, int]
+    """A name for the set of devices that the rank sees, and their number."""
+    master: tuple[str, int] | None
+    """On rank 0: its address, and a port that is free on its host."""
+
+    @classmethod
+    def of_this_process(
+        cls, local_rank: int | None, contact: Contact | None, master: tuple[str, int] | None
+    ) -> Presence:
+        """Return the report of this process."""
+        names = accelerator.visible()
+        devices = hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
+        return cls(own_node(), local_rank, contact, CpuThreads.of_this_process(), devices, master)
+
+    def to_bytes(self) -> bytes:
+        """Return the report as JSON."""
+        return json.dumps(asdict(self)).encode().ljust(_BYTES)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Presence:
+        """Return the report from which `to_bytes` made `data`."""
+        host, local_rank, contact, threads, (name, count), master = json.loads(data).values()
+        contact = contact and Contact(*contact)
+        return cls(host, local_rank, contact, CpuThreads(*threads), (name, count), master and (*master,))
+
+    @property
+    def view(self) -> DeviceView:
+        """What is needed to choose the rank's device."""
+        name, count = self.devices
+        return DeviceView(self.host, self.local_rank, [f"{name}.{index}" for index in range(count)])
+
+
+# Handles of asynchronous collectives: plain integers, as in Horovod.
+
+
+class HandleTable:
+    """The outstanding handles of one world."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._results: dict[int, Result[Any]] = {}
+
+    def add(self, result: Result[Any]) -> int:
+        """Return a new handle for `result`."""
+        handle = next(self._numbers)
+        self._results[handle] = result
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        """Return whether the result is ready. Raises ValueError for a handle that is unknown or was used."""
+        if handle not in self._results:
+            raise ValueError(
+                f"`handle` must be outstanding, but {handle} is unknown or was synchronized already. Pass what an "
+                "asynchronous call has returned."
+            )
+        return self._results[handle].done()
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait and return the result; None for a handle that is unknown or was used (mpi_ops.py:1281)."""
+        result = self._results.pop(handle, None)
+        return None if result is None else result.get()
+
 
 NewGroups = Callable[[Sequence[int], int, Exchange], list[Group]]
 

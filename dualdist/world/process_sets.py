@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..agreement import call_kinds
-from ..agreement.call import Call
+from ..agreement.call import Call, call_site
 from ..agreement.call_kinds import Kind
-from ..agreement.call_site import call_site
 from ..agreement.channel import Channel
 from ..backends.base import Group
 from ..checks import instance, integer, items

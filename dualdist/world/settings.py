@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from ..errors import ConfigurationError
 from ..types import NEVER_SECONDS, Settings
 
-__all__ = ("read_settings",)
-
 
 def read_settings(env: Mapping[str, str]) -> Settings:
     """Return what `env` sets. Raises ConfigurationError for a value that is not a number of seconds."""

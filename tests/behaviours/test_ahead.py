@@ -14,7 +14,7 @@ from torch import nn
 
 import dualdist as hvd
 from dualdist.backends.base import Group, Work
-from dualdist.collectives import rows
+from dualdist.training import sync_batch_norm
 from dualdist.world.context import current
 
 from ..helpers.exchanges import exchanges
@@ -75,8 +75,8 @@ def devices() -> Iterator[list[Device]]:
     ahead = current().channels[0].ahead
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "_make_group", make)
-        patch.setattr(rows, "runs_ahead", lambda wire: True)
-        patch.setattr(rows, "payload_capacity", lambda size, most: 0)
+        patch.setattr(sync_batch_norm, "runs_ahead", lambda wire: True)
+        patch.setattr(sync_batch_norm, "payload_capacity", lambda size, most: 0)
         yield made
         patch.undo()
         ahead.forget()

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, load, read_manifest, save
-from dualdist.checkpoint.storage import memory_file
+from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, format, load, read_manifest, save
 
 from ..helpers.small_training import STYLES, make_state, plain_losses, train
 from ..helpers.world import WORLDS, everywhere, started
@@ -96,7 +95,7 @@ def test_a_host_holds_one_copy_of_a_loaded_file(is_hidden: bool, tmp_path: Path)
     save(path, {"weight": weight})
     with pytest.MonkeyPatch.context() as patch:
         if is_hidden:  # a container hides the processes of others
-            patch.setattr(memory_file, "_DESCRIPTORS", "/proc/not-here/{}/fd/{}")
+            patch.setattr(format, "_DESCRIPTORS", "/proc/not-here/{}/fd/{}")
         found = load(path)["weight"]
     assert len(set(hvd.allgather_object(file_of(found)))) == (hvd.size() if is_hidden else 1)
     found += hvd.rank()  # changes the copy of this rank

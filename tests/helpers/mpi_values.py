@@ -20,13 +20,13 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 @contextlib.contextmanager
 def pieces_of(num_bytes: int) -> Iterator[None]:
     """Send in pieces of so many bytes, as messages over the limit of MPI's counts are."""
-    from dualdist.backends.mpi import buffers
+    from dualdist.backends.mpi import communicator
 
-    before, buffers.LARGEST_BYTES = buffers.LARGEST_BYTES, num_bytes
+    before, communicator.LARGEST_BYTES = communicator.LARGEST_BYTES, num_bytes
     try:
         yield
     finally:
-        buffers.LARGEST_BYTES = before
+        communicator.LARGEST_BYTES = before
 
 
 pieces = pytest.mark.parametrize("largest", [1 << 30, 24], ids=["whole", "pieces"])

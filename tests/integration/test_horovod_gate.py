@@ -27,13 +27,13 @@ def busy_until(event: threading.Event) -> Iterator[None]:
     """Let Horovod's mutex be locked until `event` is set, as while it connects a new process set."""
     import horovod.torch
 
-    from dualdist.backends.horovod import gate
+    from dualdist.backends.horovod import group
 
     basics = horovod.torch.mpi_ops._basics
     library: Any = basics.MPI_LIB_CTYPES
     basics.MPI_LIB_CTYPES = SimpleNamespace(horovod_number_of_process_sets=event.wait)
     try:
-        with gate.closed():
+        with group.closed():
             yield
     finally:
         basics.MPI_LIB_CTYPES = library

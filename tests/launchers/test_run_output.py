@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from dualdist.processes.agent import ENDED
-from dualdist.processes.agent_connection import AGENT_COMMAND, HostJob, Process
+from dualdist.processes.agent_connection import AGENT_COMMAND, HostJob, Process, Supervisor
 from dualdist.processes.output import CUT, LONGEST_LINE, Output
-from dualdist.processes.supervisor import Supervisor
 
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
 from ..helpers.world import ROOT

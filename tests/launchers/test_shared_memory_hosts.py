@@ -59,7 +59,7 @@ print("all right")
 WITHOUT_MEMORY = """\
 import sys, torch, dualdist as hvd
 from dualdist.backends.shared_memory import sharing
-from dualdist.rendezvous import own_node
+from dualdist.meeting import own_node
 from dualdist.world.process_sets import channel_of
 
 def make_memory(size):

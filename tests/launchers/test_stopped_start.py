@@ -14,7 +14,7 @@ from ..helpers.world import MPIRUN
 SCRIPT = """\
 import os, pathlib, pkgutil, signal, sys
 import dualdist as hvd
-from dualdist.rendezvous import mpi
+from dualdist.meeting import mpi
 
 moment, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -74,11 +74,11 @@ def test_ranks_name_one_that_is_stopped_before_init(backend: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("backend", "moment"),
     [
-        ("torch-mpi", "dualdist.rendezvous.bootstrap.gather_through_mpi"),
-        ("torch-mpi", "dualdist.backends.mpi.startup.mpi.unfinished"),
+        ("torch-mpi", "dualdist.meeting.gather_through_mpi"),
+        ("torch-mpi", "dualdist.backends.mpi.mpi.unfinished"),
         ("torch-mpi", "dualdist.world.context.Presence.of_this_process"),
         ("torch-gloo", "dualdist.world.context.Presence.of_this_process"),
-        ("horovod-mpi", "dualdist.backends.horovod.limited.hvd.init"),
+        ("horovod-mpi", "dualdist.backends.horovod.group.hvd.init"),
         ("horovod-mpi", "dualdist.world.context.Presence.of_this_process"),
     ],
 )

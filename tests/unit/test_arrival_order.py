@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dualdist.gradients.arrival_order import ArrivalOrder
-from dualdist.gradients.buckets import lay_out
+from dualdist.gradients.bucket_memory import lay_out
+from dualdist.gradients.layout import ArrivalOrder
 
 
 def order_of(groups: list[list[int]]) -> ArrivalOrder:

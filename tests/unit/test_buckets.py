@@ -7,8 +7,14 @@ import math
 import pytest
 import torch
 
-from dualdist.gradients.bucket_memory import BucketMemory
-from dualdist.gradients.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, as_real, lay_out
+from dualdist.gradients.bucket_memory import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LAST_BUCKET_BYTES,
+    BucketMemory,
+    as_real,
+    lay_out,
+)
 from dualdist.gradients.tracked_parameter import TrackedParameter
 
 

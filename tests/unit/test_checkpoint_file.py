@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from dualdist.checkpoint import FileSystem, Manifest, read_manifest
-from dualdist.checkpoint.storage.atomic_file import replacing
-from dualdist.checkpoint.storage.format import copy_verified, write_checkpoint
-from dualdist.checkpoint.storage.memory_file import MemoryFile
+from dualdist.checkpoint.files import replacing
+from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
 from dualdist.errors import CheckpointError, DamagedCheckpointError
 
 from ..helpers.faulty_file_system import CountingFileSystem, FaultyFileSystem, PowerCut

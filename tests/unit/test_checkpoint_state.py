@@ -14,12 +14,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dualdist.checkpoint import FileSystem, Manifest, RandomState
-from dualdist.checkpoint.contents.collecting import check_state, collect
-from dualdist.checkpoint.contents.host_copy import HostCopy, on_host
-from dualdist.checkpoint.contents.restoration import Restoration
-from dualdist.checkpoint.contents.tensor_names import match
-from dualdist.checkpoint.storage.format import copy_verified, write_checkpoint
-from dualdist.checkpoint.storage.memory_file import MemoryFile
+from dualdist.checkpoint.contents import HostCopy, check_state, collect, match, on_host
+from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
+from dualdist.checkpoint.restoration import Restoration
 from dualdist.errors import CheckpointError
 
 

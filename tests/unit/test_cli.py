@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.cli import main, run
-from dualdist.cli.horovodrun import REFUSED, TUNING, Tuning, variables_of
+from dualdist.cli.run import REFUSED, TUNING, Tuning, variables_of
 
 from ..helpers.requirements import need
 

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
-from dualdist.gradients.comm_hook import CommHook, HookWork
-from dualdist.gradients.grad_bucket import GradBucket
+from dualdist.gradients.comm_hook import CommHook, GradBucket, HookWork
 
 
 class Ranks:

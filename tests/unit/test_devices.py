@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dualdist.backends.transport_choice import Offer, agreed_transport
+from dualdist.backends.torch import Offer, agreed_transport
 from dualdist.errors import ConfigurationError
 from dualdist.launch import DeviceView, choose_devices, shared_devices
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dualdist import accelerator
-from dualdist.elastic.handlers import ModelStateHandler, OptimizerStateHandler
+from dualdist.elastic.state import ModelStateHandler, OptimizerStateHandler
 
 
 def test_tensors_on_a_device_are_copied_to_the_host_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
 from dualdist.backends import torch_group
-from dualdist.backends.torch_devices import error_handling, transport_timeout
 from dualdist.backends.torch_group import TorchGroup
+from dualdist.backends.torch_interface import error_handling, transport_timeout
 from dualdist.collectives.join import _device_of
 from dualdist.errors import HorovodInternalError, StallError
 

@@ -17,16 +17,16 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from dualdist.backends.store_gather import store_gather
+from dualdist.backends.store import store_gather
 from dualdist.errors import ConfigurationError
-from dualdist.rendezvous import Gather, gather, reporting_errors
-from dualdist.rendezvous.gather import (
+from dualdist.meeting import Gather, gather, reporting_errors
+from dualdist.meeting.gather import (
     gather_through,
     gather_through_files,
     gather_through_http,
     gather_through_server,
 )
-from dualdist.rendezvous.keyvalue import LONGEST_VALUE, KeyValueClient, KeyValueServer
+from dualdist.meeting.keyvalue import LONGEST_VALUE, KeyValueClient, KeyValueServer
 from dualdist.types import Launch
 
 SECRET = b"s" * 32

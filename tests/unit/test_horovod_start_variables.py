@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dualdist.backends.horovod.start_variables import start_variables
+from dualdist.backends.horovod.backend import start_variables
 
 FUSION = "HOROVOD_FUSION_THRESHOLD"
 FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}

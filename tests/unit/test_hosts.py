@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.processes.hosts import Host, Slot, assign, parse_hostfile, parse_hosts
-from dualdist.processes.remote import is_local, ssh_command
+from dualdist.processes.starters import is_local, ssh_command
 
 
 @pytest.mark.parametrize(

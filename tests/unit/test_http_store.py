@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dualdist.rendezvous import http_store
-from dualdist.rendezvous.http_store import HttpStore
+from dualdist.meeting import http_store
+from dualdist.meeting.http_store import HttpStore
 
 
 @pytest.fixture

@@ -27,14 +27,14 @@ ROOMS = (
     {"agreement"},
     {"processes"},
     {"backends"},
-    {"rendezvous"},
+    {"meeting"},
     {"launch"},
     {"accelerator", "checks", "compiling", "process_exit"},
     {"types", "errors"},
 )
 """From the top to the bottom: a module imports from its own room and from those further down."""
 
-WITHOUT_TORCH = {"launch", "rendezvous", "checks", "types", "errors"}
+WITHOUT_TORCH = {"launch", "meeting", "checks", "types", "errors"}
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {

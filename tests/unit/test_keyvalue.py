@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.rendezvous.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueClient, KeyValueServer
+from dualdist.meeting.keyvalue import LONGEST_KEY, LONGEST_VALUE, KeyValueClient, KeyValueServer
 
 SECRET = b"s" * 32
 TIMEOUT = 0.3
@@ -161,7 +161,7 @@ def test_a_wrong_request_ends_only_its_own_connection(request_: bytes, server: K
 
 CROWDED = """
 import resource, sys
-from dualdist.rendezvous.keyvalue import KeyValueServer
+from dualdist.meeting.keyvalue import KeyValueServer
 with KeyValueServer("127.0.0.1", secret=b"s" * 32, timeout=600) as server:
     resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
     print(server.port, flush=True)

@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect, launch_from
-from dualdist.rendezvous import share_server_address
+from dualdist.meeting import share_server_address
 
 TORCHRUN = {
     "RANK": "1",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from dualdist.backends import prefix_store
-from dualdist.backends.prefix_store import _has_queues, new_prefix_store
+from dualdist.backends import store
+from dualdist.backends.store import _has_queues, new_prefix_store
 from dualdist.errors import ConfigurationError
 
 SECONDS = timedelta(seconds=30)
@@ -86,7 +86,7 @@ def test_rank_0_replies_to_no_other_process_when_all_have_arrived(open_store: Op
 def test_rank_0_does_not_ask_again_and_again_while_a_rank_is_late(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_store, "time", None)
+    monkeypatch.setattr(store, "time", None)
     assert meet(open_store, 3) == []
 
 

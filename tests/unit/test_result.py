@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dualdist.agreement.result import Result
+from dualdist.agreement.channel import Result
 
 jobs: queue.SimpleQueue[Result[object] | None] = queue.SimpleQueue()
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dualdist.agreement.script_threads import awaited, is_blocked, waiting_for
+from dualdist.agreement.watch import awaited, is_blocked, waiting_for
 
 ONE, OTHER = object(), object()
 

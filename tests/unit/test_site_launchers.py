@@ -9,8 +9,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import Launcher, detect
-from dualdist.launch.environment import without_launchers
-from dualdist.launch.site import registered_launchers
+from dualdist.launch.environment import registered_launchers, without_launchers
 
 NAMED = {
     "DUALDIST_RANK_FROM": "MY_RANK",

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.rendezvous.slurm import connect, first_host
+from dualdist.meeting.slurm import connect, first_host
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
 

@@ -12,7 +12,7 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
-from dualdist.agreement.stall import StallWatch
+from dualdist.agreement.watch import StallWatch
 from dualdist.errors import StallError
 from dualdist.types import Settings
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dualdist import accelerator
-from dualdist.backends import torch_devices
+from dualdist.backends import torch_interface
 from dualdist.launch import DeviceView
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
@@ -24,10 +24,10 @@ def adopted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("adopted", [None, "gloo", "cpu:gloo"], indirect=True)
 def test_a_group_is_adopted_however_it_was_named(adopted: None) -> None:
-    config = torch_devices.adopted_config()
+    config = torch_interface.adopted_config()
     assert config["cpu"] == "gloo"
-    assert torch_devices.adopted_transport(config) == "gloo"
-    assert torch_devices.adopted_device("gloo") is None
+    assert torch_interface.adopted_transport(config) == "gloo"
+    assert torch_interface.adopted_device("gloo") is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
     kind: str | None, config: dict[str, str], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: kind)
-    assert torch_devices.adopted_transport(config) == transport
+    assert torch_interface.adopted_transport(config) == transport
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
     ],
 )
 def test_tensors_that_need_no_copy_to_the_host(config: dict[str, str], carried: set[str]) -> None:
-    assert torch_devices.carried_types(config) == carried
+    assert torch_interface.carried_types(config) == carried
 
 
 def test_a_world_of_our_own_carries_the_cpu_beside_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_devices.config_of("mpi") == {"cpu": "mpi4py"}
+    assert torch_interface.config_of("mpi") == {"cpu": "mpi4py"}
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
-    assert torch_devices.config_of("nccl") == CUDA
+    assert torch_interface.config_of("nccl") == CUDA
 
 
 def test_any_accelerator_uses_the_transport_that_torch_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +71,13 @@ def test_any_accelerator_uses_the_transport_that_torch_has_for_it(monkeypatch: p
     monkeypatch.setattr(accelerator, "kind", lambda: "xpu")
     monkeypatch.setattr(accelerator, "bind", bound.append)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    transport = torch_devices.device_transport()
+    transport = torch_interface.device_transport()
     assert transport == "xccl"
-    config = torch_devices.config_of(transport)
+    config = torch_interface.config_of(transport)
     assert config == {"cpu": "gloo", "xpu": "xccl"}
-    assert torch_devices.carried_types(config) == {"cpu", "xpu"}
+    assert torch_interface.carried_types(config) == {"cpu", "xpu"}
     views = [DeviceView("a", local_rank, ("0", "1")) for local_rank in range(2)]
-    assert torch_devices.bind_device(transport, views, 1) == torch.device("xpu", 1)
+    assert torch_interface.bind_device(transport, views, 1) == torch.device("xpu", 1)
     assert bound == [torch.device("xpu", 1)]
 
 

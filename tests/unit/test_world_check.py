@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from dualdist.cli.world_check.links import Link, clock_offsets
-from dualdist.cli.world_check.problems import Problem, WorldFacts, find_problems
-from dualdist.cli.world_check.process_facts import ProcessFacts, digest, versions
-from dualdist.cli.world_check.report import as_json, as_text
+from dualdist.cli.world_check import Problem, WorldFacts, as_json, as_text, find_problems
+from dualdist.cli.world_facts import Link, ProcessFacts, clock_offsets, digest, versions
 
 GOOD = ProcessFacts(
     rank=0,

@@ -13,41 +13,200 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
 from ... import accelerator
-from ...errors import BackendUnavailableError, HorovodInternalError
-from ...launch import DeviceView
-from ...rendezvous import LOOPBACK, find_addresses, own_node
+from ...errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
+from ...launch import DeviceView, Place, nodes, topology
+from ...launch.copies import names_of_copies
+from ...meeting import LOOPBACK, check_interfaces, find_addresses, interface_of, own_node
+from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
-from ..base import Backend, Exchange, Group
-from ..default_group import DefaultGroup, gloo_interface
-from ..in_time import in_thread, wait_for
-from ..open_files import allow_open_files
-from ..patience import Patience
+from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
+from ..patience import Patience, in_thread, wait_for
 from ..start_watch import StartWatch
-from ..store import SharedStore, serve_store
-from ..temporary_environment import temporary_environment
-from ..torch_devices import bind_device, config_of, transport_timeout
-from ..torch_groups import config_text
-from .group import HorovodGroup, wrapped
-from .installed import real_horovod
-from .limited import forget_shutdown, limited, never_shut_down
-from .notifications import Notifications
-from .process_sets import check_process_set, known_process_sets, make_process_set
-from .rendezvous import GlooRendezvous, serve_rendezvous
-from .start_variables import start_variables
+from ..store import SharedStore, open_store, serve_store, store_gather
+from ..torch_groups import DefaultGroup, config_text, gloo_interface
+from ..torch_interface import bind_device, config_of, transport_timeout
+from .group import (
+    HorovodGroup,
+    check_process_set,
+    forget_shutdown,
+    known_process_sets,
+    limited,
+    make_process_set,
+    never_shut_down,
+    wrapped,
+)
+from .installed import horovods_version, real_horovod
+
+# The environment variables with which Horovod starts, besides those of its Gloo controller: rendezvous.py has them.
+
+_FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}
+"""Horovod's background thread exchanges messages with the other ranks once in each cycle.
+
+While it waits for them, Open MPI polls, and takes the core from the thread that trains. The first variable lets it
+yield, which it otherwise does only with more processes than slots. The second is the length of a cycle in milliseconds.
+Horovod's own, 1, lets the gradients of several layers wait for each other; here they are in a bucket, which only waits
+for the cycle. Over Gloo an exchange takes longer, and shorter cycles make steps slower.
+"""
+_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+_FUSED_BYTES = 8 << 20
+"""Horovod copies tensors of one cycle into a buffer if they fit in it together, by default 128 MiB.
+
+Here gradients are in buckets already. Two large ones that happened to be in one cycle would be copied again, into
+memory that Horovod keeps: with two of 52 MB, a peak of 1.08 instead of 1.00 times that of torch's DDP.
+"""
+
+
+def start_variables(
+    env: Mapping[str, str], transport: str | None, *, uses_mpi: bool
+) -> dict[str, str | None]:
+    """Return the variables to set before Horovod starts, and None for those to unset.
+
+    Args:
+        env: the environment of the process. What it sets for MPI or the fusion of tensors is kept.
+        transport: as in `init`; with None, Horovod chooses its controller.
+        uses_mpi: whether that is its MPI controller.
+    """
+    variables: dict[str, str | None] = dict.fromkeys(names_of_copies(env))
+    variables |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
+    if uses_mpi:
+        variables |= {name: value for name, value in _FOR_MPI.items() if name not in env}
+    if not {_FUSION_THRESHOLD, "HOROVOD_AUTOTUNE"} & env.keys():  # autotuning leaves alone what is set
+        variables[_FUSION_THRESHOLD] = str(_FUSED_BYTES)
+    if transport == "mpi":
+        variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    return variables
+
+
+# Horovod's messages about changed hosts, also while `dualdist.compat` has the names of Horovod's modules.
+
+with real_horovod():
+    from horovod.runner.common.util import network
+    from horovod.runner.elastic.worker import WorkerNotificationManager
+
+
+class _Pickles:
+    """Replaces cloudpickle in Horovod's Wire: pickles name the modules of classes, which dualdist.compat replaces."""
+
+    @staticmethod
+    def dumps(message: Any, protocol: int | None = None) -> bytes:
+        with real_horovod():
+            return bytes(cloudpickle.dumps(message, protocol=protocol))
+
+    @staticmethod
+    def loads(data: bytes) -> Any:
+        with real_horovod():
+            return cloudpickle.loads(data)
+
+
+class Notifications(WorkerNotificationManager):  # type: ignore[misc]
+    """Receives the messages, and passes them to the listeners."""
+
+    def init(self) -> None:
+        """Listen, and send the address to horovodrun, which sends a test message at once. Local."""
+        network.cloudpickle = _Pickles
+        super().init()
+
+
+# The rendezvous of Horovod's Gloo controller, which horovodrun provides, for every other launcher.
+#
+# Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the store that
+# they share, and every rank sets the variables that hvd.init() reads.
+
+_ERROR_SECONDS = 7
+"""How long a rank may need to ask the others what they do, and to raise its error."""
+
+
+@dataclass(frozen=True)
+class GlooRendezvous:
+    """What a process needs for hvd.init() with the Gloo controller."""
+
+    shared: SharedStore
+    variables: Mapping[str, str]
+    watch: StartWatch
+    server: HttpStore | None = None
+    """On rank 0."""
+
+    def close(self) -> None:
+        """Stop the watch and the server. Local."""
+        self.watch.close(started=False)
+        if self.server is not None:
+            self.server.close()
+
+
+def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
+    """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective.
+
+    The variables are those of
+    horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with MPI from starting MPI.
+    """
+    timeout = settings.start_timeout_seconds
+    check_interfaces("HOROVOD_GLOO_IFACE", env)
+    shared = open_store(launch, env, timeout)
+    gather = store_gather(shared.store, launch.rank, launch.size, timeout)
+    own_part = json.dumps([horovods_version(), own_node(), launch.local_rank])
+    versions, *columns = zip(*map(json.loads, gather(own_part)), strict=True)
+    _check_builds(versions)
+    places: list[Place] = list(zip(*columns, strict=True))
+    names, worlds = nodes(places), topology(places)
+    is_first = launch.rank == 0
+    server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None
+    port = gather(str(server.port if server else None))[0]
+    own = worlds[launch.rank]
+    watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, timeout)
+    variables = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _gloo_timeout(settings),
+        "HOROVOD_GLOO_IFACE": env.get("HOROVOD_GLOO_IFACE") or interface_of(shared.addresses.own),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": shared.addresses.first,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_HOSTNAME": names[launch.rank],
+        "HOROVOD_RANK": str(own.rank),
+        "HOROVOD_SIZE": str(own.size),
+        "HOROVOD_LOCAL_RANK": str(own.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(own.local_size),
+        "HOROVOD_CROSS_RANK": str(own.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(own.cross_size),
+    }
+    return GlooRendezvous(shared, variables, watch, server)
+
+
+def _check_builds(versions: Sequence[str]) -> None:
+    """Raise ConfigurationError if the ranks have different builds of Horovod, which would wait for each other."""
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            raise ConfigurationError(
+                f"Horovod must be the same build on all ranks, but is {versions[0]} on rank 0 and {version} on rank "
+                f"{rank} instead. Install the same on every host, with ci/install-horovod for example."
+            )
+
+
+def _gloo_timeout(settings: Settings) -> str:
+    """Return how long Horovod's Gloo waits for an unreachable host: a bit longer than we do, and 37 s at most.
+
+    Its timeout ends the process, if it happens in `hvd.init()` or while there are process sets: Horovod does not catch
+    Gloo's exception (horovod/common/operations.cc:439, 727). Our error must be raised before. After our error,
+    `hvd.shutdown()` waits for it.
+    """
+    return str(math.ceil(min(settings.stall_timeout_seconds, 30) + _ERROR_SECONDS))
+
 
 with real_horovod():
     import horovod.torch as hvd
 
-__all__ = ("HorovodBackend",)
 
 T = TypeVar("T")
 

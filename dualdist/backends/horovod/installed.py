@@ -10,15 +10,15 @@ horovod.torch.functions.broadcast_optimizer_state, which it does not call.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
-
-__all__ = ("CHILDREN_FOLDER", "is_imported", "is_installed", "real_horovod", "replace_horovod")
 
 CHILDREN_FOLDER = str(Path(__file__).parents[2] / "compat" / "children")
 """A folder for the PYTHONPATH of child processes, in which `horovod` is dualdist.compat."""
@@ -78,3 +78,25 @@ def _take_modules() -> dict[str, ModuleType]:
     """Remove Horovod's names from sys.modules, and return the modules that they named."""
     names = [name for name in sys.modules if name.partition(".")[0] == "horovod"]
     return {name: sys.modules.pop(name) for name in names}
+
+
+# What ci/install-horovod has repaired in the installed Horovod, by the number that it adds to the version.
+
+CONNECTS_ALL_PROCESS_SETS = 2
+"""The Gloo controller connects process sets of some ranks of several hosts."""
+STARTS_WHILE_WAITING = 3
+"""An operation can start while Horovod waits for other ranks, except while it connects a new process set."""
+
+
+def horovods_version() -> str:
+    """Return the version of the installed Horovod, as far as it is known: it may be used without an installation."""
+    try:
+        return importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return "(unknown version)"
+
+
+def has_repair(number: int, version: str) -> bool:
+    """Return whether a Horovod of `version` has the repair `number`, one of the constants above."""
+    found = re.search(r"\.patch(\d+)", version)
+    return found is not None and int(found[1]) >= number

@@ -14,11 +14,131 @@ what remains of destroyed groups, and startup.py the start of MPI and the rendez
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from .startup import NAME, create, register_rendezvous, require, start
+from ...errors import BackendUnavailableError
+from ...launch import detect
+from ...meeting import mpi
+from ...types import Launch
+from ..store import open_store
+from .group import MpiProcessGroup, closed
+from .work import FORKED, progress
 
-__all__ = ("NAME", "create", "require", "start")
+__all__ = ("NAME", "create", "register_rendezvous", "require", "start")
+
+# The start of MPI, torch.distributed's rendezvous through MPI, and the creation of process groups.
+
+NAME = "mpi4py"
+
+_WORLD_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(launch: Launch) -> bool:
+    """Start MPI. Return whether it joins the processes of `launch` and allows calls from any thread."""
+    return mpi.world_size() == launch.size and not _is_single_threaded(mpi.library())
+
+
+def require(launch: Launch) -> None:
+    """Start MPI. Raises BackendUnavailableError unless it joins the processes of `launch`."""
+    library = mpi.library()
+    if library is None:
+        raise BackendUnavailableError(
+            "`transport` is 'mpi', but mpi4py is not usable here. "
+            "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+        )
+    if _is_single_threaded(library):
+        raise BackendUnavailableError(
+            "MPI must allow calls from any thread, but was started for a single thread instead. "
+            "Leave mpi4py.rc.threads and thread_level alone, or use an MPI with thread support, or choose gloo."
+        )
+    if start(launch):
+        return
+    version = library.Get_library_version().split(",")[0].splitlines()[0].strip()
+    raise BackendUnavailableError(
+        f"`transport` is 'mpi', but MPI's world has {mpi.world_size()} processes while the world size is "
+        f"{launch.describe('size')}: mpi4py runs on {version}, which {launch.launcher} did not start. Start with the "
+        "mpirun of that library, build mpi4py for the launcher's library (pip install --force-reinstall --no-binary "
+        "mpi4py mpi4py), or choose gloo."
+    )
+
+
+def register_rendezvous() -> None:
+    """Let `init_process_group` without an `init_method` get rank, size and store from MPI.
+
+    The default `init_method` is env://. torch's handler for it raises when RANK and the other variables are absent, and
+    torch has no public way to replace a handler. Our handler takes its place and calls it, unless these variables are
+    absent and an MPI launcher started this process.
+    """
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    dist.register_rendezvous_handler(NAME, _meet)
+    handlers["env"] = _with_mpi_default(handlers["env"])
+
+
+def _with_mpi_default(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return a rendezvous handler that uses MPI if only MPI can provide the world, else `handler`."""
+
+    def meet(url: str, **options: Any) -> Iterator[Any]:
+        is_given = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
+        by_mpi = not mpi.LAUNCHER_VARIABLES.isdisjoint(os.environ)
+        return _meet(url, **options) if by_mpi and not is_given else handler(url, **options)
+
+    return meet
+
+
+def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
+    """Yield (store, rank, size) once, as a rendezvous handler does. Collective over MPI's world."""
+    launch = detect(os.environ, mpi.world_size)
+    require(launch if launch.by_launcher else Launch("MPI", size=max(1, mpi.world_size())))
+    world = mpi.library().COMM_WORLD  # type: ignore[union-attr]
+    rank, size = world.Get_rank(), world.Get_size()
+    joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
+    yield open_store(joined, os.environ, timeout.total_seconds()).store, rank, size
+    raise RuntimeError("A process can join MPI's world only once.")
+
+
+def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
+    """Make a process group. Collective over its members, which exchange their MPI ranks through the store.
+
+    Raises BackendUnavailableError when MPI is not usable, or does not allow calls from the progress thread.
+    """
+    if progress.forked:
+        raise RuntimeError(FORKED)
+    library: Any = mpi.library()
+    require(Launch("MPI", size=max(1, mpi.world_size())))
+    if library.Query_thread() < library.THREAD_MULTIPLE and not progress.serial:
+        progress.serial, progress.calls = True, threading.RLock()
+    store, world = options.store, library.COMM_WORLD
+    store.set(f"mpi/{options.group_rank}", closed.message(world.Get_rank()))
+    messages = [store.get(f"mpi/{place}") for place in range(options.group_size)]
+    with progress.calls:
+        label = closed.meet(messages)
+    if len(set(label.ranks)) < len(messages):
+        raise BackendUnavailableError(
+            f"Every member must have an MPI rank of its own, but they have {[*label.ranks]} instead. Start with mpirun."
+        )
+    with progress.calls:
+        all_ranks = world.Get_group()
+        members = all_ranks.Incl(label.ranks)
+        tag = zlib.crc32(str(options.group_id).encode()) & 0x7FFF
+        with mpi.unfinished():
+            communicator = world.Create_group(members, tag=tag)
+        members.Free()
+        all_ranks.Free()
+    return MpiProcessGroup(store, communicator, label, str(options.group_id), NAME, options.timeout)
+
+
+def _is_single_threaded(library: Any) -> bool:
+    return bool(library.Query_thread() < library.THREAD_SERIALIZED)
+
 
 dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 # torch 2.15 attaches its flight recorder to groups with devices, which ends the process if the group is in Python.

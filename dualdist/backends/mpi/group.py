@@ -5,24 +5,140 @@ torch 2.14 renamed some of these methods (`_allgather_base` became `all_gather_s
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ...compiling import not_compiled
-from ...rendezvous import mpi
-from .closed import Label, closed
+from ...meeting import mpi
 from .communicator import Communicator, Operation
-from .monitored_barrier import monitored_barrier
-from .profiling import profiler_range
-from .progress import progress
-from .work import FORKED, MpiWork
+from .work import FORKED, MpiWork, progress
 
-__all__ = ("MpiProcessGroup",)
+# Communicators of destroyed process groups, until all members know that none of them uses one any more.
+#
+# MPI_Comm_free does not wait for the other members. When one of them has given up a collective, its messages may arrive
+# later. Open MPI 4.1 keeps a message for an unknown communicator until the next one with the same number exists, and
+# then crashes or delivers it there (mca_pml_ob1_add_comm in ompi/mca/pml/ob1/pml_ob1.c). So a communicator is freed
+# only when its members meet again, to make another one, and all of them have destroyed its group without such a
+# collective.
+
+_TOKEN_BYTES = 8
+
+
+class Label(NamedTuple):
+    """What the members of a communicator call it."""
+
+    token: str
+    ranks: Sequence[int]
+    """Their ranks in MPI's world."""
+
+
+class Closed:
+    """The communicators of this process that it does not use any more."""
+
+    def __init__(self) -> None:
+        self._communicators: dict[Label, Any] = {}
+
+    def add(self, label: Label, communicator: Any) -> None:
+        """Free `communicator` when that is safe. Local. No request of this process uses it."""
+        self._communicators[label] = communicator
+
+    def message(self, rank: int) -> str:
+        """Return what this process tells the other members of a new communicator. rank: in MPI's world."""
+        return json.dumps(
+            [rank, secrets.token_hex(_TOKEN_BYTES), [label.token for label in self._communicators]]
+        )
+
+    def meet(self, messages: Sequence[str]) -> Label:
+        """Return the label of the new communicator, and free those that all their members have closed. Collective.
+
+        messages: of the members.
+        """
+        ranks, tokens, known = zip(*map(json.loads, messages), strict=True)
+        closed_by = dict(zip(ranks, map(frozenset, known), strict=True))
+        for label in sorted(
+            self._communicators
+        ):  # by token: MPI_Comm_free is collective, so all use one order
+            if all(label.token in closed_by.get(rank, ()) for rank in label.ranks):
+                self._communicators.pop(label).Free()
+        return Label(tokens[0], tuple(ranks))
+
+
+closed = Closed()
+"""The single instance of this process."""
+
+
+# A barrier that names the missing ranks, as gloo has it.
+
+_POLL_SECONDS = 0.001
+
+
+def monitored_barrier(
+    store: Any, rank: int, size: int, number: int, seconds: float, wait_all_ranks: bool
+) -> None:
+    """Wait until every member has called this. Raises RuntimeError after the timeout, on rank 0 with missing ranks.
+
+    store: c10d's Store of the group. number: how many of these barriers this is. seconds: the timeout.
+    wait_all_ranks: whether to name all missing ranks instead of the first one.
+    """
+    deadline = time.monotonic() + seconds
+    key = f"monitored_barrier/{number}"
+    if rank > 0:
+        store.set(f"{key}/{rank}", "")
+        if not _appears(store, f"{key}/done", deadline):
+            raise RuntimeError(
+                f"Rank {rank} waited in monitored_barrier for {seconds:g} s. Rank 0 has the ranks that are missing."
+            )
+        return
+    missing = []
+    for other in range(1, size):
+        if _appears(store, f"{key}/{other}", deadline):
+            store.delete_key(f"{key}/{other}")
+            continue
+        missing.append(str(other))
+        if not wait_all_ranks:
+            break
+    if missing:
+        ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise RuntimeError(f"{ranks} did not enter monitored_barrier within {seconds:g} s.")
+    store.set(f"{key}/done", "")
+    store.delete_key(f"monitored_barrier/{number - 1}/done")  # every member has left that barrier
+
+
+def _appears(store: Any, key: str, deadline: float) -> bool:
+    # Not Store.wait: its timeout prints lines of c10d.
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+# Ranges in torch's profiler, named as those of torch's own groups: `mpi4py:all_reduce` as `gloo:all_reduce`.
+
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+
+
+def profiler_range(what: str, inputs: Sequence[torch.Tensor]) -> Any:
+    """Start a range if a profiler is running. Return a future whose result ends it, from any thread; None if none is.
+
+    what: the call, such as "allreduce" or "recv from 1". inputs: the tensors whose shapes the range shows.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return None
+    name = what.split()[0]
+    started = torch._C._autograd._record_function_with_args_enter(f"mpi4py:{_NAMES.get(name, name)}", *inputs)
+    end: Any = torch.futures.Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(started, end)
+    return end
+
 
 Tensors = list[torch.Tensor]
 _KEPT_WORKS = 1024

@@ -2,18 +2,132 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from ..base import Group, Work
 from ..torch_group import TorchGroup
-from .hierarchy import Hierarchy
-from .memory import Memory
-from .rounds import Rounds
+from .mesh import Memory, Mesh
+from .rounds import OPS, Rounds, Steps, combine_into
 from .works import Works
 
-__all__ = ("HierarchicalGroup", "HostGroup", "ReducingGroup", "SharingGroup")
+# Allreduce of members on several hosts: in shared memory within a host, over the network between hosts.
+#
+# A tensor is reduced in chunks, and of each chunk the first members of every host own one slice each. An owner reduces
+# its slice of the tensors of its host, and then reduces it with the owners of this slice on the other hosts. The other
+# members of its host copy the result. NCCL and Horovod do the same between GPUs and hosts (Horovod:
+# horovod/common/ops/nccl_operations.cc, NCCLHierarchicalAllreduce). A host sends 2 (h - 1) / h of the tensor with h
+# hosts. A ring of all n members sends 2 (n - 1) / n of it from each host.
+#
+# Every slice needs an owner on every host. Therefore the host with the fewest members sets the number of slices.
+#
+# While the network carries some chunks, the members reduce the next one.
+
+_CHUNK_BYTES = 4 << 20
+"""With larger chunks the network waits for the members, with smaller ones more CPU time is used (2 hosts of 2 ranks,
+1 Gbit/s, tensors of 2 to 32 MB)."""
+_LEAST_SLICE_BYTES = 256 << 10
+"""Smaller messages do not use the whole network."""
+_CHUNKS_IN_FLIGHT = 2
+"""How many chunks the network carries at most while the members reduce another one."""
+
+
+class Layout(NamedTuple):
+    """How a tensor is divided. It is the same on all hosts."""
+
+    chunk_bytes: int
+    num_slices: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[Sequence[int]], box_bytes: int) -> Layout:
+        """hosts: the members of each. box_bytes: on the host with most members, where the boxes are smallest."""
+        chunk = min(_CHUNK_BYTES, box_bytes)
+        return cls(chunk, max(1, min(min(map(len, hosts)), chunk // _LEAST_SLICE_BYTES)))
+
+    def chunks(self, tensor: torch.Tensor) -> list[slice]:
+        step, length = self.chunk_bytes // tensor.element_size(), len(tensor)
+        return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+    def slices(self, chunk: slice) -> list[slice]:
+        """Return the slice of each owner, in the order of their places on the host."""
+        length, num = chunk.stop - chunk.start, self.num_slices
+        bounds = [chunk.start + length * place // num for place in range(num + 1)]
+        return [slice(*pair) for pair in pairwise(bounds)]
+
+
+class Hierarchy(Rounds):
+    """The allreduce of one member. Places are those on its host."""
+
+    def __init__(
+        self, mesh: Mesh, memory: Memory, place: int, size: int, layout: Layout, network: Group | None
+    ) -> None:
+        """network: the owners of this member's slice on all hosts; None if it owns none."""
+        super().__init__(mesh, memory, place, size)
+        self._layout, self._network = layout, network
+
+    def allreduce(self, tensor: torch.Tensor, op: int) -> Steps:
+        """Reduce `tensor` (1-D) in place, so that all members on all hosts have the same bits."""
+        found = [tensor] if self._size == 1 else (yield from self._find_tensors(tensor))
+        sent: deque[tuple[slice, Work | None]] = deque()
+        for chunk in self._layout.chunks(tensor):
+            own = self._own(chunk)
+            if found:
+                if own is not None:
+                    combine_into(tensor[own], [other[own] for other in found], OPS[op])
+            else:
+                yield from self._reduce_in_boxes(tensor, chunk, own, op)
+            sent.append((chunk, self._send(tensor, own, op)))
+            if len(sent) > _CHUNKS_IN_FLIGHT:
+                yield from self._finish(tensor, found, *sent.popleft())
+        while sent:
+            yield from self._finish(tensor, found, *sent.popleft())
+        if found:
+            yield from self._meet()  # from here on, the caller may change its tensor
+
+    def _own(self, chunk: slice) -> slice | None:
+        return self._layout.slices(chunk)[self._place] if self._network is not None else None
+
+    def _reduce_in_boxes(self, tensor: torch.Tensor, chunk: slice, own: slice | None, op: int) -> Steps:
+        """Reduce this member's slice of the tensors of its host."""
+        part = tensor[chunk]
+        boxes = self._of(part)
+        boxes[self._place].copy_(part)
+        yield from self._meet()
+        if own is not None:
+            inside = slice(own.start - chunk.start, own.stop - chunk.start)
+            combine_into(tensor[own], [box[inside] for box in boxes], OPS[op])
+
+    def _send(self, tensor: torch.Tensor, own: slice | None, op: int) -> Work | None:
+        """Start reducing the slice with the other hosts."""
+        if self._network is None or own is None or own.start == own.stop:
+            return None
+        return self._network.allreduce_(tensor[own], op)
+
+    def _finish(
+        self, tensor: torch.Tensor, found: Sequence[torch.Tensor], chunk: slice, work: Work | None
+    ) -> Steps:
+        """Wait for the network, and copy the slices of the other owners."""
+        if work is not None:
+            yield work
+            work.wait()
+        slices = self._layout.slices(chunk)
+        if found:
+            yield from self._meet()
+            for owner, part in self._others(slices):
+                tensor[part].copy_(found[owner][part])
+            return
+        boxes = self._of(tensor[chunk])
+        if self._network is not None:
+            own = slices[self._place]
+            boxes[self._place][own.start - chunk.start : own.stop - chunk.start].copy_(tensor[own])
+        yield from self._meet()
+        for owner, part in self._others(slices):
+            tensor[part].copy_(boxes[owner][part.start - chunk.start : part.stop - chunk.start])
+
 
 _SMALL_BYTES = 1 << 20
 """Up to this size, of the tensors of all members together, one round is faster than two."""

@@ -7,19 +7,127 @@ which costs no CPU time on a host with more processes than cores. The kernel clo
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import ctypes
+import math
+import mmap
 import os
 import secrets
 import select
 import socket
 import struct
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ...errors import HorovodInternalError
 
-__all__ = ("ADDRESS_BYTES", "Mesh")
+# The shared memory: anonymous (memfd), so that it ends with the last process that uses it, even if all are killed.
+#
+# Only processes that receive its descriptor can map it. The kernel gives it pages when they are used, and the size of
+# /dev/shm does not limit it. It has two sets of boxes, one box a member, and an arena for each member: a range from
+# which the member allocates tensors that the others read where they are.
+
+PAGE_BYTES = 4096
+_BOX_BYTES, _MOST_BYTES = 8 << 20, 16 << 20
+"""Larger boxes do not fit the cache of a core. All boxes of a set together take at most `_MOST_BYTES`."""
+
+
+def box_bytes(size: int) -> int:
+    """Return the length of a box of `size` members."""
+    return max(PAGE_BYTES, min(_BOX_BYTES, _MOST_BYTES // size) // PAGE_BYTES * PAGE_BYTES)
+
+
+def _arena_bytes(size: int) -> int:
+    """Return the length of one arena. Together they are as long as the memory of the host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size // PAGE_BYTES * PAGE_BYTES
+
+
+def _announced_bytes(size: int) -> int:
+    """Return the length of what comes before the boxes: two numbers of 8 bytes a member."""
+    return math.ceil(16 * size / PAGE_BYTES) * PAGE_BYTES
+
+
+def make_memory(size: int) -> int:
+    """Return the descriptor of new memory for `size` members. Raises OSError when the system has none to give."""
+    descriptor = os.memfd_create("dualdist", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, _announced_bytes(size) + size * (2 * box_bytes(size) + _arena_bytes(size)))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Memory:
+    """The memory as one member sees it."""
+
+    def __init__(self, descriptor: int, place: int, size: int) -> None:
+        """Map the memory. Raises OSError when a limit of the process does not allow it."""
+        self._map = mmap.mmap(descriptor, 0)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._place, self._arena_bytes = place, _arena_bytes(size)
+        self.box_bytes = box_bytes(size)
+        boxes_start = _announced_bytes(size)
+        boxes_end = boxes_start + 2 * size * self.box_bytes
+        self.boxes = self._bytes[boxes_start:boxes_end].view(2, size, self.box_bytes)
+        """Which set, which member, which byte."""
+        self.announced = memoryview(self._map)[: 16 * size].cast("q")
+        """For each set and member, a number that the member tells the others."""
+        self._arenas_start = boxes_end
+        self._free = [(boxes_end + place * self._arena_bytes, self._arena_bytes)]
+        """Free ranges of this member's arena, as (start, length), ascending."""
+        self._released: deque[tuple[int, int]] = deque()
+        """Ranges to be added to `_free`. Destructors run at any time, also inside `zeros`."""
+        self._process_id = os.getpid()
+
+    def zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return zeros in this member's arena, ((length,), dtype); None when the arena is full. Not thread-safe."""
+        while self._released:
+            bisect.insort(self._free, self._released.popleft())
+        self._free = _merged(self._free)
+        num_bytes = math.ceil(length * dtype.itemsize / PAGE_BYTES) * PAGE_BYTES
+        for index, (start, free) in enumerate(self._free):
+            if 0 < num_bytes <= free:
+                self._free[index : index + 1] = [(start + num_bytes, free - num_bytes)]
+                owner = (ctypes.c_byte * num_bytes).from_buffer(self._map, start)
+                weakref.finalize(owner, self._release, start, num_bytes).atexit = False
+                return torch.frombuffer(owner, dtype=dtype, count=length)
+        return None
+
+    def _release(self, start: int, num_bytes: int) -> None:
+        if (
+            os.getpid() == self._process_id
+        ):  # not in a forked process, which would take the memory from its parent
+            self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
+            self._released.append((start, num_bytes))
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """Return where in this member's arena `tensor` starts, in bytes; -1 for elsewhere."""
+        start = (
+            tensor.data_ptr() - self._bytes.data_ptr() - self._arenas_start - self._place * self._arena_bytes
+        )
+        return start if 0 <= start < self._arena_bytes else -1
+
+    def of_member(self, place: int, start: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor at `start` in the arena of the member at `place`, with the length and dtype of `like`."""
+        begin = self._arenas_start + place * self._arena_bytes + start
+        return self._bytes[begin : begin + like.nbytes].view(like.dtype)
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if merged and sum(merged[-1]) == start:
+            start, length = merged[-1][0], merged.pop()[1] + length
+        merged.append((start, length))
+    return merged
+
 
 ADDRESS_BYTES = 16
 _HELLO = struct.Struct("<i?")

@@ -17,10 +17,7 @@ import torch
 
 from ...types import Max, Min, Product, Sum
 from ..base import Work
-from .memory import Memory
-from .mesh import Mesh
-
-__all__ = ("OPS", "Rounds", "Steps", "combine_into")
+from .mesh import Memory, Mesh
 
 Steps = Iterator[socket | Work]
 """A collective in progress. It yields what it waits for: the data of a socket, or a collective over the network."""

@@ -19,8 +19,6 @@ from ..base import Work
 from .mesh import Mesh
 from .rounds import Steps
 
-__all__ = ("Works",)
-
 _LAST_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 """How often a member that waits for other hosts checks whether the members of its own host are still there."""

@@ -1,0 +1,305 @@
+"""From live objects to the values of a checkpoint; restoration.py goes the other way.
+
+Data-parallel ranks hold equal objects, so the writer's are saved. An object with `per_rank = True` is saved from every
+rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import accelerator
+from ..training.parallel import DistributedDataParallel
+from ..training.parallel_interface import bare_names
+
+# Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
+
+_WRAPPERS = {"module", "_orig_mod"}
+"""The attributes in which torch's DDP and DataParallel, AveragedModel and torch.compile hold the wrapped module."""
+_SHOWN = 3
+
+
+def without_wrappers(name: str) -> str:
+    """Return `name` without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def match(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of `saved` that a module with the state `own` can load, under its names, and what does not match.
+
+    If the names differ, they are compared without the parts that wrappers add, except where that would make two names
+    of one state equal.
+    """
+    given = dict(saved)
+    if own.keys() != saved.keys():
+        mine, theirs = ({without_wrappers(name): name for name in names} for names in (own, saved))
+        if len(mine) == len(own) and len(theirs) == len(saved):
+            given = {mine.get(name, theirs[name]): saved[theirs[name]] for name in theirs}
+    missing = [name for name in own if name not in given]
+    unexpected = [name for name in given if name not in own]
+    shapes = [
+        f"{name}: {tuple(given[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(given.get(name), torch.Tensor)
+        and not _is_lazy(value)
+        and given[name].shape != value.shape
+    ]
+    mismatched = {entry.partition(": ")[0] for entry in shapes}
+    fitting = {name: value for name, value in given.items() if name in own and name not in mismatched}
+    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+    return fitting, [f"{len(found)} {kind} ({few(found)})" for kind, found in kinds if found]
+
+
+def _is_lazy(value: torch.Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(value)
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first three names as text, and how many more there are."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+# Which values a file may hold: plain values, plain containers and plain tensors, which any process can load.
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_CONTAINERS = (list, tuple, set, dict, OrderedDict, Counter)
+
+Place = Callable[[torch.Tensor, str], torch.Tensor]
+"""Returns the tensor to save for a tensor of the live state. The text is the tensor's position in the state."""
+
+
+def to_portable(value: Any, where: str, place: Place) -> Any:
+    """Return `value` rebuilt from plain containers and values, each tensor replaced by what `place` returns for it.
+
+    A tensor that occurs several times is replaced by one tensor. Raises TypeError, which quotes `where`, for anything
+    that `torch.load(weights_only=True)` would refuse, and for a container that holds itself.
+    """
+    try:
+        return _Conversion(place).convert(value, where)
+    except RecursionError:
+        raise _endless(where) from None
+
+
+def check_portable(value: Any, where: str) -> None:
+    """Raise TypeError as `to_portable` does, without copying a tensor."""
+    to_portable(value, where, lambda tensor, where: tensor)
+
+
+def check_containers(value: Any, where: str) -> None:
+    """Raise TypeError, which quotes `where`, for a container in `value` that loading would return as another type."""
+    try:
+        _check_containers(value, where)
+    except RecursionError:
+        raise _endless(where) from None
+
+
+def _endless(where: str) -> TypeError:
+    return TypeError(
+        f"`{where}` must not hold itself, but it does, or is nested too deeply. Leave the reference to itself out."
+    )
+
+
+def _check_containers(value: Any, where: str) -> None:
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, list | tuple | set | frozenset | Mapping) and type(value) not in _CONTAINERS:
+        raise TypeError(
+            f"`{where}` must be a container that loads as the same type (list, tuple, set, dict, OrderedDict, "
+            f"Counter), but is a {type(value).__name__} instead. Convert it."
+        )
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_containers(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple | set):
+        for place, item in enumerate(value):
+            _check_containers(item, where if isinstance(value, set) else f"{where}[{place}]")
+
+
+class _Conversion:
+    """One conversion of a state. It remembers tensors, so that shared tensors stay shared."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._seen: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """(memory, layout) -> (tensor in the state, the one to save). The first keeps its address from being reused."""
+
+    def convert(self, value: Any, where: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value.detach(), where)
+        if type(value) in _PLAIN:
+            return value
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            items = [self.convert(item, f"{where}[{place}]") for place, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, set | frozenset):
+            return {self.convert(item, where) for item in value}
+        if isinstance(value, Mapping):
+            return self._mapping(value, where)
+        number = getattr(value, "item", None)
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and callable(number):
+            return number()
+        raise TypeError(
+            f"`{where}` must be a tensor, a number, a string, or a list, tuple, set or dictionary of them, but is "
+            f"a {type(value).__module__}.{type(value).__qualname__} instead. Convert it; of an object, save its "
+            "state_dict()."
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+        for key in value:
+            if not isinstance(key, str | int | float | tuple | None):
+                raise TypeError(
+                    f"`{where}` must have plain keys, but has {key!r}, a {type(key).__name__}, instead."
+                )
+        items = {key: self.convert(item, f"{where}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, Counter):
+            return Counter(items)
+        if not hasattr(value, "_metadata"):
+            return OrderedDict(items) if type(value) is OrderedDict else items
+        # A module's state_dict has the versions of its submodules, which they need to load old states.
+        versioned: Any = OrderedDict(items)
+        versioned._metadata = self.convert(value._metadata, f"{where}._metadata")
+        return versioned
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
+            raise TypeError(
+                f"`{where}` must be a plain tensor, but is a {type(tensor).__name__} on {tensor.device} instead."
+            )
+        if tensor.layout is not torch.strided:
+            return self._place(tensor, where)
+        key = (
+            tensor.device,
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        if key not in self._seen:
+            self._seen[key] = tensor, self._place(tensor, where)
+        return self._seen[key][1]
+
+
+# The copy of a state to host memory, from which a checkpoint is written.
+
+
+def on_host(value: Any, where: str) -> Any:
+    """Return `value` in portable form, with its tensors in host memory. Tensors already there are shared, not copied.
+
+    Raises TypeError, which quotes `where`, for anything that `torch.load(weights_only=True)` would refuse.
+    """
+    return to_portable(value, where, _compact)
+
+
+def cloned(value: Any) -> Any:
+    """Return a copy of `value` in host memory, tensors included. A copy of loaded values does not keep their file."""
+    return to_portable(value, "state", lambda tensor, where: tensor.to("cpu", copy=True))
+
+
+class HostCopy:
+    """A copy of a state in host memory. The next copy reuses its tensors, since new pages cost more than copying.
+
+    It holds at most one copy. The last copy must not be in use when the next is taken.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def take(self, value: Any, where: str) -> Any:
+        """Return `value` as `on_host` does, but with every tensor copied."""
+        held, self._held = self._held, {}
+        sources: list[torch.Tensor] = []
+
+        def place(tensor: torch.Tensor, where: str) -> torch.Tensor:
+            copy = held.pop(where, None)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = torch.empty_like(
+                    tensor,
+                    device="cpu",
+                    requires_grad=False,
+                    pin_memory=tensor.device.type == accelerator.kind(),
+                )
+            copy.copy_(tensor, non_blocking=True)
+            sources.append(tensor)
+            self._held[where] = copy
+            return copy
+
+        copied = to_portable(value, where, place)
+        for device in {tensor.device for tensor in sources}:
+            accelerator.synchronize(device)
+        return copied
+
+
+def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    host = tensor.cpu()
+    if host.layout is torch.strided and host.untyped_storage().nbytes() > host.numel() * host.element_size():
+        # torch.save would write the whole storage of a view.
+        return host.clone()
+    return host
+
+
+RANKS = "per_rank"
+"""The key under which a file holds the states of all ranks, in rank order."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether `value` is saved by its `state_dict`."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def is_per_rank(value: Any) -> bool:
+    """Return whether every rank's state of `value` is saved."""
+    return is_stateful(value) and getattr(value, "per_rank", False) is True
+
+
+def state_of(value: Any) -> Any:
+    """Return `value.state_dict()`; for a module with the names of the bare model, without those of wrappers."""
+    state = value.state_dict()
+    return bare_names(value, state, DistributedDataParallel) if isinstance(value, torch.nn.Module) else state
+
+
+def check_state(state: Any) -> list[str]:
+    """Return the names in `state`, sorted. Raise TypeError if it cannot be saved and restored."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise TypeError(
+            f"`state` must be a dictionary from names to objects and values, but is {state!r} instead."
+        )
+    for name, value in state.items():
+        _check_plain(name, value)
+    plain = [name for name, value in state.items() if not is_stateful(value)]
+    if plain and not isinstance(state, MutableMapping):
+        raise TypeError(
+            f"`state` must be a dictionary that can be changed, since restoring sets {few(plain)} in it, but is a "
+            f"{type(state).__name__} instead."
+        )
+    return sorted(state)
+
+
+def collect_own(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states that this rank must send to the writer."""
+    return {name: value.state_dict() for name, value in state.items() if is_per_rank(value)}
+
+
+def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values to save, before their conversion (see portable.py). own: each rank's `collect_own`."""
+    values = {}
+    for name, value in state.items():
+        if is_per_rank(value):
+            values[name] = {RANKS: [states[name] for states in own]}
+        else:
+            _check_plain(name, value)
+            values[name] = state_of(value) if is_stateful(value) else value
+    return values
+
+
+def _check_plain(name: str, value: Any) -> None:
+    if not is_stateful(value):
+        check_containers(value, f"state[{name!r}]")

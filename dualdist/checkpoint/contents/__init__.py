@@ -1,1 +1,0 @@
-"""What a checkpoint holds: from live objects to plain values, and back."""

@@ -1,1 +1,0 @@
-"""Checkpoints as files: writing, verifying, finding and deleting them."""

@@ -1,0 +1,396 @@
+"""MPI through mpi4py: whether it is usable here, how it starts, and how it ends.
+
+mpi4py's own exit handler waits in MPI_Finalize for all other processes, even if this one ends by an exception and the
+others wait for it. The handler here replaces it: it finalizes MPI only if the process ends without an exception and
+with exit code 0. Otherwise mpirun ends the job at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ..errors import ConfigurationError
+from ..launch import detect
+from ..types import Launch
+from .gather import ADVICE
+from .launcher_process import job_digest
+
+# Which ranks on this host have begun to start: MPI cannot report for whom it waits.
+#
+# Each rank listens at an abstract address of a Unix socket (unix(7)), which has its job and its local rank. It needs no
+# file, and the kernel removes it with the process.
+
+_PEER = struct.Struct("3i")
+"""Process ID, user and group of the process that listens (SO_PEERCRED)."""
+_CONNECT_SECONDS = 1.0
+
+_own: dict[str, socket.socket] = {}
+"""The socket of this process, by its address."""
+
+
+def announce(launch: Launch, env: Mapping[str, str]) -> None:
+    """Let the other ranks on this host see that this rank has begun to start. Local. Never raises."""
+    if launch.local_rank is None:
+        return
+    address = _address(launch, env, launch.local_rank)
+    if address in _own:
+        return
+    # OSError: another process of this rank has announced it, or the system is not Linux.
+    with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(address)
+        listener.listen(launch.size)
+        _own[address] = listener
+        undo.pop_all()
+
+
+def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
+    """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
+    return [rank for rank in range(launch.local_size or 0) if not _runs(_address(launch, env, rank))]
+
+
+def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
+    return f"\0dualdist-{os.getuid()}-{job_digest(launch, env)}-{local_rank}"
+
+
+def _runs(address: str) -> bool:
+    """Return whether a process listens at `address` and is not stopped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.settimeout(_CONNECT_SECONDS)
+        probe.connect(address)
+        process, user, _ = _PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        # A process that was forked from a dead rank keeps its socket.
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return user == os.getuid() and state not in "TtZX"
+    return False
+
+
+LAUNCHER_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
+"""Variables that MPI launchers set. Without any of them, starting MPI fails or makes a world of one process."""
+
+
+@functools.cache
+def library() -> Any | None:
+    """Return mpi4py's MPI module with MPI initialised, or None when it is not usable here."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    already = sys.modules.get("mpi4py.MPI")
+    import mpi4py
+
+    initialize = mpi4py.rc.initialize
+    if already is None:
+        mpi4py.rc.finalize = mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        # The MPI library is absent, or not the one for which mpi4py was built.
+        return None
+    finally:
+        mpi4py.rc.initialize = initialize
+    if already is None and initialize and not MPI.Is_initialized():
+        if _open_mpi_would_abort(os.environ) and MPI.get_vendor()[0] == "Open MPI":
+            return None
+        with ending_late_calls("MPI_Init"):
+            _initialize(MPI, mpi4py.rc)
+    if already is None and MPI.Is_initialized():
+        _finalize_unless_failed(MPI)
+    return MPI
+
+
+def _initialize(library: Any, rc: Any) -> None:
+    """Start MPI as mpi4py does when it is imported, but without Python's global lock."""
+    level = getattr(library, f"THREAD_{rc.thread_level.upper()}") if rc.threads else library.THREAD_SINGLE
+    # The module is linked with MPI.
+    start = getattr(ctypes.CDLL(library.__file__), "MPI_Init_thread", None)
+    if start is None or rc.errors != "exception":
+        library.Init_thread(level)
+        return
+    start(None, None, level, ctypes.byref(ctypes.c_int()))
+    for communicator in (library.COMM_WORLD, library.COMM_SELF):
+        communicator.Set_errhandler(library.ERRORS_RETURN)
+
+
+def _open_mpi_would_abort(env: Mapping[str, str]) -> bool:
+    """Return whether Open MPI would abort the process when it starts: in a step of Slurm without PMIx.
+
+    Debian's Open MPI knows neither PMI-1 nor PMI-2, and starts no single process there. MPICH knows them.
+    """
+    return "SLURM_STEP_ID" in env and "PMIX_RANK" not in env and "OMPI_COMM_WORLD_RANK" not in env
+
+
+_failures: list[object] = []
+
+
+def is_failing() -> bool:
+    """Return whether MPI must not be finalized: this process ends by an exception or with an exit code other than 0, or
+    some operations of MPI do not end."""
+    return bool(_failures)
+
+
+def record_failure(reason: object) -> None:
+    """Do not finalize MPI at the end of this process: some of its operations do not end."""
+    _failures.append(reason)
+
+
+@contextlib.contextmanager
+def unfinished() -> Iterator[None]:
+    """Do not finalize MPI while the block runs, which another thread may wait for in vain."""
+    call = object()
+    _failures.append(call)
+    try:
+        yield
+    finally:
+        _failures.remove(call)
+
+
+def _finalize_unless_failed(library: Any) -> None:
+    """Replace mpi4py's exit handler. Record exceptions and exit codes, which an exit handler cannot see."""
+    hook, leave = sys.excepthook, sys.exit
+
+    def recording_hook(*exception: Any) -> None:
+        _failures.append(exception[0])
+        hook(*exception)
+
+    def recording_exit(code: Any = None, /) -> NoReturn:
+        if code not in (None, 0):
+            _failures.append(code)
+        leave(code)
+
+    sys.excepthook, sys.exit = recording_hook, recording_exit
+    process = os.getpid()
+
+    def finalize() -> None:
+        # A forked process must not finalize MPI.
+        if os.getpid() == process and not _failures and not library.Is_finalized():
+            library.Finalize()
+
+    atexit.register(finalize)
+
+
+def has_started() -> bool:
+    """Return whether MPI runs in this process. Does not start it."""
+    started = sys.modules.get("mpi4py.MPI")
+    return started is not None and started.Is_initialized() and not started.Is_finalized()
+
+
+def world_size() -> int:
+    """Return the size of MPI's world, 0 when MPI is not usable here. Starts MPI."""
+    mpi = library()
+    return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
+
+
+def local_size() -> int:
+    """Return how many processes of MPI's world run on this node. Collective over MPI's world."""
+    mpi: Any = library()
+    neighbours = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    try:
+        return int(neighbours.Get_size())
+    finally:
+        neighbours.Free()
+
+
+# How long calls of MPI may take while a world starts.
+#
+# MPI has no timeouts: its calls wait for ranks that never arrive or are stopped. mpi_gather.py polls non-blocking
+# operations. MPI_Init and the creation of a communicator have no such form; there a thread ends the process.
+
+_OTHER_HOSTS_SECONDS = 2.0
+"""How much longer a process waits if none of its own host is missing."""
+
+
+class _Limit(NamedTuple):
+    """The environment of a start, and how many seconds it may wait for other ranks."""
+
+    env: Mapping[str, str]
+    launch: Launch | None
+    """This process's place in the job, as far as it is known without MPI."""
+    seconds: float
+
+
+_limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
+
+
+@contextlib.contextmanager
+def limited_start(env: Mapping[str, str], seconds: float) -> Iterator[None]:
+    """Within the block, calls of MPI wait for other ranks for at most `seconds`."""
+    launch = _launch(env)
+    if launch is not None:
+        announce(launch, env)
+    token = _limit.set(_Limit(env, launch, seconds))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@contextlib.contextmanager
+def ending_late_calls(call: str) -> Iterator[None]:
+    """Print an error and end this process with exit code 1 if the block takes too long. The launcher ends the others.
+
+    call: the function of MPI that the block calls. It must release Python's global lock.
+    """
+    limit = _limit.get()
+    if limit is None:
+        yield
+        return
+    returned = threading.Event()
+
+    def watch() -> None:
+        if returned.wait(limit.seconds):
+            return
+        missing = [] if limit.launch is None else missing_local_ranks(limit.launch, limit.env)
+        # When this process ends, so do the others: the host of a missing one reports first.
+        if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
+            return
+        rank = None if limit.launch is None else limit.launch.rank
+        error = waited(rank, _missing(limit), call, limit.seconds, missing)
+        os.write(2, f"dualdist: {error}\n".encode())
+        os._exit(1)
+
+    watcher = threading.Thread(target=watch, name="dualdist-mpi-start", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        returned.set()
+        watcher.join()
+
+
+def missing_on_host() -> list[int]:
+    """Return the missing ranks of the start in progress, if they are known. Local."""
+    limit = _limit.get()
+    return [] if limit is None else _missing(limit)
+
+
+def _missing(limit: _Limit) -> list[int]:
+    """Return the missing ranks. None if the job has several hosts: this one cannot see the ranks of the others."""
+    launch = limit.launch
+    if launch is None or launch.size != launch.local_size:
+        return []
+    return missing_local_ranks(launch, limit.env)
+
+
+def waited(
+    rank: int | None, missing: list[int], call: str, seconds: float, missing_here: Sequence[int] = ()
+) -> str:
+    """Return the text of the error of `rank` after waiting for `missing` in `call`; no ranks: they are unknown.
+
+    missing_here: local ranks of this host.
+    """
+    who = "This process" if rank is None else f"Rank {rank}"
+    if missing:
+        others = f"{_named('rank', missing)}, which did not arrive or {_are(missing)} stopped, in {call}."
+    else:
+        others = f"another rank in {call}."
+        if missing_here:
+            named = _named("local rank", missing_here)
+            others += f" On {socket.gethostname()}, {named} did not arrive or {_are(missing_here)} stopped."
+    return f"{who} waited {seconds:.0f} s for {others} {ADVICE}"
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _are(numbers: Sequence[int]) -> str:
+    return "are" if len(numbers) > 1 else "is"
+
+
+def _launch(env: Mapping[str, str]) -> Launch | None:
+    """Return this process's place in a job of MPI, as far as it is known without MPI."""
+    with contextlib.suppress(ConfigurationError):
+        launch = detect(env)
+        return launch if launch.starts_mpi else None
+    return None
+
+
+# Gathering texts from the ranks of an MPI communicator, with a timeout.
+#
+# A rank that waits too long sends a message to each other rank. Those that wait as well answer with the same message
+# and raise, too. Ranks that send nothing are missing.
+
+_PAUSE_SECONDS = (0.00005, 0.005)
+"""The first and the longest pause between two polls."""
+_SETTLE_SECONDS = 1.0
+"""How long to wait for the messages of the others."""
+_TAG = 29_313
+"""Of the messages. MPI allows tags up to 32767 at least."""
+
+_abandoned: list[Any] = []
+"""Requests that MPI may still work on, with their memory."""
+
+
+def gather_through_mpi(text: str, *, seconds: float, communicator: Any = None) -> list[str]:
+    """Return every rank's `text`, in rank order. Collective over `communicator`, by default MPI's world.
+
+    Raises ConfigurationError, which names the missing ranks, if a rank does not call this within `seconds`. MPI cannot
+    be used again then.
+    """
+    mpi4py: Any = library()
+    wait = _Wait(mpi4py, communicator or mpi4py.COMM_WORLD, seconds)
+    own, size = text.encode(), wait.world.Get_size()
+    counts = array("q", [0] * size)
+    wait.for_request(
+        wait.world.Iallgather([array("q", [len(own)]), mpi4py.INT64_T], [counts, mpi4py.INT64_T])
+    )
+    received = bytearray(sum(counts))
+    wait.for_request(wait.world.Iallgatherv([own, mpi4py.BYTE], [received, list(counts), mpi4py.BYTE]))
+    parts, start = [], 0
+    for count in counts:
+        parts.append(received[start : start + count].decode())
+        start += count
+    return parts
+
+
+class _Wait:
+    """The wait for the other ranks in one gather."""
+
+    def __init__(self, mpi4py: Any, world: Any, seconds: float) -> None:
+        self._library = mpi4py
+        self.world = world
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._rank = int(world.Get_rank())
+
+    def for_request(self, request: Any) -> None:
+        """Return when `request` is complete. Raises ConfigurationError after the deadline."""
+        pause, longest = _PAUSE_SECONDS
+        while not request.Test():
+            if time.monotonic() > self._deadline or self._has_message():
+                _abandoned.append(request)
+                record_failure("gather")
+                raise ConfigurationError(waited(self._rank, self._missing(), "init()", self._seconds))
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _has_message(self) -> bool:
+        return bool(self.world.Iprobe(self._library.ANY_SOURCE, _TAG))
+
+    def _missing(self) -> list[int]:
+        """Send a message to each other rank, and return those that send none."""
+        silent = set(range(self.world.Get_size())) - {self._rank}
+        _abandoned.extend(self.world.Isend([b"", self._library.BYTE], rank, _TAG) for rank in sorted(silent))
+        deadline, status = time.monotonic() + _SETTLE_SECONDS, self._library.Status()
+        while silent and time.monotonic() < deadline:
+            while self.world.Iprobe(self._library.ANY_SOURCE, _TAG, status):
+                source = status.Get_source()
+                self.world.Recv([bytearray(), self._library.BYTE], source, _TAG)
+                silent.discard(source)
+            time.sleep(_PAUSE_SECONDS[1])
+        # A rank that is not missing may have received all texts.
+        return sorted(silent & set(missing_on_host())) or sorted(silent)

@@ -1,0 +1,411 @@
+"""Which samples each rank gets: from torch's sampler with exact evaluation and resume, another sampler, or an iterable.
+
+One global sequence is sharded in turns: of its remaining items, rank r gets every `num_replicas`-th item, starting at
+the r-th. So with equal global batch sizes, step k consists of the same samples in a world of any size. One number, the
+offset in the sequence, is enough to resume, also in a world of another size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from .checks import flag, instance, integer, mapping
+from .world.ranks import rank as own_rank
+from .world.ranks import size
+
+__all__ = ("DealingSampler", "DistributedSampler", "DistributedSamplerWrapper", "split_by_rank")
+
+# Sharding one global sequence over the ranks, from an offset that is valid in a world of any size.
+#
+# A DataLoader with workers draws batches from its sampler before they are trained on. So the number of drawn samples is
+# not the offset: the training loop must report the consumed samples with `advance`. The sampler raises an error where
+# it can detect that the loop forgets this, or counts other samples than those of this rank.
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+def checked_epoch(epoch: Any, name: str = "epoch") -> int:
+    """Return the argument `epoch` as an int. Raises TypeError or ValueError."""
+    return integer(name, epoch, least=0, below=1 << 32)
+
+
+def checked_seed(seed: Any, name: str = "seed") -> int:
+    """Return the argument `seed` as an int. torch accepts its sum with an epoch. Raises TypeError or ValueError."""
+    return integer(name, seed, least=-(1 << 63), below=(1 << 64) - (1 << 32))
+
+
+def given_or_joined_world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of ranks and this process's rank: the arguments, or where they are None, the joined world's."""
+    num_replicas = size() if num_replicas is None else integer("num_replicas", num_replicas, least=1)
+    rank = own_rank() if rank is None else integer("rank", rank)
+    if not 0 <= rank < num_replicas:
+        raise ValueError(
+            f"`rank` must be at least 0 and less than num_replicas={num_replicas}, but is {rank} instead. "
+            "Pass hvd.rank() and hvd.size(), or neither."
+        )
+    return num_replicas, rank
+
+
+class DealingSampler(torch.utils.data.Sampler[T_co]):
+    """The base class of samplers that shard a global sequence over the ranks. Subclasses define the sequence.
+
+    The items are samples, or batches if a batch sampler was wrapped. `len()` is the number of items that this rank gets
+    from the current offset to the end of the epoch. After `load_state_dict` it is less than in a whole epoch.
+
+        sampler.load_state_dict(checkpoint["sampler"])           # on every rank, when a run is resumed
+        for epoch in range(sampler.epoch, epochs):
+            sampler.set_epoch(epoch)                             # keeps the offset of a resumed epoch
+            for images, labels in loader:
+                ...                                              # a training step
+                sampler.advance(len(images))                     # on every rank, its own samples
+                checkpoint = {"sampler": sampler.state_dict()}   # as often as you like; keep that of rank 0
+
+    Do not use it with torchdata's StatefulDataLoader, which saves the drawn samples as the position.
+    """
+
+    epoch: int
+    seed: int
+    num_replicas: int
+    rank: int
+    drop_last: bool
+    num_samples: int
+    total_size: int
+
+    @abstractmethod
+    def _sequence(self) -> Sequence[T_co]:
+        """Return all items of this epoch in order, equal on all ranks."""
+
+    def _length(self) -> int:
+        return len(self._sequence())
+
+    def _configure(
+        self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool, pad: bool
+    ) -> None:
+        """Start epoch 0. None: the value of the joined world, read again at each new offset or epoch."""
+        drop_last, pad = flag("drop_last", drop_last), flag("pad", pad)
+        if drop_last and not pad:
+            raise ValueError(
+                "`pad` must be True with drop_last=True, but is False instead. "
+                "Use only pad=False to have every sample once, or only drop_last=True to leave the rest out."
+            )
+        self._given_world = num_replicas, rank
+        seed = checked_seed(seed)
+        self.epoch, self.seed, self.drop_last, self.pad = 0, seed, drop_last, pad
+        self._start_at(0)
+
+    def _start_at(self, offset: int) -> None:
+        """Start a pass at `offset` in the global sequence."""
+        self.num_replicas, self.rank = given_or_joined_world(*self._given_world)
+        self._offset, self._drawn, self._consumed = offset, 0, 0
+        remaining = self._length() - offset
+        rounds, rest = divmod(remaining, self.num_replicas)
+        if self.drop_last:
+            self.total_size = rounds * self.num_replicas
+        elif self.pad:
+            self.total_size = (rounds + (rest > 0)) * self.num_replicas
+        else:
+            self.total_size = remaining
+        self.num_samples = len(self._shard())
+
+    def _shard(self) -> range:
+        """Return the indices of this rank's items. Indices after its end mean its first items again."""
+        return range(self._offset + self.rank, self._offset + self.total_size, self.num_replicas)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[T_co]:
+        """Return this rank's items from the offset on.
+
+        Raises RuntimeError when items were consumed since the pass started. `set_epoch` starts the next pass.
+        """
+        if self._consumed:
+            raise RuntimeError(
+                f"`set_epoch` must be called before each pass, but {self._consumed} samples of this one are consumed "
+                "already. To continue in the middle of it: sampler.load_state_dict(sampler.state_dict())."
+            )
+        return self._draw(self._sequence(), self._shard())
+
+    def _draw(self, sequence: Sequence[T_co], shard: range) -> Iterator[T_co]:
+        for drawn, index in enumerate(shard, 1):
+            self._drawn = max(self._drawn, drawn)
+            yield sequence[index % len(sequence)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start a pass over `epoch`: at its first item, or at the offset that `load_state_dict` set for this epoch."""
+        epoch = checked_epoch(epoch)
+        resumed = epoch == self.epoch and not self._consumed
+        self.epoch = epoch
+        self._start_at(self._offset if resumed else 0)
+
+    def advance(self, num_samples: int) -> None:
+        """Record that this rank has consumed its next `num_samples` samples, and every other rank as many.
+
+        num_samples: of this rank alone: `len(batch)`, also for a shorter last batch; 1 for a batch when a batch sampler
+        is wrapped. Local. Raises ValueError when it is more than was drawn and not yet counted.
+        """
+        uncounted = self._drawn - self._consumed
+        num_samples = integer("num_samples", num_samples)
+        if not 0 <= num_samples <= uncounted:
+            raise ValueError(
+                f"`num_samples` must be at least 0 and at most the {uncounted} samples that rank {self.rank} has drawn "
+                f"and not yet counted, but is {num_samples} instead. Count each batch of this rank alone, once."
+            )
+        self._consumed += num_samples
+
+    @property
+    def num_consumed(self) -> int:
+        """The number of items of this epoch that all ranks have consumed. At the end, it includes dropped items."""
+        if self.drop_last and self._consumed == self.num_samples:
+            return self._length()
+        return min(self._offset + self._consumed * self.num_replicas, self._length())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the offset in the global sequence, for a world of any size. Local.
+
+        Keep the state of rank 0: no rank gets more samples, so its last state is the end of the epoch. Raises
+        RuntimeError when all samples were drawn and none was counted, because the state would be the epoch's start.
+        """
+        if self._drawn == self.num_samples > 0 and not self._consumed:
+            raise RuntimeError(
+                f"`advance` must be called after each batch, but none of the {self._drawn} drawn samples is counted. "
+                "Call sampler.advance(len(batch)) in the loop."
+            )
+        return {
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "num_consumed": self.num_consumed,
+            "length": self._length(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume in the current world, with the seed of `state_dict`; no sample is repeated or skipped.
+
+        Call it on every rank, with the state of rank 0. Raises ValueError when the sequence had another length.
+        """
+        keys = ("epoch", "seed", "num_consumed", "length")
+        mapping("state_dict", state_dict, *keys, fix="Pass what state_dict() of such a sampler has returned.")
+        epoch = checked_epoch(state_dict["epoch"], "state_dict['epoch']")
+        seed = checked_seed(state_dict["seed"], "state_dict['seed']")
+        length = integer("state_dict['length']", state_dict["length"], least=0)
+        consumed = integer(
+            "state_dict['num_consumed']", state_dict["num_consumed"], least=0, below=length + 1
+        )
+        self.epoch, self.seed = epoch, seed
+        if self._length() != length:
+            raise ValueError(
+                f"`state_dict` must be of a sampler of {self._length()} items, but has {length} instead. "
+                "Resume with the same data, or start at the next epoch: set_epoch(state_dict['epoch'] + 1)."
+            )
+        self._start_at(consumed)
+
+    def reset(self) -> None:
+        """Shard the remaining items over the current ranks. `elastic.TorchState` calls it in a new world."""
+        self._start_at(self.num_consumed)
+
+
+# torch's DistributedSampler, with exact evaluation and resume.
+
+
+class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSampler[int]):
+    """Shards the indices of a dataset over the ranks, in the order of torch.utils.data.DistributedSampler.
+
+    A subclass of torch's sampler: equal arguments and epochs give equal indices. The shuffled order depends only on
+    seed and epoch, not on the size of the world. The global random generators are not used.
+
+    Args:
+        dataset: its length must be equal on all ranks.
+        num_replicas, rank: None: the values of the joined world.
+        shuffle: shuffle by `seed` and epoch; then call `set_epoch` before each epoch.
+        seed: must be equal on all ranks.
+        drop_last: leave out the last samples if there are too few for all ranks.
+        pad: repeat the first samples until all ranks have the same number. False: every sample exactly once, so that
+            the numbers of two ranks differ by at most one and may be 0. Use False for evaluation without collectives in
+            the loop, or for training with `join`.
+
+    Raises:
+        NotInitializedError: num_replicas or rank is None before `init()`.
+        ValueError: rank is not below num_replicas, or both drop_last and pad=False are given.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: bool = True,
+    ) -> None:
+        self.dataset = cast(
+            "torch.utils.data.Dataset[Any]",
+            instance("dataset", dataset, Sized, "a dataset with a length", "Use split_by_rank() for others."),
+        )
+        self.shuffle = flag("shuffle", shuffle)
+        self._configure(num_replicas, rank, seed, drop_last, pad)
+
+    def _length(self) -> int:
+        return len(cast("Sized", self.dataset))
+
+    def _sequence(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self._length())
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self._length(), generator=generator)
+        # A memoryview: its items are plain integers, each made when it is read.
+        return order.numpy().data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "shuffle": self.shuffle}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        mapping(
+            "state_dict", state_dict, "shuffle", fix="Pass what state_dict() of such a sampler has returned."
+        )
+        if state_dict["shuffle"] != self.shuffle:
+            raise ValueError(
+                f"`shuffle` must be {state_dict['shuffle']} as in `state_dict`, but is {self.shuffle} instead."
+            )
+        super().load_state_dict(state_dict)
+
+
+# Iterables and iterable datasets, sharded over the ranks and the workers of their loaders.
+
+
+def split_by_rank(
+    iterable: Iterable[T_co],
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    drop_last: bool = False,
+) -> torch.utils.data.IterableDataset[T_co]:
+    """Return this rank's shard of `iterable`, as a dataset. All ranks and workers together get every item once.
+
+    Item i goes to rank i % num_replicas. Every worker reads all of `iterable` and skips the items of others: groups of
+    `num_replicas` items go to the workers in turns. Ranks may get different numbers of items: train with `join`, or
+    with `drop_last`.
+
+    Args:
+        iterable: must yield the same items in the same order on all ranks, in every worker. So it must not shuffle with
+            the global generators, or depend on the worker. A new pass starts with `iter(iterable)`.
+        num_replicas, rank: None: the values of the joined world, read in this call, because workers may not know them.
+        drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
+            same number.
+
+    Raises:
+        NotInitializedError: num_replicas or rank is None before `init()`.
+        ValueError: rank is not below num_replicas.
+    """
+    instance("iterable", iterable, Iterable, "an iterable", "Pass an IterableDataset or a list.")
+    return _Split(iterable, *given_or_joined_world(num_replicas, rank), flag("drop_last", drop_last))
+
+
+class _Split(torch.utils.data.IterableDataset[T_co]):
+    def __init__(self, iterable: Iterable[T_co], num_replicas: int, rank: int, drop_last: bool) -> None:
+        self.iterable, self.num_replicas, self.rank, self.drop_last = iterable, num_replicas, rank, drop_last
+
+    def __iter__(self) -> Iterator[T_co]:
+        worker = torch.utils.data.get_worker_info()
+        num_workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        index = number * self.num_replicas + self.rank
+        round_size = num_workers * self.num_replicas
+        if not self.drop_last:
+            yield from itertools.islice(self.iterable, index, None, round_size)
+            return
+        kept: Any = None
+        for count, item in enumerate(self.iterable):
+            if count % round_size == index:
+                kept = item
+            if (count + 1) % round_size == 0:
+                yield cast("T_co", kept)
+
+
+# Any sampler or batch sampler, sharded over the ranks.
+
+
+class DistributedSamplerWrapper(DealingSampler[T_co]):
+    """Shards the items of another sampler over the ranks: of a weighted sampler, a batch sampler, or your own.
+
+    Catalyst and Lightning have a class of the same name and purpose. All ranks draw the whole sequence of an epoch,
+    with equal results: while the sampler draws, its `generator` is replaced, and the global generators of torch, numpy
+    and random are seeded, by `seed` and epoch. Afterwards all generators are as before. If the sampler has a generator
+    that is not torch's, it must itself draw the same items on all ranks. Its `set_epoch` is called, if it has one.
+
+    Args:
+        sampler: yields indices, or lists of them for `DataLoader(batch_sampler=)`. It must end, and draw from the whole
+            dataset: a sampler that is already sharded over the ranks is refused.
+        num_replicas, rank, seed, drop_last, pad: as in DistributedSampler. A batch
+            sampler's items are batches, so whole batches are repeated or dropped.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[T_co],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: bool = True,
+    ) -> None:
+        fix = "Pass a sampler, a batch sampler or a list."
+        instance("sampler", sampler, Iterable, "a sampler or another iterable", fix)
+        if any(isinstance(part, torch.utils.data.DistributedSampler) for part in _parts(sampler)):
+            raise ValueError(
+                "`sampler` must yield the samples of all ranks, but is already sharded over the ranks. "
+                "Wrap the sampler inside it."
+            )
+        self.sampler = sampler
+        self._cached: tuple[Any, Sequence[T_co]] = (None, ())
+        """Seed and epoch, and the sequence that was drawn for them."""
+        self._configure(num_replicas, rank, seed, drop_last, pad)
+
+    def _sequence(self) -> Sequence[T_co]:
+        if self._cached[0] != (self.seed, self.epoch):
+            with _seeded(self.sampler, self.seed + self.epoch):
+                if hasattr(self.sampler, "set_epoch"):
+                    self.sampler.set_epoch(self.epoch)
+                self._cached = (self.seed, self.epoch), list(self.sampler)
+        return self._cached[1]
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler, the sampler inside it, the sampler inside that one, and so on."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+@contextlib.contextmanager
+def _seeded(sampler: Any, seed: int) -> Iterator[None]:
+    """Seed all generators in the `with` block, and restore their states after it."""
+    held = [part for part in _parts(sampler) if _has_generator(part)]
+    own = [part.generator for part in held]
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        for part in held:
+            part.generator = torch.Generator().manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # The CPU's generator only: torch.manual_seed would also seed GPUs.
+        torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        for part, generator in zip(held, own, strict=True):
+            part.generator = generator
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _has_generator(part: Any) -> bool:
+    return hasattr(part, "generator") and isinstance(part.generator, torch.Generator | None)
