@@ -193,8 +193,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 # Each rank knows on the host which gradients it has. The ranks exchange this only when some rank contributes other
 # gradients than at the last exchange. A regular step therefore needs no exchange, and the host reads nothing of a GPU.
 
-NOTHING, DENSE, SPARSE = 0, 1, 2
-"""The kinds of contribution to one gradient; DENSE | SPARSE when the ranks contribute both."""
+DENSE, SPARSE, NEW = 1, 2, 4
+"""The parts of a kind: whether there is a dense and a sparse gradient, and whether a backward has reached the parameter
+since gradients were combined. Ranks combine what some rank has and a backward on some rank has reached."""
+NOTHING = 0
 
 
 class Contributions:
@@ -228,15 +230,16 @@ class Contributions:
         count = len(self._expected)
         own = bytes(count) if kinds is None else b"".join(kinds)
         is_incomplete = kinds is not None and own != self._expected
-        flags = [kind & bit != 0 for bit in (DENSE, SPARSE) for kind in own]
+        flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW) for kind in own]
         sent = torch.tensor(
             [*flags, is_incomplete], dtype=torch.int32
         )  # on the CPU, whatever the gradients' device
         group.allreduce_(sent, Max).wait()
         *received, any_incomplete = sent.tolist()
+        parts = zip(received[:count], received[count : 2 * count], received[2 * count :], strict=True)
         combined = bytes(
-            dense * DENSE | sparse * SPARSE
-            for dense, sparse in zip(received[:count], received[count:], strict=True)
+            dense * DENSE | sparse * SPARSE | NEW if new and (dense or sparse) else NOTHING
+            for dense, sparse, new in parts
         )
         self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
         self._announced = None if kinds is None else own
@@ -267,7 +270,7 @@ class BucketMemory:
         self._places = {slot.param: place for place, slot in enumerate(bucket.slots)}
         self._indices = frozenset(self._places)
         self._tensors = [param.tensor for param in params]
-        self._all_dense = bytes([DENSE]) * len(params)
+        self._all_dense = bytes([DENSE | NEW]) * len(params)
         self._views = [slot.view(self.flat).data for slot in bucket.slots]
         self._gradients = [
             torch.view_as_complex(view) if param.dtype.is_complex else view
@@ -348,7 +351,7 @@ class BucketMemory:
         Args:
             grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. `can_take` has
                 returned True for them.
-            is_new: whether each gradient counts as a contribution. None: all do.
+            is_new: whether each gradient counts as new, also one that is None. None: all that are there do.
         """
         self._is_replaced = [not param.is_given for param in self.params]
         there = set(self._there)
@@ -374,9 +377,9 @@ class BucketMemory:
             scale_(self.flat, factor)
         if len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
             return self._all_dense
-        is_new = [True] * len(grads) if is_new is None else is_new
+        is_new = [grad is not None for grad in grads] if is_new is None else is_new
         return bytes(
-            NOTHING if grad is None or not new else SPARSE if grad.is_sparse else DENSE
+            (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW
             for new, grad in zip(is_new, grads, strict=True)
         )
 
@@ -399,12 +402,12 @@ class BucketMemory:
         for tensor, view, kind, is_replaced in zip(
             self._tensors, self._gradients, kinds, self._is_replaced, strict=True
         ):
-            if kind == DENSE and is_replaced and not tensor.grad.is_sparse:  # type: ignore[union-attr]
+            if kind == DENSE | NEW and is_replaced and not tensor.grad.is_sparse:  # type: ignore[union-attr]
                 tensor.grad = view.data
 
     @torch.no_grad()
     def set_gradients(self, kinds: bytes) -> None:
-        """Make the combined numbers the gradients of those parameters whose kind is DENSE alone.
+        """Make the combined numbers the gradients of those parameters whose kind has no SPARSE.
 
         They are written into memory that was the gradient before backward: a script may hold it.
         """
@@ -415,7 +418,7 @@ class BucketMemory:
         there = set(self.slots_of(grads, found))
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, (tensor, view, kind) in enumerate(zip(self._tensors, self._gradients, kinds, strict=True)):
-            if kind != DENSE or place in there:
+            if kind != DENSE | NEW or place in there:
                 continue
             grad = grads[place]
             if grad is None:

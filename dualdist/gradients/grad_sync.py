@@ -135,7 +135,7 @@ class GradSync(Combiner):
                 param.hooks = [param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))]
                 self._hooks.append(param.tensor._post_accumulate_grad_hooks or {})
                 if not self._averages:  # averaging equal averages again changes nothing
-                    before = not_compiled(functools.partial(self._before_gradient, param))
+                    before = not_compiled(functools.partial(self._before_gradient, index))
                     param.hooks.append(param.tensor.register_hook(before))
             else:
                 still.append(index)
@@ -215,12 +215,13 @@ class GradSync(Combiner):
         # Backward adds to a gradient in place, which counts its version up.
         self._params[first].is_given = grad is not None and grad._version > 0
 
-    def _before_gradient(self, param: TrackedParameter, _: torch.Tensor) -> None:
+    def _before_gradient(self, index: int, _: torch.Tensor) -> None:
         """Note whether backward is going to add to a gradient that was combined."""
+        param = self._params[index]
         grad = param.tensor.grad
         param.repeats = (
             grad is not None
-            and self._reducer.is_reduced(param)
+            and self._reducer.is_reduced(index)
             and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..world.process_sets import channel_of
-from .bucket_memory import DENSE, SPARSE, Bucket, BucketMemory, Contributions, lay_out
+from .bucket_memory import DENSE, NEW, SPARSE, Bucket, BucketMemory, Contributions, lay_out
 from .options import SyncOptions
 from .tracked_parameter import TrackedParameter
 
@@ -140,7 +140,7 @@ class Layout:
         self.order = ArrivalOrder(self.buckets)
         self.contributions = Contributions(
             [
-                bytes(SPARSE if slot.param in sparse else DENSE for slot in bucket.slots)
+                bytes(NEW | (SPARSE if slot.param in sparse else DENSE) for slot in bucket.slots)
                 for bucket in self.buckets
             ]
         )

@@ -373,7 +373,8 @@ class Reducer:
         place = len(self._sent)
         bucket, group = self.layout.buckets[place], channel_of(self.options.process_set).gradients
         grads = [None] * len(bucket.slots) if empty else self._all_contributions(place)
-        is_new = [param.passes > 0 for param in self.layout.members[place]] if self.reduced else None
+        counts_new = self.reduced and not empty
+        is_new = [param.passes > 0 for param in self.layout.members[place]] if counts_new else None
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         factor = 1 / group.size if self.options.divides_first(bucket.dtype, group) else 1.0
         kinds = memory.pack(grads, is_new, factor)
@@ -407,9 +408,9 @@ class Reducer:
             work, f"gradients.{self._id}.{place}", names, memory.flat.device.type
         )
 
-    def is_reduced(self, param: TrackedParameter) -> bool:
-        """Return whether the gradient of `param` was reduced, and backward has not added to it since."""
-        return self.reduced and param.passes == 0
+    def is_reduced(self, index: int) -> bool:
+        """Return whether the gradient at `index` was reduced since the last step, and backward has not added to it."""
+        return index in self.used and self.layout.params[index].passes == 0
 
     def _all_contributions(self, place: int) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in the bucket at `place`."""
@@ -430,7 +431,7 @@ class Reducer:
             self._changes.append(change)
             return None
         grad = param.tensor.grad
-        if grad is None or (self.options.reduction.op != Average and self.is_reduced(param)):
+        if grad is None or (self.options.reduction.op != Average and self.is_reduced(index)):
             return None
         if not param.fits(grad):
             self._changes.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -146,6 +148,38 @@ def test_a_pass_too_many_under_sum_is_an_error() -> None:
     weight.sum().backward()
     with pytest.raises(AssertionError, match="backward_passes_per_step"):
         weight.sum().backward()
+
+
+@everywhere
+def test_a_gradient_that_was_set_by_hand_is_part_of_its_first_sum() -> None:
+    weight, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, other], lr=1.0), op=hvd.Sum)
+    weight.sum().backward()
+    other.grad = torch.full([1], 10.0)
+    other.sum().backward()
+    assert other.grad.item() == 11 * hvd.size()
+    optimizer.step()
+    assert weight.item() == -hvd.size()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_a_rank_that_has_removed_a_gradient_before_it_is_combined_counts_as_zero(style: str) -> None:
+    model: Any = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    optimizer: Any = None
+    if style == "optimizer":
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    wrapped = optimizer or hvd.DistributedDataParallel(model)
+    first, second = model.parameters()
+    (first + second).sum().backward()
+    with wrapped.no_sync():
+        if hvd.rank() == 0:
+            first.sum().backward()
+            first.grad = None
+    second.sum().backward()
+    assert first.grad is not None
+    assert first.grad.item() == pytest.approx((hvd.size() - 1) / hvd.size())
 
 
 @pytest.mark.ranks(2, 3)

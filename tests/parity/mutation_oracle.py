@@ -4,7 +4,8 @@
   backward_passes_per_step-th one to reach a parameter since that was last combined, outside no_sync.
 - It combines every parameter that a backward on some rank has reached since the last combination. The first combination
   since a step, in the style `optimizer`, also combines all other gradients there are, as Horovod's does. The new
-  gradient on every rank is the average or sum of the current ones, None counting as zero. All others stay as they are.
+  gradient on every rank is the average or sum of the current ones, None counting as zero, unless all are None. All
+  others stay as they are.
 - The result is written into the gradient that is there; into a new one where there is None.
 - A step in the style `optimizer` first combines what is left, or everything if nothing has been combined since the
   last one; then gradients that are None become zeros if they are required and were not combined since the last step.
@@ -13,13 +14,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .mutation_model import Pass, Replica, Setup
+from .mutation_model import Pass, Replica, Setup, dense
 from .mutations import Program, Statement
 
 __all__ = ("Expected", "Oracle", "Unclear", "difference", "expected", "may_fill", "tolerance")
@@ -40,8 +41,10 @@ class Unit:
     """Those that were combined since the last step."""
     is_first: bool = False
     """Whether the next combination is the first one since a step."""
-    combined: set[str] = field(default_factory=set)
-    """Those that were combined, and not zeroed since."""
+
+    def pending(self) -> set[str]:
+        """Return those that a backward on some rank has reached since they were last combined."""
+        return {key for passes in self.passes.values() for key, count in passes.items() if count}
 
 
 class Oracle:
@@ -73,8 +76,8 @@ class Oracle:
             self.check_pass(statement.one)
         elif statement.stepped is not None and self.setup.style == "optimizer":
             unit = self.units[statement.stepped]
-            if unit.is_first or any(any(passes.values()) for passes in unit.passes.values()):
-                self.check_combination(unit, {rank: frozenset() for rank in self.setup.ranks})
+            if unit.is_first or unit.pending():
+                self.check_sums(unit, {})
                 self.combine(unit)
             self.fill(unit)
         elif statement.added is not None and self.setup.style == "optimizer":
@@ -92,37 +95,35 @@ class Oracle:
         if unit is not None:
             unit.since_step.clear()
             unit.is_first = True
-        if statement.kind == "zero":
-            for one in self.units:
-                one.combined.clear()
 
     def check_pass(self, one: Pass) -> None:
         if one.again and any(replica.graph is None for replica in self.replicas):
             raise Unclear("no graph")
         reached = {replica.rank: replica.reached(one, replica.rank) for replica in self.members}
         for unit in self.units:
-            if self.setup.sums and unit.combined & set().union(*reached.values()):
-                raise Unclear("a combined gradient is summed again")
+            self.check_sums(unit, reached)
             combines = {self.combines(unit, rank, one.syncs, keys) for rank, keys in reached.items()}
             if len(combines) > 1:
                 raise Unclear("some ranks combine")
-            if combines == {True}:
-                self.check_combination(unit, reached)
+
+    def check_sums(self, unit: Unit, reached: Mapping[int, frozenset[str]]) -> None:
+        """Raise Unclear if a gradient would be summed that was combined since the last step, or set after that.
+
+        The wrapper cannot tell these apart. Horovod refuses them both: it raises in a second backward before the step.
+        """
+        if not self.setup.sums:
+            return
+        for key in unit.since_step & unit.pending().union(*reached.values()):
+            for replica in self.members:
+                grad = replica.params[key].grad
+                if grad is not None and not unit.passes[replica.rank][key] and bool(dense(grad).any()):
+                    raise Unclear("a combined gradient is summed again")
 
     def combines(self, unit: Unit, rank: int, syncs: bool, reached: frozenset[str]) -> bool:
         """Return whether a backward combines that is going to reach parameters on a rank."""
         if not syncs:
             return False
         return any(unit.passes[rank][key] + 1 >= self.setup.passes for key in reached & unit.keys)
-
-    def check_combination(self, unit: Unit, reached: dict[int, frozenset[str]]) -> None:
-        """Raise Unclear if a parameter must be combined, and has no gradient on any rank."""
-        for key in unit.keys:
-            was_reached = any(passes[key] for passes in unit.passes.values())
-            is_reached = any(key in keys for keys in reached.values())
-            grads = [replica.params[key].grad for replica in self.members]
-            if was_reached and not is_reached and all(grad is None for grad in grads):
-                raise Unclear("no rank has a gradient any more")
 
     def count(self, one: Pass, reached: dict[int, frozenset[str]]) -> None:
         for unit in self.units:
@@ -134,10 +135,9 @@ class Oracle:
 
     @torch.no_grad()
     def combine(self, unit: Unit) -> None:
-        for key in sorted(unit.keys):
+        for key in sorted(unit.keys if unit.is_first else unit.keys & unit.pending()):
             params = [replica.params[key] for replica in self.members]
-            is_reached = any(passes[key] for passes in unit.passes.values())
-            if not (is_reached or (unit.is_first and any(param.grad is not None for param in params))):
+            if all(param.grad is None for param in params):
                 continue
             total: Any = torch.zeros_like(params[0])
             for param in params:
@@ -146,7 +146,6 @@ class Oracle:
             total = total if self.setup.sums else total / len(params)
             for param in params:
                 write(param, total, sparse=self.members[0].is_sparse(key))
-            unit.combined.add(key)
             unit.since_step.add(key)
         unit.is_first = False
         for passes in unit.passes.values():

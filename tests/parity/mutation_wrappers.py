@@ -148,12 +148,14 @@ class Naive(Replica):
 
     @torch.no_grad()
     def combine(self, number: int) -> None:
-        """Combine what a backward has reached on some rank since the last combination."""
+        """Combine what a backward on some rank has reached since the last combination, and some rank has."""
         own = {key for key, count in self.passes[number].items() if count}
+        there = {key for key in self.units[number] if self.params[key].grad is not None}
         if self.is_first[number]:
-            own |= {key for key in self.units[number] if self.params[key].grad is not None}
-        everything = hvd.allgather_object(own, process_set=self.process_set)
-        keys = sorted(set().union(*everything))
+            own |= there
+        everything = hvd.allgather_object((own, there), process_set=self.process_set)
+        wanted, found = (set().union(*sets) for sets in zip(*everything, strict=True))
+        keys = sorted(wanted & found)
         self.is_first[number] = False
         grads = []
         for key in keys:
