@@ -23,19 +23,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from .. import accelerator
+from ..agreement.channel import Channel
 from ..backends.base import Backend, Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
 from .bucket_memory import GradientSlot
 from .tracked_parameter import TrackedParameter
-
-__all__ = ("CommHook", "CommHookState", "GradBucket", "HookQueue", "HookWork", "checked_comm_hook")
 
 # A bucket of gradients as communication hooks see it, with the interface of torch.distributed.GradBucket.
 
@@ -52,16 +51,9 @@ class GradBucket:
         is_last: bool,
     ) -> None:
         """slots, params: of the gradients in `buffer`, in the same order. Those without elements are left out."""
-        self._index = index
-        self._buffer = buffer
-        self._slots = slots
-        self._params = params
-        self._is_last = is_last
-
-    def _members(self) -> Iterator[tuple[GradientSlot, torch.Tensor]]:
-        for slot, param in zip(self._slots, self._params, strict=True):
-            if slot.shape.numel():
-                yield slot, param.tensor
+        self._index, self._buffer, self._is_last = index, buffer, is_last
+        pairs = zip(slots, params, strict=True)
+        self._members = [(slot, param.tensor) for slot, param in pairs if slot.shape.numel()]
 
     def index(self) -> int:
         """Return the number of the bucket; 0 is the first that is sent."""
@@ -75,12 +67,12 @@ class GradBucket:
         """Return each gradient, a view of the buffer with the shape of its parameter."""
         return [
             torch.view_as_complex(slot.view(self._buffer)) if param.is_complex() else slot.view(self._buffer)
-            for slot, param in self._members()
+            for slot, param in self._members
         ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of `gradients`."""
-        return [param for _, param in self._members()]
+        return [param for _, param in self._members]
 
     def is_last(self) -> bool:
         """Return whether this is the last bucket of the backward."""
@@ -133,77 +125,50 @@ def checked_comm_hook(comm_hook: Any) -> CommHook | None:
     return CommHook(hook, state)
 
 
-class Failures(Protocol):
-    """Reports between ranks about one backward, in which some hook has raised."""
-
-    def report_failure(self, step: str, text: str) -> None:
-        """Send `text` to the other ranks, which may be waiting."""
-
-    def failure(self, step: str) -> str | None:
-        """Return what another rank has reported about `step`, None if nothing."""
-
-    def deadline(self) -> float:
-        """Return when a wait that begins now has stalled, on the clock of `time.monotonic`."""
-
-
 class HookWork(Work):
     """A bucket that a hook combines, or is going to combine."""
 
-    def __init__(self, hook: CommHook, bucket: GradBucket, failures: Failures, step: str) -> None:
-        """step: names the backward; equal on all ranks, and another one for each backward."""
-        self._hook = hook
-        self._bucket = bucket
-        self._failures = failures
-        self.step = step
+    def __init__(self, hook: CommHook, bucket: GradBucket, channel: Channel, step: str) -> None:
+        """Prepare.
+
+        Args:
+            channel: reports to the other ranks, which may be waiting, that a hook has raised.
+            step: names the backward; equal on all ranks, and another one for each backward.
+        """
+        self._hook, self._bucket, self._channel, self.step = hook, bucket, channel, step
         self._device = bucket.buffer().device
         self._stream = accelerator.current_stream(self._device)
         self.only_starts = hook.only_starts
-        self.when_ended: Callable[[HookWork], object] = lambda work: None
-        """Called when its result has been waited for."""
-        self._is_finished = False
-        self._is_followed = False
-        """Whether `_ended` is set at the end of `_future`."""
-        self._ended = threading.Event()
         self._future: torch._C.Future[Any] | None = None
         """Of the result, until it has been waited for."""
-        self._result: torch.Tensor | None = None
-        self._failure: Exception | None = None
+        self._ended = threading.Event()
+        self.result: torch.Tensor | None = None
+        """The combined gradients, (n,), after `wait`; None if the hook has raised an error."""
         self.error: Exception | None = None
-        """What the hook has raised, unless it is a failure of the communication, which `wait` raises."""
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether the hook has raised an error of any kind."""
-        return (self.error or self._failure) is not None
+        """What the hook has raised. A RuntimeError is a failure of the communication: a future turns what its callbacks
+        raise into one."""
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
-        found = self._failures.failure(self.step)
+        found = self._channel.failure(self.step)
         if found is None:
             return None
         place, text = found.split(" ", 1)
         return int(place), text
 
-    @property
-    def follows_failure(self) -> bool:
-        """Whether a hook of another rank has raised for an earlier bucket of this backward."""
+    def call(self, raised: HookWork | None) -> None:
+        """Call the hook, unless one has raised for an earlier bucket of this backward. raised: the last one here."""
         found = self._failure_elsewhere()
-        return found is not None and found[0] < self._bucket.index()
-
-    def skip(self, raised: HookWork | None = None) -> None:
-        """End without calling the hook, with the error of the bucket before for which it has `raised` here, if any."""
-        if raised is not None:
-            self.error, self._failure = raised.error, raised._failure
-        self._end()
-
-    def _report(self) -> None:
-        error = self.error or self._failure
-        text = f"{self._bucket.index()} {type(error).__name__}: {error}"
-        self._failures.report_failure(self.step, text)
+        if raised is not None and raised.step == self.step:
+            self.error = raised.error
+        elif found is None or found[0] >= self._bucket.index():
+            self.start()
+        if self._future is None or not self.only_starts:
+            self.finish()
 
     def start(self) -> None:
         """Call the hook. `finish` waits for its result."""
-        with self._noting_errors():
+        with self._reporting_errors():
             future = self._hook.hook(self._hook.state, self._bucket)
             if not isinstance(future, torch._C.Future):
                 raise TypeError(
@@ -213,39 +178,25 @@ class HookWork(Work):
             self._future = future
 
     def finish(self) -> None:
-        """Wait for the result of the hook, which has started. Report to the other ranks if it has raised."""
-        if self._is_finished:
-            return
-        if self._future is not None:
-            with self._noting_errors():
-                self._result = self._checked(self._future.wait())
-        self._end()
-        if self.has_raised:
-            self._report()
-
-    def _end(self) -> None:
-        self._is_finished, self._future = True, None
+        """Wait for the result of the hook, if it has started and nobody has waited yet."""
+        future, self._future = self._future, None
+        if future is not None:
+            with self._reporting_errors():
+                self.result = self._checked(future.wait())
         self._ended.set()
-        self.when_ended(self)
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the result. Return whether it, or an error, is there."""
-        if self.done():
-            return True
-        if self._future is not None and self.only_starts and not self._is_followed:
-            self._is_followed = True
-            self._future.add_done_callback(lambda _: self._ended.set())
-        return self._ended.wait(seconds)
 
     @contextlib.contextmanager
-    def _noting_errors(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         try:
             with torch.no_grad(), self._stream or contextlib.nullcontext():
                 yield
-        except RuntimeError as error:  # a future turns what its callbacks raise into one
-            self._failure = error
         except Exception as error:
-            self.error = error
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        self.error = error
+        text = f"{self._bucket.index()} {type(error).__name__}: {error}"
+        self._channel.report_failure(self.step, text)
 
     def _checked(self, value: Any) -> torch.Tensor:
         expected = self._bucket.buffer()
@@ -261,47 +212,44 @@ class HookWork(Work):
 
     def wait(self) -> None:
         """Wait for the result. Raises HorovodInternalError when the communication or another rank's hook has failed."""
-        deadline = self._failures.deadline() + _LATER_SECONDS
+        deadline = self._channel.deadline() + _LATER_SECONDS
         while not self.ends_within(_LOOK_AGAIN_SECONDS):
             if self._failure_elsewhere() is not None and not self.ends_within(_OWN_ERROR_SECONDS):
                 break
             if time.monotonic() > deadline:
-                self._failure = HorovodInternalError(
-                    f"communication hook {self._hook.name} has not set its future of bucket {self._bucket.index()} "
-                    "before the stall timeout"
-                )
-                self._report()
+                text = f"communication hook {self._hook.name} has not set its future of bucket {self._bucket.index()}"
+                self._report(HorovodInternalError(f"{text} before the stall timeout"))
                 break
         else:
             self.finish()
-        found = self._failure_elsewhere()
-        if found is not None and self._result is None and self.error is None:
+        found, has_failed = self._failure_elsewhere(), isinstance(self.error, RuntimeError)
+        if found is not None and self.result is None and (self.error is None or has_failed):
             raise HorovodInternalError(
                 f"communication hook {self._hook.name} failed on another rank: {found[1]}"
             )
         current = accelerator.current_stream(self._device)
         if current is not None and self._stream is not None:
             current.wait_stream(self._stream)
-        if isinstance(self._failure, HorovodInternalError):
-            raise self._failure
-        if self._failure is not None:
+        if isinstance(self.error, HorovodInternalError):
+            raise self.error
+        if has_failed:
             raise HorovodInternalError(
-                f"communication hook {self._hook.name} failed in bucket {self._bucket.index()}: {self._failure}"
-            ) from self._failure
+                f"communication hook {self._hook.name} failed in bucket {self._bucket.index()}: {self.error}"
+            ) from self.error
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the result. Return whether it, or an error, is there."""
+        if self.only_starts and self._future is not None and not self.done():
+            self._future.add_done_callback(lambda _: self._ended.set())
+        return self.done() or self._ended.wait(seconds)
 
     def wait_for(self, seconds: float) -> None:
         if self.only_starts:
             self.ends_within(seconds)
 
     def done(self) -> bool:
-        if self._ended.is_set():
-            return True
-        return self.only_starts and self._future is not None and bool(self._future.done())
-
-    @property
-    def result(self) -> torch.Tensor | None:
-        """The combined gradients, (n,), after `wait`; None if the hook raised an error."""
-        return self._result
+        has_result = self.only_starts and self._future is not None and self._future.done()
+        return has_result or self._ended.is_set()
 
 
 class HookQueue:
@@ -309,29 +257,39 @@ class HookQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[HookWork] = deque()
+        """Those that the thread is going to call; it runs the first one."""
         self._lock = threading.Lock()
-        self._is_running = False
+        self._thread: threading.Thread | None = None
         self._raised: HookWork | None = None
         """The last one whose hook has raised."""
-        self._thread: threading.Thread | None = None
-        self._started: set[HookWork] = set()
-        """Those that backward has started itself, and has not waited for."""
+        self._started: list[HookWork] = []
+        """Those that backward has started itself. It may have been given up, so that nobody waits for them."""
 
     def submit(self, work: HookWork) -> None:
         """Queue `work`, or start it at once if its hook waits for nothing."""
         if work.only_starts:
-            # Drop those that have ended: nobody waits for those of a backward that was given up.
-            self._started.difference_update([other for other in self._started if other.done()])
-            self._started.add(work)
-            work.when_ended = self._started.discard
+            self._started = [other for other in self._started if not other.done()]
+            self._started.append(work)
             self._call(work)
             return
         with self._lock:
             self._waiting.append(work)
-            if not self._is_running:
-                self._is_running = True
+            if len(self._waiting) == 1:
                 self._thread = threading.Thread(target=self._run, name="dualdist-comm-hook", daemon=True)
                 self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._call(self._waiting[0])
+            with self._lock:
+                self._waiting.popleft()
+                if not self._waiting:
+                    return
+
+    def _call(self, work: HookWork) -> None:
+        work.call(self._raised)
+        if work.error is not None:
+            self._raised = work
 
     def close(self, backend: Backend) -> None:
         """Wait for a hook that still waits for other ranks, at most 10 s, before `backend` leaves the world. Local.
@@ -355,28 +313,7 @@ class HookQueue:
             self._thread.join(seconds)
             if self._thread.is_alive():
                 return False
-        return all(work.ends_within(max(end - time.monotonic(), 0.0)) for work in list(self._started))
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._is_running = False
-                    return
-                work = self._waiting.popleft()
-            self._call(work)
-
-    def _call(self, work: HookWork) -> None:
-        if self._raised is not None and self._raised.step == work.step:
-            work.skip(self._raised)
-        elif work.follows_failure:
-            work.skip()
-        else:
-            work.start()
-            if work.has_raised or not work.only_starts:
-                work.finish()
-            if work.has_raised:
-                self._raised = work
+        return all(work.ends_within(max(end - time.monotonic(), 0.0)) for work in self._started)
 
 
 # The state of a communication hook in checkpoints.

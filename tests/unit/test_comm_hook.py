@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ class Ranks:
 def hook_work(hook: Any, ranks: Ranks) -> tuple[HookWork, torch.futures.Future[torch.Tensor]]:
     """Return the started work of a bucket with two elements, and the future that its hook has returned."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    work = HookWork(CommHook(hook, future), GradBucket(3, torch.zeros(2), (), (), True), ranks, "step 7")
+    work = HookWork(CommHook(hook, future), GradBucket(3, torch.zeros(2), (), (), True), cast(Any, ranks), "step 7")
     work.start()
     return work, future
 
@@ -69,7 +69,7 @@ def test_a_hook_that_has_set_its_future_ends_also_after_the_stall_timeout() -> N
 def test_waiting_for_a_while_returns_without_an_error_when_there_is_none() -> None:
     work, future = hook_work(only_starts, Ranks(deadline=math.inf))
     work.wait_for(0.01)
-    assert not work.done() and not work.has_raised
+    assert not work.done() and work.error is None
     future.set_result(torch.tensor([1.0, 2.0]))
     work.wait_for(60.0)
     assert work.done()
