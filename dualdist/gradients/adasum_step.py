@@ -6,9 +6,6 @@ the result is added to the weights before the step (horovod/torch/optimizer.py:3
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +15,7 @@ from ..collectives.compression import Compressor
 from ..collectives.reduction import check_adasum_size
 from ..types import Adasum
 from ..world.process_sets import ProcessSet, channel_of
-from .combiner import Combiner
-
-__all__ = ("AdasumStep", "are_steps_combined")
-
-_alive: weakref.WeakSet[AdasumStep] = weakref.WeakSet()
+from .combiner import Combiner, alive
 
 
 class AdasumStep(Combiner):
@@ -42,14 +35,13 @@ class AdasumStep(Combiner):
         self._compression = compression
         self._process_set = process_set
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        _alive.add(self)
+        alive.add(self)
 
     def before_step(self) -> None:
         """Save a copy of the weights."""
         self._before = [(param, param.detach().clone()) for param in self.params() if param.requires_grad]
 
     def params(self) -> list[torch.Tensor]:
-        """Return the parameters of the optimizer."""
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def after_step(self) -> None:
@@ -68,16 +60,3 @@ class AdasumStep(Combiner):
     def check_skippable(self) -> None:
         """Raise AssertionError, as Horovod does: after a step that is not combined, the ranks' weights would differ."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-
-
-def are_steps_combined(params: Sequence[torch.Tensor]) -> bool:
-    """Return whether an optimizer with some of `params` combines its steps."""
-    own = {id(param) for param in params}
-
-    def found() -> bool:
-        return any(id(param) in own for combiner in list(_alive) for param in combiner.params())
-
-    if not found():
-        return False
-    gc.collect()  # the optimizer may be garbage
-    return found()

@@ -22,8 +22,6 @@ from ..compiling import in_compiled_backward, not_compiled
 from .layout import ArrivalOrder
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("Arrivals",)
-
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -32,6 +30,7 @@ class Arrivals:
 
     def __init__(
         self,
+        params: Sequence[TrackedParameter],
         at_begin: Callable[[int], None],
         handle_single: Callable[[int], None],
         mark_ready: Callable[[Sequence[int]], None],
@@ -40,15 +39,15 @@ class Arrivals:
         """Prepare. Local.
 
         Args:
+            params: those to which the indices refer; more may be added.
             at_begin: called with the first gradient of each autograd graph task.
             handle_single: called with a gradient in another order; it calls `add_single` if that is to be combined.
             mark_ready: called with a group of gradients in the expected order.
             at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
                 nested one for which it has called `continue_outside`.
         """
-        self._at_begin, self._at_end = at_begin, at_end
+        self._params, self._at_begin, self._at_end = params, at_begin, at_end
         self._handle_single, self._mark_ready = handle_single, mark_ready
-        self._params: Sequence[TrackedParameter] = ()
         self.arrived: list[int] = []
         """Parameters whose gradients the current backward has completed, in order."""
         self.handled: set[int] = set()
@@ -84,10 +83,6 @@ class Arrivals:
         return _current_graph_task_id() not in self._tasks and any(
             end() is None for end in self._tasks.values()
         )
-
-    def set_params(self, params: Sequence[TrackedParameter]) -> None:
-        """Set the parameters to which the indices refer."""
-        self._params = params
 
     def expect(self, order: ArrivalOrder | None) -> None:
         """Start over, and expect the gradients of the next backward in `order`; None: handle them one by one."""
@@ -227,16 +222,8 @@ class Arrivals:
         handle = outer.register_prehook(begin)
         return True
 
-    def release(self) -> None:
-        """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
-        self._at_begin = self._handle_single = self._mark_ready = self._at_end = _ignore
-
     def forget(self) -> None:
         """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
         self._has_nested = False
         self.handled.clear()
         self._tasks.clear()
-
-
-def _ignore(*_: object) -> None:
-    """Take the place of a callback."""

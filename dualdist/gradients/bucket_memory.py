@@ -19,20 +19,7 @@ import torch
 from ..backends.base import Group
 from ..collectives.reduction import scale_
 from ..types import Max
-from .tracked_parameter import TrackedParameter
-
-__all__ = (
-    "DENSE",
-    "NOTHING",
-    "SPARSE",
-    "Bucket",
-    "BucketMemory",
-    "Contributions",
-    "GradientSlot",
-    "addresses_of",
-    "as_real",
-    "lay_out",
-)
+from .tracked_parameter import TrackedParameter, as_real
 
 # The layout in which gradients are sent: flat buckets, each of one dtype and device.
 
@@ -59,11 +46,6 @@ class GradientSlot:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
 
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 @dataclass(frozen=True)
 class Bucket:
     """Some parameters whose gradients are sent together."""
@@ -80,52 +62,46 @@ class Bucket:
 
 
 def lay_out(
-    params: Sequence[torch.Tensor],
+    params: Sequence[TrackedParameter],
     sparse: Set[int],
     groups: Sequence[Sequence[int]] | None,
     cap_mb: float | None = None,
     *,
-    devices: Sequence[torch.device] | None = None,
     small_last: bool = True,
 ) -> list[Bucket]:
     """Return buckets for `params` in the order in which backward is expected to fill them: the last parameter first.
 
     Args:
-        params: their shapes, strides and dtypes count; they may be on the device "meta".
         sparse: indices of parameters whose gradients are sparse. A bucket has a slot without elements for each.
         groups: indices of parameters that must share a bucket; each other parameter has its own bucket.
         cap_mb: size of a bucket in MiB; the first bucket, and usually the last, are smaller. None: DDP's sizes.
-        devices: of the gradients. None: those of `params`.
         small_last: whether a large last bucket is split, which DDP does not do. `groups` are never split.
     """
-    is_complex = [param.is_complex() for param in params]
-    params = [as_real(param) for param in params]
-    devices = [param.device for param in params] if devices is None else devices
     cap = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
     buckets: list[Bucket] = []
     if groups is not None:
         grouped = {index for group in groups for index in group}
         single = [[index] for index in range(len(params)) if index not in grouped]
         for members in [*groups, *single][::-1]:
-            for same in _by_dtype_and_device(params, devices, members[::-1]):
-                buckets.append(_bucket(params, devices, same, sparse, is_complex))
+            for same in _by_dtype_and_device(params, members[::-1]):
+                buckets.append(_bucket(params, same, sparse))
         return buckets
-    for same in _by_dtype_and_device(params, devices, range(len(params))[::-1]):
+    for same in _by_dtype_and_device(params, range(len(params))[::-1]):
         parts = _by_size(params, same, cap)
         if small_last:
             parts[-1:] = _split_at_end(params, parts[-1])
-        buckets += [_bucket(params, devices, part, sparse, is_complex) for part in parts]
+        buckets += [_bucket(params, part, sparse) for part in parts]
     return buckets
 
 
-def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -> list[list[int]]:
+def _by_size(params: Sequence[TrackedParameter], members: Sequence[int], cap: int) -> list[list[int]]:
     """Return `members`, in their order, in parts of about `cap` bytes; the first one is smaller."""
     parts: list[list[int]] = []
     pending: list[int] = []
     size, limit = 0, min(cap, FIRST_BUCKET_BYTES)
     for index in members:
         pending.append(index)
-        size += params[index].nbytes
+        size += params[index].like.nbytes
         if size >= limit:
             parts.append(pending)
             pending, size, limit = [], 0, cap
@@ -134,47 +110,41 @@ def _by_size(params: Sequence[torch.Tensor], members: Sequence[int], cap: int) -
     return parts
 
 
-def _split_at_end(params: Sequence[torch.Tensor], members: list[int]) -> list[list[int]]:
+def _split_at_end(params: Sequence[TrackedParameter], members: list[int]) -> list[list[int]]:
     """Split off the last parameters: one, or those with at most LAST_BUCKET_BYTES.
 
     Do not split if the first part would have less than three times LAST_BUCKET_BYTES.
     """
-    split, late = len(members) - 1, params[members[-1]].nbytes
-    while split and late + (more := params[members[split - 1]].nbytes) <= LAST_BUCKET_BYTES:
+    split, late = len(members) - 1, params[members[-1]].like.nbytes
+    while split and late + (more := params[members[split - 1]].like.nbytes) <= LAST_BUCKET_BYTES:
         split, late = split - 1, late + more
-    early = sum(params[index].nbytes for index in members[:split])
+    early = sum(params[index].like.nbytes for index in members[:split])
     return [members] if early < 3 * LAST_BUCKET_BYTES else [members[:split], members[split:]]
 
 
-def _by_dtype_and_device(
-    params: Sequence[torch.Tensor], devices: Sequence[torch.device], order: Sequence[int]
-) -> list[list[int]]:
+def _by_dtype_and_device(params: Sequence[TrackedParameter], order: Sequence[int]) -> list[list[int]]:
     members: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index in order:
-        if params[index].dtype in _DTYPES:
-            members[params[index].dtype, devices[index]].append(index)
+        dtype = params[index].like.dtype
+        if dtype in _DTYPES:
+            members[dtype, params[index].device].append(index)
     return list(members.values())
 
 
-def _bucket(
-    params: Sequence[torch.Tensor],
-    devices: Sequence[torch.device],
-    members: Sequence[int],
-    sparse: Set[int],
-    is_complex: Sequence[bool],
-) -> Bucket:
+def _bucket(params: Sequence[TrackedParameter], members: Sequence[int], sparse: Set[int]) -> Bucket:
     slots, start = [], 0
     for index in members:
-        shape, stride = params[index].shape, params[index].stride()
+        like, dtype = params[index].like, params[index].dtype
         if index in sparse:
-            shape, stride = (torch.Size([0, 2]), (2, 1)) if is_complex[index] else (torch.Size([0]), (1,))
-        elif not _is_dense(params[index]):
-            stride = torch.empty(shape, device="meta").stride()
-        if is_complex[index]:
+            like = as_real(torch.empty(0, dtype=dtype, device="meta"))
+        elif not _is_dense(like):
+            like = torch.empty(like.shape, device="meta")
+        if dtype.is_complex:
             start += start % 2  # complex numbers must begin at an even element
-        slots.append(GradientSlot(index, start, shape, stride))
-        start += shape.numel()
-    return Bucket(tuple(slots), start, params[members[0]].dtype, devices[members[0]])
+        slots.append(GradientSlot(index, start, like.shape, like.stride()))
+        start += like.numel()
+    first = params[members[0]]
+    return Bucket(tuple(slots), start, first.like.dtype, first.device)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Sequence
 
 import torch
 
+from ..agreement import call_kinds
+from ..agreement.call_kinds import Kind
 from .comm_hook import CommHook
 
-__all__ = ("Combiner", "NullCombiner")
+alive: weakref.WeakSet[Combiner] = weakref.WeakSet()
+"""Those that combine something. It must not change while somebody reads it, as when garbage is collected meanwhile."""
+
+
+def combiners_of(params: Sequence[torch.Tensor]) -> list[Combiner]:
+    """Return the combiners of some of `params`."""
+    own = {id(param) for param in params}
+
+    def found() -> list[Combiner]:
+        others = (one for one in alive if not one.is_released)
+        return [one for one in others if any(id(param) in own for param in one.params())]
+
+    if found():
+        gc.collect()  # their owners may be garbage
+    return found()
 
 
 class Combiner:
     """Combines what the ranks compute. A method that a subclass does not override does nothing."""
+
+    kind: Kind = call_kinds.OPTIMIZER
+    """The kind of wrapper that it belongs to."""
+
+    is_released = False
+    """Whether `release` was called."""
+
+    can_repeat = False
+    """Whether what was combined stays the same when it is combined once more."""
 
     enabled = False
     """Whether backward combines gradients. If not, they accumulate locally."""
@@ -26,6 +53,10 @@ class Combiner:
 
     comm_hook: CommHook | None = None
     """What combines the gradients instead of an allreduce."""
+
+    def params(self) -> list[torch.Tensor]:
+        """Return the parameters."""
+        return []
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add parameters, as (name, parameter) pairs. Collective.
@@ -72,6 +103,7 @@ class Combiner:
 
     def release(self) -> None:
         """Remove the hooks from the parameters: backward combines no gradients any more. Local."""
+        self.is_released = True
 
     def refuse(self, reason: str) -> None:
         """Raise ValueError with `reason` here, and HorovodInternalError in the next backward of the other ranks.

@@ -12,13 +12,12 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.call_kinds import Kind
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group
 from ..backends.torch_interface import torch_data_parallel
@@ -26,16 +25,12 @@ from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
-from .bucket_memory import addresses_of
-from .combiner import Combiner
+from .combiner import Combiner, alive, combiners_of
 from .comm_hook import CommHook
 from .options import SyncOptions
 from .reducer import Reducer
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("GradSync", "combined_elsewhere")
-
-_alive: weakref.WeakSet[GradSync] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
@@ -56,7 +51,6 @@ class GradSync(Combiner):
         *,
         compares_late: bool = False,
         fills: bool = True,
-        hyperparameters: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """Register hooks on the parameters. Collective, as `add` is.
 
@@ -66,20 +60,23 @@ class GradSync(Combiner):
             passes: how many backward passes accumulate before gradients are combined.
             compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
             fills: whether parameters that no rank used have zeros in a step.
-            hyperparameters: returns options that should be equal on all ranks, by name. It must not refer to `owner`.
         """
-        self.kind = options.owner
+        self.kind, self.passes = options.owner, passes
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
         self._compares_late, self._fills = compares_late, fills
-        self._reducer = Reducer(options, hyperparameters)
+        self._reducer = Reducer(options, self)
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
         self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
+        self._unhooked: list[int] = []
+        """Parameters without a hook."""
         self._hooks: list[dict[int, Any]] = []
         """All hooks on the complete gradients of each parameter that has one of ours."""
-        self._arrivals = Arrivals(self._begin, self._handle_single, self._mark_ready, self._end_of_backward)
+        self._arrivals = Arrivals(
+            self._params, self._begin, self._handle_single, self._reducer.mark_ready, self._end_of_backward
+        )
         self._enabled = True
         self._counted: set[int] = set()
         """Parameters whose passes the current backward has counted."""
@@ -90,22 +87,18 @@ class GradSync(Combiner):
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
         self._number = next(_numbers)
-        self._is_released = False
         self._sends_late = False
         """Whether buckets are sent at the end of backward only, because an older GradSync may send some meanwhile.
 
         Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
         self._is_shared = False
-        """Whether other code, such as torch's DDP, moves gradients to its own memory, and combines them as well."""
+        """Whether torch's DDP has some of the parameters: it moves their gradients, and combines them as well."""
         self._checked: list[int] = []
         """The ids of the parameters in the last `check` that found nothing."""
-        self._addresses: dict[int, int | None] = {}
-        """Where gradients have arrived, until a whole backward has been seen."""
         self._newest: dict[torch.device, int] = {}
         """The gradient that has arrived last from each device. It may be sent when the next one arrives."""
-        self.set_passes(passes)
-        weakref.finalize(owner, self.release).atexit = False
         self.add(named)
+        weakref.finalize(owner, self.release).atexit = False
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add parameters. Collective over the process set: the ranks compare the layout.
@@ -113,18 +106,24 @@ class GradSync(Combiner):
         In an elastic job they compare it at the first gradients, because a process that starts later is alone when it
         makes its optimizer.
         """
-        params = [*self._params, *(TrackedParameter(name, tensor) for name, tensor in named)]
+        added = [TrackedParameter(name, tensor) for name, tensor in named]
         if not self._compares_late and not current().launch.elastic:
-            self._reducer.enter_world(params, self)
+            self._reducer.enter_world([*self._params, *added])
         # After the comparison: if it fails, training can continue with the old ones.
-        self._params = params
-        self._arrivals.set_params(params)
-        self._unhooked = [index for index, param in enumerate(params) if not param.hooks]
-        self._is_on_one_device = len({param.device for param in params}) == 1
-        self._find_overlaps()
+        for other in combiners_of([tensor for _, tensor in named]):
+            if isinstance(other, GradSync):
+                for sync in (self, other):
+                    sync._overlaps, sync._reducer.sets_early = True, False
+        alive.add(self)
+        self._unhooked += range(len(self._params), len(self._params) + len(added))
+        self._params += added
+        self._is_on_one_device = len({param.device for param in self._params}) == 1
         self.watch()
-        self._reducer.lay_out(params)
+        self._reducer.lay_out(self._params)
         self._start_over()
+
+    def params(self) -> list[torch.Tensor]:
+        return [param.tensor for param in self._params]
 
     def watch(self) -> None:
         """Register hooks on parameters whose `requires_grad` has become True."""
@@ -141,22 +140,12 @@ class GradSync(Combiner):
                 still.append(index)
         self._unhooked = still
 
-    def _find_overlaps(self) -> None:
-        """Find other GradSyncs with some of the same parameters: neither may set gradients early (`sets_early`)."""
-        own = {id(param.tensor) for param in self._params}
-        for other in _alive:
-            if other is not self and any(id(param.tensor) in own for param in other._params):
-                for sync in (self, other):
-                    sync._overlaps, sync._reducer.sets_early = True, False
-        _alive.add(self)
-
     def release(self) -> None:
         """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
-        self._is_released = True
+        super().release()
         for param in self._params:
             param.release()
         self._reducer.layout.release_memory()
-        self._arrivals.release()
 
     def forget_world(self, backend: Backend) -> None:
         """Prepare for the next world, whose ranks may not know this GradSync. Called when a world is closed."""
@@ -177,12 +166,14 @@ class GradSync(Combiner):
 
     def shadow(self) -> None:
         self._start_over()
-        if not self._reducer.is_known:
-            self._reducer.enter_world(self._params, self)
         try:
             self._reducer.reduce(empty=True)
         finally:
             self._start_over()
+
+    @property
+    def can_repeat(self) -> bool:  # type: ignore[override]
+        return self._reducer.options.can_repeat
 
     def divide_by_active(self, by_active: bool) -> None:
         self._reducer.divides_by_active = by_active
@@ -247,23 +238,25 @@ class GradSync(Combiner):
         if has_failed or index in self._arrivals.handled:
             self._restart(has_failed, completed)
         self._arrivals.add_single(index)
-        if not self._has_observed:
-            (self._addresses[index],) = addresses_of([param.tensor.grad])
         if self._can_send_early(index):
             before = self._newest.get(param.device)
             self._newest[param.device] = index
             if before is not None:
-                self._mark_ready([before])
+                self._reducer.mark_ready([before])
+
+    @property
+    def _sends_at_end(self) -> bool:
+        """Whether gradients must not be sent before the end of backward."""
+        return self._repeats or self._is_shared or self._sends_late
 
     def _can_send_early(self, index: int) -> bool:
         """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
-        is_regular = self._has_observed and not (self._repeats or self._is_shared or self._sends_late)
-        return is_regular and self._params[index].passes >= self.passes
+        return self._has_observed and not self._sends_at_end and self._params[index].passes >= self.passes
 
-    def _mark_ready(self, indices: Sequence[int]) -> None:
-        if not self._reducer.is_known:
-            self._reducer.enter_world(self._params, self)
-        self._reducer.mark_ready(indices)
+    @property
+    def _counts(self) -> bool:
+        """Whether passes are counted. If every backward combines an average, combining again does no harm: `_count`."""
+        return self.passes > 1 or not self._averages
 
     def _expect_order(self) -> None:
         """Expect the gradients of the next backward in the order of the last complete one."""
@@ -271,13 +264,10 @@ class GradSync(Combiner):
         self._sends_late = any(
             sync._number < self._number
             and sync.is_in_world
-            and not sync._is_released
             and sync._reducer.options.process_set == process_set
-            for sync in _alive
+            for sync in _syncs()
         )
-        is_regular = self._enabled and not (
-            self._counts or self._repeats or self._is_shared or self._sends_late
-        )
+        is_regular = self._enabled and not (self._counts or self._sends_at_end)
         self._arrivals.expect(self._reducer.layout.order if is_regular else None)
 
     def _count(self, param: TrackedParameter) -> None:
@@ -322,40 +312,33 @@ class GradSync(Combiner):
         """End the backward for all whose gradients it has completed, in the same order on all ranks."""
         if not self._arrivals.awaits_end() or self._arrivals.continue_outside():
             return
-        together = sorted(
-            (sync for sync in _alive if sync._arrivals.awaits_end()), key=lambda sync: sync._number
-        )
+        awaiting = (sync for sync in _syncs() if sync._arrivals.awaits_end())
+        together = sorted(awaiting, key=lambda sync: sync._number)
         for sync in together:
-            sync._find_moved()
+            sync._look_for_ddp()
         if any(sync._is_shared for sync in together) and not self._arrivals.is_last_call():
             return  # first, others complete what they combine in their memory
         for sync in together:
             sync._end()
 
-    def _find_moved(self) -> None:
-        """Set `_is_shared` if gradients have moved to other memory since they arrived, or torch's DDP has them.
-
-        In its no_sync(), DDP leaves gradients alone that it moves in other backwards.
-        """
-        if self._addresses and GradSync._looked_at < self._number:
+    def _look_for_ddp(self) -> None:
+        """Set `_is_shared` if torch's DDP has some of the parameters, until a whole backward has run."""
+        if self._has_observed:
+            return
+        if GradSync._looked_at < self._number:
             if self._sends_late:
                 gc.collect()  # the older ones may be garbage
             wrappers = [one for one in gc.get_objects() if torch_data_parallel() in type(one).__mro__]
             GradSync._in_ddp = {id(param) for wrapper in wrappers for param in wrapper.parameters()}
             GradSync._looked_at = next(_numbers)
-        if self._addresses:
-            self._is_shared |= any(id(param.tensor) in GradSync._in_ddp for param in self._params)
-        found = addresses_of([self._params[index].tensor.grad for index in self._addresses])
-        before = self._addresses.values()
-        self._is_shared |= any(new not in (old, None) for old, new in zip(before, found, strict=True))
-        self._addresses = {}
+        self._is_shared |= any(id(param.tensor) in GradSync._in_ddp for param in self._params)
 
     def _end(self) -> None:
         if self._is_shared:
             for param in self._params:
                 param.is_given = True
         if arrived := self._arrivals.take_arrived():
-            self._mark_ready(arrived)
+            self._reducer.mark_ready(arrived)
         arrived = list(self._arrivals.arrived)
         # On several devices there are several threads, and the order differs from backward to backward.
         has_one_task = self._arrivals.has_one_task
@@ -442,8 +425,6 @@ class GradSync(Combiner):
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
-        # If every backward combines an average, no pass is counted: combining again does no harm, see `_count`.
-        self._counts = passes > 1 or not self._averages
         self._arrivals.take_arrived()
         self._expect_order()
 
@@ -452,7 +433,7 @@ class GradSync(Combiner):
         return self._reducer.options.comm_hook
 
     def register_comm_hook(self, hook: CommHook) -> None:
-        self._reducer.register_comm_hook(hook, self._params, self)
+        self._reducer.register_comm_hook(hook)
         self._expect_order()  # the layout has changed
 
     def _has_hooks(self) -> bool:
@@ -467,8 +448,6 @@ class GradSync(Combiner):
         """Combine the gradients now. Collective. Raises as Reducer.reduce does."""
         self._arrivals.take_arrived()
         try:
-            if not self._reducer.is_known:
-                self._reducer.enter_world(self._params, self)
             self._reducer.reduce()
         finally:
             self._start_over()
@@ -483,29 +462,5 @@ class GradSync(Combiner):
             self.after_combining()
 
 
-def combined_elsewhere(params: Sequence[torch.Tensor], kind: Kind) -> Kind | None:
-    """Return the kind of a wrapper that combines the gradients of some of `params`, but is not of `kind`."""
-    found = _first(params, lambda sync: sync.kind is not kind)
-    return None if found is None else found.kind
-
-
-def combined_twice(params: Sequence[torch.Tensor], options: SyncOptions) -> str | None:
-    """Return the name of one of `params` that another GradSync combines, too, if its gradient would then be wrong."""
-    found = _first(params, lambda sync: not (options.can_repeat and sync._reducer.options.can_repeat))
-    own = {id(param) for param in params}
-    return None if found is None else next(param.name for param in found._params if id(param.tensor) in own)
-
-
-def _first(params: Sequence[torch.Tensor], is_meant: Callable[[GradSync], bool]) -> GradSync | None:
-    """Return a GradSync with some of `params` that `is_meant`."""
-    own = {id(param) for param in params}
-
-    def found() -> GradSync | None:
-        for sync in _alive:
-            if is_meant(sync) and any(id(param.tensor) in own for param in sync._params):
-                return sync
-        return None
-
-    if found() is not None:
-        gc.collect()  # its owner may be garbage
-    return found()
+def _syncs() -> Iterator[GradSync]:
+    return (one for one in alive if isinstance(one, GradSync) and not one.is_released)

@@ -12,8 +12,6 @@ from .bucket_memory import DENSE, NEW, SPARSE, Bucket, BucketMemory, Contributio
 from .options import SyncOptions
 from .tracked_parameter import TrackedParameter
 
-__all__ = ("ArrivalOrder", "Layout", "keep_freed_memory")
-
 # The order in which backward completes gradients, and which buckets are complete.
 #
 # Most backwards complete the gradients in the same order. Once it is known, a hook only needs to look at the arrived
@@ -126,13 +124,11 @@ class Layout:
     ) -> None:
         """sparse: parameters (by index) that have had a sparse gradient on some rank."""
         self.params = params
-        self.sparse = sparse
         self.buckets = lay_out(
-            [param.like for param in params],
+            params,
             sparse,
             options.groups,
             options.bucket_cap_mb,
-            devices=[param.device for param in params],
             small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
         )
         self.members = [[params[slot.param] for slot in bucket.slots] for bucket in self.buckets]
@@ -158,18 +154,8 @@ class Layout:
 
     def fits(self, place: int, grads: Sequence[torch.Tensor | None]) -> bool:
         """Return whether all gradients of the bucket at `place` have the expected shape, dtype and device."""
-        is_on_cpu = self.buckets[place].device.type == "cpu"  # to compare devices takes three times as long
-        return all(
-            [
-                grad is None
-                or (
-                    grad.dtype is param.dtype
-                    and grad.shape == param.shape
-                    and (grad.is_cpu if is_on_cpu else grad.device == param.device)
-                )
-                for grad, param in zip(grads, self.members[place], strict=True)
-            ]
-        )
+        pairs = zip(grads, self.members[place], strict=True)
+        return all([grad is None or param.fits(grad) for grad, param in pairs])
 
     def memory_of(
         self,

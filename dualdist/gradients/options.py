@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
 from .comm_hook import CommHook
 from .tracked_parameter import TrackedParameter
-
-__all__ = ("SyncOptions",)
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class SyncOptions:
     """The name of the optimizer's class; None if the wrapper has none."""
     owner: Kind = call_kinds.OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
+    hyperparameters: Callable[[], Mapping[str, object]] = dict
+    """Returns numbers of the optimizer that should be equal on all ranks, by name. It must not keep the owner alive."""
 
     @property
     def can_repeat(self) -> bool:

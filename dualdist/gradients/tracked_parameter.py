@@ -7,7 +7,10 @@ import weakref
 import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ("TrackedParameter",)
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class TrackedParameter:
@@ -35,12 +38,18 @@ class TrackedParameter:
         self.shape, self.device = tensor.shape, tensor.device
         self.dtype: torch.dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
         """Of the gradient. Newer releases of torch allow another one than the parameter's."""
+        self._is_on_cpu = self.device.type == "cpu"
         dtype = torch.uint8 if tensor.is_quantized else self.dtype  # those have no gradient
-        self.like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+        self.like = as_real(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta"))
+        """A gradient without memory, with complex numbers as pairs."""
 
     def fits(self, grad: torch.Tensor) -> bool:
         """Return whether a gradient has the expected shape, dtype and device."""
-        return grad.dtype is self.dtype and grad.shape == self.shape and grad.device == self.device
+        if grad.dtype is not self.dtype or grad.shape != self.shape:
+            return False
+        return (
+            grad.is_cpu if self._is_on_cpu else grad.device == self.device
+        )  # `is_cpu` takes a third of the time
 
     def moved(self) -> str:
         """Return how shape, dtype or device differ from the expected ones; '' when they do not."""

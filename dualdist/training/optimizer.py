@@ -24,10 +24,10 @@ from ..checks import flag, instance, integer, is_dtensor, items, mapping, number
 from ..collectives.compression import Compression, Compressor, checked_compression
 from ..collectives.reduction import Reduction
 from ..compiling import not_compiled
-from ..gradients.adasum_step import AdasumStep, are_steps_combined
-from ..gradients.combiner import Combiner, NullCombiner
+from ..gradients.adasum_step import AdasumStep
+from ..gradients.combiner import Combiner, NullCombiner, combiners_of
 from ..gradients.comm_hook import checked_comm_hook
-from ..gradients.grad_sync import GradSync, combined_elsewhere, combined_twice
+from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
@@ -77,20 +77,21 @@ def check_model(params: Sequence[torch.Tensor]) -> None:
             "`optimizer` must have plain parameters, but has those of a FullyShardedDataParallel, of which each rank "
             "has another part. Use it without a wrapper: the model exchanges gradients itself."
         )
-    other = combined_elsewhere(params, call_kinds.OPTIMIZER)
-    if other is not None:
+    if any(other.kind is call_kinds.DATA_PARALLEL for other in combiners_of(params)):
         raise TypeError(
-            f"`optimizer` must not have parameters of a {other}, but does. Use either style, not both for one model."
+            f"`optimizer` must not have parameters of a {call_kinds.DATA_PARALLEL}, but does. Use either style, not "
+            "both for one model."
         )
     check_sync_batch_norms(layers_with(params))
 
 
-def check_overlap(params: Sequence[torch.Tensor], options: SyncOptions) -> None:
-    """Raise ValueError if another optimizer combines gradients of `params`, too, and that would change them again."""
-    name = combined_twice(params, options)
-    if name is None and are_steps_combined(params):
-        name = "one of them"
-    if name is not None:
+def check_overlap(named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions) -> None:
+    """Raise ValueError if another optimizer combines some of these gradients, too, and that would change them again."""
+    for other in combiners_of([param for _, param in named]):
+        if options.can_repeat and other.can_repeat:
+            continue
+        own = set(map(id, other.params()))
+        name = next(name for name, param in named if id(param) in own)
         raise ValueError(
             f"`optimizer` must not have parameters of another DistributedOptimizer unless both average, but has "
             f"{name!r}, whose gradient would be combined twice. Delete the other one, or use op=Average without a hook."
@@ -317,7 +318,7 @@ def DistributedOptimizer(
             comm_hook=hook,
             optimizer=type(optimizer).__name__,
         )
-        check_overlap([param for _, param in named], options)
+        check_overlap(named, options)
     remember_call_site()
     return _distributed(optimizer, named, options, passes)
 
@@ -337,15 +338,9 @@ def _distributed(
     elif options.process_set.included():
         # It takes no dense gradients.
         fills = not isinstance(optimizer, torch.optim.SparseAdam)
-        combiner = GradSync(
-            named,
-            options,
-            optimizer,
-            passes,
-            compares_late=compares_late,
-            fills=fills,
-            hyperparameters=functools.partial(_hyperparameters, weakref.ref(optimizer)),
-        )
+        hyperparameters = functools.partial(_hyperparameters, weakref.ref(optimizer))
+        with_them = dataclasses.replace(options, hyperparameters=hyperparameters)
+        combiner = GradSync(named, with_them, optimizer, passes, compares_late=compares_late, fills=fills)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
     synchronized = cast("SynchronizedOptimizer", optimizer)

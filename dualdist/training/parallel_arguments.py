@@ -16,8 +16,7 @@ from ..backends.torch_interface import torch_data_parallel, warns_of_broadcast_b
 from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.compression import Compression, Compressor
 from ..compiling import not_compiled
-from ..gradients.adasum_step import are_steps_combined
-from ..gradients.grad_sync import combined_elsewhere
+from ..gradients.combiner import combiners_of
 from .sync_batch_norm import check_sync_batch_norms, checked_device
 
 # DistributedDataParallel(mixed_precision=), as in torch: forward computes with casts of the parameters.
@@ -157,13 +156,10 @@ def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.P
         raise RuntimeError(
             "`module` must have a parameter that requires a gradient, but has none. Use it without a wrapper."
         )
-    params = [param for _, param in named]
-    other = combined_elsewhere(params, call_kinds.DATA_PARALLEL)
-    if are_steps_combined(params):
-        other = call_kinds.OPTIMIZER
-    if other is not None:
+    if any(other.kind is call_kinds.OPTIMIZER for other in combiners_of([param for _, param in named])):
         raise TypeError(
-            f"`module` must not have parameters of a {other}, but does. Use either style, not both for one model."
+            f"`module` must not have parameters of a {call_kinds.OPTIMIZER}, but does. Use either style, not both for "
+            "one model."
         )
     check_sync_batch_norms(module.modules())
     return named

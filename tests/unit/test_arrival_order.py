@@ -6,11 +6,13 @@ import torch
 
 from dualdist.gradients.bucket_memory import lay_out
 from dualdist.gradients.layout import ArrivalOrder
+from dualdist.gradients.tracked_parameter import TrackedParameter
 
 
-def order_of(groups: list[list[int]]) -> ArrivalOrder:
-    """Return the order of four parameters; the last group is the first bucket."""
-    return ArrivalOrder(lay_out([torch.empty(1, device="meta") for _ in range(4)], set(), groups))
+def order_of(groups: list[list[int]], length: int = 1) -> ArrivalOrder:
+    """Return the order of four parameters of a length; the last group is the first bucket."""
+    params = [TrackedParameter("", torch.empty(length, device="cpu")) for _ in range(4)]
+    return ArrivalOrder(lay_out(params, set(), groups))
 
 
 def test_a_bucket_is_complete_when_all_its_gradients_have_arrived() -> None:
@@ -39,8 +41,7 @@ def test_only_an_order_of_all_gradients_is_learned() -> None:
 
 
 def test_large_gradients_move_while_their_bucket_is_incomplete() -> None:
-    half = 1 << 17  # of 1 MB
-    order = ArrivalOrder(lay_out([torch.empty(half) for _ in range(4)], set(), [[0, 1, 2], [3]]))
+    order = order_of([[0, 1, 2], [3]], length=1 << 17)  # half of 1 MiB
     order.mark([3, 2])
     assert order.take_waiting(1) == {1: [2]}
     order.mark([1])

@@ -7,19 +7,26 @@ import math
 import pytest
 import torch
 
+from dualdist.gradients import bucket_memory
 from dualdist.gradients.bucket_memory import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     LAST_BUCKET_BYTES,
+    Bucket,
     BucketMemory,
-    as_real,
-    lay_out,
 )
-from dualdist.gradients.tracked_parameter import TrackedParameter
+from dualdist.gradients.tracked_parameter import TrackedParameter, as_real
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+def lay_out(
+    tensors: list[torch.Tensor], sparse: set[int], groups: list[list[int]] | None, **options: bool
+) -> list[Bucket]:
+    tracked = [TrackedParameter(str(number), tensor) for number, tensor in enumerate(tensors)]
+    return bucket_memory.lay_out(tracked, sparse, groups, **options)
 
 
 def members(tensors: list[torch.Tensor], groups: list[list[int]] | None = None) -> list[list[int]]:

@@ -34,7 +34,9 @@ class Ranks:
 def hook_work(hook: Any, ranks: Ranks) -> tuple[HookWork, torch.futures.Future[torch.Tensor]]:
     """Return the started work of a bucket with two elements, and the future that its hook has returned."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    work = HookWork(CommHook(hook, future), GradBucket(3, torch.zeros(2), (), (), True), cast(Any, ranks), "step 7")
+    work = HookWork(
+        CommHook(hook, future), GradBucket(3, torch.zeros(2), (), (), True), cast(Any, ranks), "step 7"
+    )
     work.start()
     return work, future
 
