@@ -86,6 +86,7 @@ class Arrivals:
 
     def expect(self, order: ArrivalOrder | None) -> None:
         """Start over, and expect the gradients of the next backward in `order`; None: handle them one by one."""
+        self.take_arrived()
         self.arrived.clear()
         self._num_handled, self._task = 0, None
         self._expected, self._stops = (order.expected, order.stops) if order is not None else ((), ())

@@ -365,14 +365,9 @@ class BucketMemory:
         A gradient that the script may know stays. Sparse ones stay, too, because a search for the numbers that are not
         zero writes beyond its result if these change meanwhile (nonzero_out_cpu in torch).
         """
-        if kinds == self._all_dense and all(self._is_replaced):
-            for tensor, view in zip(self._tensors, self._gradients, strict=True):
-                tensor.grad = view.data
-            return
-        for tensor, view, kind, is_replaced in zip(
-            self._tensors, self._gradients, kinds, self._is_replaced, strict=True
-        ):
-            if kind == DENSE | NEW and is_replaced and not tensor.grad.is_sparse:  # type: ignore[union-attr]
+        places = zip(self._tensors, self._gradients, kinds, self._is_replaced, strict=True)
+        for tensor, view, kind, is_replaced in places:
+            if kind == DENSE | NEW and is_replaced:
                 tensor.grad = view.data
 
     @torch.no_grad()

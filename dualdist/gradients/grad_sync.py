@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -31,16 +30,11 @@ from .options import SyncOptions
 from .reducer import Reducer
 from .tracked_parameter import TrackedParameter
 
-_numbers = itertools.count()
-
 
 class GradSync(Combiner):
     """Combines the gradients of some parameters over a process set, in every backward that completes them."""
 
-    _looked_at: ClassVar[int] = -1
-    """The value of `_numbers` when `_in_ddp` was set; a GradSync with a higher number was made after that."""
-    _in_ddp: ClassVar[set[int]] = set()
-    """The ids of the parameters of all modules of torch's DistributedDataParallel."""
+    _num_made: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -86,7 +80,7 @@ class GradSync(Combiner):
         """Whether one whole backward has run. Until then nothing is sent early: a gradient may be completed twice."""
         self._overlaps = False
         """Whether another GradSync combines some of the same gradients."""
-        self._number = next(_numbers)
+        self._number = GradSync._num_made = GradSync._num_made + 1
         self._sends_late = False
         """Whether buckets are sent at the end of backward only, because an older GradSync may send some meanwhile.
 
@@ -117,7 +111,6 @@ class GradSync(Combiner):
         alive.add(self)
         self._unhooked += range(len(self._params), len(self._params) + len(added))
         self._params += added
-        self._is_on_one_device = len({param.device for param in self._params}) == 1
         self.watch()
         self._reducer.lay_out(self._params)
         self._start_over()
@@ -183,10 +176,9 @@ class GradSync(Combiner):
 
     def _start_over(self) -> None:
         self._newest.clear()
-        self._arrivals.take_arrived()
-        self._arrivals.forget()
         self._reducer.start_over()
         self._expect_order()
+        self._arrivals.forget()
 
     def _begin(self, first: int) -> None:
         """Note which parameters have a gradient before this backward. That at `first` is the first to have a new one.
@@ -282,7 +274,8 @@ class GradSync(Combiner):
         param.repeats = False
         raise AssertionError(
             f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
-            "holds a combined gradient already. Increase backward_passes_per_step to accumulate gradients locally."
+            "holds a gradient already that is combined, or was set since. Increase backward_passes_per_step to "
+            "accumulate gradients locally."
         )
 
     def _restart(self, has_failed: bool, completed: Sequence[int]) -> None:
@@ -315,23 +308,13 @@ class GradSync(Combiner):
         awaiting = (sync for sync in _syncs() if sync._arrivals.awaits_end())
         together = sorted(awaiting, key=lambda sync: sync._number)
         for sync in together:
-            sync._look_for_ddp()
+            if not sync._has_observed:
+                in_ddp = _ids_in_ddp(GradSync._num_made)
+                sync._is_shared |= any(id(param.tensor) in in_ddp for param in sync._params)
         if any(sync._is_shared for sync in together) and not self._arrivals.is_last_call():
             return  # first, others complete what they combine in their memory
         for sync in together:
             sync._end()
-
-    def _look_for_ddp(self) -> None:
-        """Set `_is_shared` if torch's DDP has some of the parameters, until a whole backward has run."""
-        if self._has_observed:
-            return
-        if GradSync._looked_at < self._number:
-            if self._sends_late:
-                gc.collect()  # the older ones may be garbage
-            wrappers = [one for one in gc.get_objects() if torch_data_parallel() in type(one).__mro__]
-            GradSync._in_ddp = {id(param) for wrapper in wrappers for param in wrapper.parameters()}
-            GradSync._looked_at = next(_numbers)
-        self._is_shared |= any(id(param.tensor) in GradSync._in_ddp for param in self._params)
 
     def _end(self) -> None:
         if self._is_shared:
@@ -339,10 +322,7 @@ class GradSync(Combiner):
                 param.is_given = True
         if arrived := self._arrivals.take_arrived():
             self._reducer.mark_ready(arrived)
-        arrived = list(self._arrivals.arrived)
-        # On several devices there are several threads, and the order differs from backward to backward.
-        has_one_task = self._arrivals.has_one_task
-        can_learn = has_one_task and self._is_on_one_device and not self._counts
+        arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
         if any(self._params[index].passes >= self.passes for index in self._arrivals.handled):
             grads = [self._params[index].tensor.grad for index in self._arrivals.handled]
             if self._has_hooks() and all([grad is None for grad in grads]):
@@ -353,8 +333,11 @@ class GradSync(Combiner):
                 )
             self._combine()
             self._has_observed |= has_one_task
-            if can_learn and arrived != self._reducer.layout.order.expected:
-                self._reducer.layout.order.learn(arrived)
+            layout = self._reducer.layout
+            # On several devices there are several threads, and the order differs from backward to backward.
+            can_learn = has_one_task and layout.is_on_one_device and not self._counts
+            if can_learn and arrived != layout.order.expected:
+                layout.order.learn(arrived)
                 self._expect_order()
         self._counted.clear()
         self._arrivals.forget()
@@ -375,7 +358,6 @@ class GradSync(Combiner):
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
         self._enabled = enabled
-        self._arrivals.take_arrived()
         self._expect_order()
 
     def synchronize(self) -> None:
@@ -425,7 +407,6 @@ class GradSync(Combiner):
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
-        self._arrivals.take_arrived()
         self._expect_order()
 
     @property
@@ -441,7 +422,7 @@ class GradSync(Combiner):
         return any([len(hooks) > 1 for hooks in self._hooks])
 
     def refuse(self, reason: str) -> None:
-        self._reducer.report_change(reason)
+        self._reducer.changes.append(reason)
         self._combine()
 
     def _combine(self) -> None:
@@ -453,13 +434,20 @@ class GradSync(Combiner):
             self._start_over()
             self._counted.clear()
         # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
-        self._reducer.sets_early = not (
-            self._repeats or self._overlaps or self._is_shared or self._has_hooks()
-        )
+        is_alone = not (self._repeats or self._overlaps or self._is_shared)
+        self._reducer.sets_early = is_alone and not self._has_hooks()
         for param in self._params:
             param.passes, param.is_given = 0, True
         if self.after_combining is not None:
             self.after_combining()
+
+
+@functools.lru_cache(maxsize=1)
+def _ids_in_ddp(num_made: int) -> set[int]:
+    """Return the ids of the parameters of all modules of torch's DDP. num_made: of GradSyncs, since the last look."""
+    gc.collect()  # an older GradSync may be garbage, for which others send late
+    wrappers = [one for one in gc.get_objects() if torch_data_parallel() in type(one).__mro__]
+    return {id(param) for wrapper in wrappers for param in wrapper.parameters()}
 
 
 def _syncs() -> Iterator[GradSync]:

@@ -131,6 +131,7 @@ class Layout:
             options.bucket_cap_mb,
             small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
         )
+        self.is_on_one_device = len({bucket.device for bucket in self.buckets}) == 1
         self.members = [[params[slot.param] for slot in bucket.slots] for bucket in self.buckets]
         """The parameters of each bucket."""
         self.order = ArrivalOrder(self.buckets)

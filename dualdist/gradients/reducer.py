@@ -142,8 +142,8 @@ class Reducer:
         """Those of this backward, in order."""
         self._kinds: list[bytes] = []
         """For each bucket that was sent, the kinds that this rank contributes, see Contributions."""
-        self._changes: list[str] = []
-        """Descriptions of the parameters that were moved or replaced."""
+        self.changes: list[str] = []
+        """Descriptions of the parameters that were moved or replaced. `reduce` raises on all ranks if there are any."""
 
     # Sending
 
@@ -257,13 +257,13 @@ class Reducer:
         """
         param = self.layout.params[index]
         if change := param.moved():
-            self._changes.append(change)
+            self.changes.append(change)
             return None
         grad = param.tensor.grad
         if grad is None or (self.options.reduction.op != Average and self.is_reduced(index)):
             return None
         if not param.fits(grad):
-            self._changes.append(
+            self.changes.append(
                 f"the gradient of {param.name!r} is {tuple(grad.shape)}, {grad.dtype} on {grad.device} instead of "
                 f"{tuple(param.shape)}, {param.dtype} on {param.device}"
             )
@@ -320,7 +320,7 @@ class Reducer:
         if not self.is_known:
             self.enter_world(self.layout.params)
         self._send_rest(empty=empty)
-        channel, call, changes = self._channel, self._announcement(), self._changes
+        channel, call, changes = self._channel, self._announcement(), self.changes
         for sent in self._sent:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
@@ -358,7 +358,7 @@ class Reducer:
         """
         arguments = (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id))
         count = 2 * self._channel.gradients_sent + self.layout.contributions.changed(self._kinds)
-        return Call(call_kinds.GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self._changes))
+        return Call(call_kinds.GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self.changes))
 
     def _settle(self, kinds: Sequence[bytes] | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters have changed; if there are none, bring the contributions up to date.
@@ -378,10 +378,6 @@ class Reducer:
         if not wrong and self.layout.contributions.must_exchange(any_changed, bool(verdict.joined)):
             self.layout.contributions.exchange(group, kinds)
         return wrong
-
-    def report_change(self, change: str) -> None:
-        """Make the next `reduce` raise on all ranks. `change` says in words which parameter was replaced."""
-        self._changes.append(change)
 
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
         """Take part in a `reduce` of the other ranks with zeros.

@@ -55,11 +55,11 @@ class TrackedParameter:
         """Return how shape, dtype or device differ from the expected ones; '' when they do not."""
         tensor = self.tensor
         dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
-        if dtype is self.dtype and tensor.device == self.device and tensor.shape == self.shape:
-            return ""
         if tensor.shape != self.shape:
             return f"{self.name!r} changed its shape from {tuple(self.shape)} to {tuple(tensor.shape)}"
-        return f"{self.name!r} changed from {self.dtype} on {self.device} to {dtype} on {tensor.device}"
+        if dtype is not self.dtype or tensor.device != self.device:
+            return f"{self.name!r} changed from {self.dtype} on {self.device} to {dtype} on {tensor.device}"
+        return ""
 
     def release(self) -> None:
         """Remove the hook, and replace the parameter by a tensor of the same shape without memory."""
