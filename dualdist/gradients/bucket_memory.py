@@ -187,23 +187,22 @@ class Contributions:
         self.combined = list(expected)
         """For each bucket, the kinds that the ranks contribute."""
 
-    def changed(self, kinds: Sequence[bytes]) -> bool:
-        """Return whether this rank contributes other kinds than at the last exchange. kinds: of each bucket."""
-        return b"".join(kinds) != self._announced
+    def changed(self, kinds: bytes) -> bool:
+        """Return whether this rank contributes other kinds than at the last exchange."""
+        return kinds != self._announced
 
     def must_exchange(self, any_changed: bool, any_joined: bool) -> bool:
         """Return whether the members must exchange their kinds; the same on all members for equal arguments."""
         return any_changed or (any_joined and not self._is_complete)
 
-    def exchange(self, group: Group, kinds: Sequence[bytes] | None) -> None:
-        """Combine the kinds of all members. Collective over `group`. kinds: of each bucket; None: it has joined."""
+    def exchange(self, group: Group, kinds: bytes | None) -> None:
+        """Combine the kinds of all members. Collective over `group`. kinds: of this rank; None: it has joined."""
         count = len(self._expected)
-        own = bytes(count) if kinds is None else b"".join(kinds)
+        own = bytes(count) if kinds is None else kinds
         is_incomplete = kinds is not None and own != self._expected
         flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW) for kind in own]
-        sent = torch.tensor(
-            [*flags, is_incomplete], dtype=torch.int32
-        )  # on the CPU, whatever the gradients' device
+        # On the CPU, whatever the device of the gradients.
+        sent = torch.tensor([*flags, is_incomplete], dtype=torch.int32)
         group.allreduce_(sent, Max).wait()
         *received, any_incomplete = sent.tolist()
         parts = zip(received[:count], received[count : 2 * count], received[2 * count :], strict=True)
@@ -212,7 +211,7 @@ class Contributions:
             for dense, sparse, new in parts
         )
         self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
-        self._announced = None if kinds is None else own
+        self._announced = kinds
         self._is_complete = not any_incomplete
 
 
@@ -298,19 +297,16 @@ class BucketMemory:
 
         Only those that backward has made, of the expected shape, dtype and device.
         """
-        places = [self._places[index] for index in indices if not self.params[self._places[index]].is_given]
-        grads = [self._tensors[place].grad for place in places]
-        moving = [
-            (place, grad)
-            for place, grad in zip(places, grads, strict=True)
-            if grad is not None and not grad.is_sparse and self.params[place].fits(grad)
-        ]
+        moving: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
+        for place in (self._places[index] for index in indices):
+            param, tensor = self.params[place], self._tensors[place]
+            grad = tensor.grad
+            if grad is not None and not (param.is_given or grad.is_sparse) and param.fits(grad):
+                moving.append((tensor, grad, self._gradients[place]))
         if moving:
-            torch._foreach_copy_(
-                [self._gradients[place] for place, _ in moving], [grad for _, grad in moving]
-            )
-        for place, _ in moving:
-            self._tensors[place].grad = self._gradients[place].data
+            torch._foreach_copy_([view for _, _, view in moving], [grad for _, grad, _ in moving])
+        for tensor, _, view in moving:
+            tensor.grad = view.data
 
     @torch.no_grad()
     def pack(

@@ -199,18 +199,24 @@ class GradSync(Combiner):
         self._params[first].is_given = grad is not None and grad._version > 0
 
     def _before_gradient(self, index: int, _: torch.Tensor) -> None:
-        """Note whether backward is going to add to a gradient that was combined."""
+        """Raise AssertionError if backward is going to add to a gradient that was combined, unless the op is Average.
+
+        To combine that gradient again would give a wrong result.
+        """
         param = self._params[index]
         grad = param.tensor.grad
-        param.repeats = (
-            grad is not None
-            and self._reducer.is_reduced(index)
-            and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
-        )
+        if grad is None or not self._reducer.is_reduced(index):
+            return
+        if (grad.coalesce().values() if grad.is_sparse else grad).any():
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(): "
+                f"{param.name!r} holds a gradient already that is combined, or was set since. Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
 
     def _handle_single(self, index: int) -> None:
         param, has_failed = self._params[index], self._arrivals.has_failed
-        # Before `_count`, after which the gradients of this backward, too, decide what is complete.
+        # Before this pass is counted, after which the gradients of this backward, too, decide what is complete.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
             if has_failed:
@@ -218,7 +224,9 @@ class GradSync(Combiner):
                     self._params[other].passes -= 1
                 self._counted.clear()
             if index not in self._counted:
-                self._count(param)
+                param.passes += (
+                    1  # as Horovod counts them, whatever the script does to the gradient in between
+                )
             if not self.enabled:
                 if has_failed:
                     self._restart(has_failed, completed)
@@ -247,7 +255,7 @@ class GradSync(Combiner):
 
     @property
     def _counts(self) -> bool:
-        """Whether passes are counted. If every backward combines an average, combining again does no harm: `_count`."""
+        """Whether passes are counted. If every backward combines an average, combining again does no harm."""
         return self.passes > 1 or not self._averages
 
     def _expect_order(self) -> None:
@@ -261,22 +269,6 @@ class GradSync(Combiner):
         )
         is_regular = self._enabled and not (self._counts or self._sends_at_end)
         self._arrivals.expect(self._reducer.layout.order if is_regular else None)
-
-    def _count(self, param: TrackedParameter) -> None:
-        """Count one more backward pass, as Horovod counts them: whatever the script does to the gradient in between.
-
-        Raises AssertionError when it added to a gradient that was combined before, unless the op is Average: combining
-        that gradient again would give a wrong result.
-        """
-        param.passes += 1
-        if not param.repeats:
-            return
-        param.repeats = False
-        raise AssertionError(
-            f"Gradients were computed more than backward_passes_per_step times before call to step(): {param.name!r} "
-            "holds a gradient already that is combined, or was set since. Increase backward_passes_per_step to "
-            "accumulate gradients locally."
-        )
 
     def _restart(self, has_failed: bool, completed: Sequence[int]) -> None:
         """Start over, because gradients were sent in a backward that has not ended.

@@ -171,14 +171,12 @@ class Layout:
         It is that of the last backward, unless the script needs what is there (BucketMemory.can_take).
 
         Args:
-            grads: what is sent in it now. If given, the memory is checked again, because a hook may have kept a
-                gradient that has moved there.
+            grads: what is sent in it now; None: the gradients that there are. The memory is checked each time,
+                because a hook may have kept a gradient that has moved there.
             is_new: as for BucketMemory.can_take.
             in_place: whether gradients that are there may be sent from there.
         """
         known = self._current.get(place) or self._last.pop(place, None)
-        if place in self._current and grads is None:
-            return self._current[place]
         members = self.members[place]
         if grads is None:
             grads = [param.tensor.grad for param in members]

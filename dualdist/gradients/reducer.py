@@ -48,6 +48,7 @@ _DATA_FIRST_SECONDS = 0.05
 class SentBucket:
     """A bucket that was sent: an allreduce sums it, or a communication hook of the user combines it."""
 
+    memory: BucketMemory
     work: Work
     """Ends when its data has been combined."""
     combined: Callable[[float], torch.Tensor | None]
@@ -140,8 +141,8 @@ class Reducer:
         self.layout.start_over()
         self._sent: list[SentBucket] = []
         """Those of this backward, in order."""
-        self._kinds: list[bytes] = []
-        """For each bucket that was sent, the kinds that this rank contributes, see Contributions."""
+        self._kinds = b""
+        """The kinds that this rank contributes to the buckets that were sent, see Contributions."""
         self.changes: list[str] = []
         """Descriptions of the parameters that were moved or replaced. `reduce` raises on all ranks if there are any."""
 
@@ -179,7 +180,7 @@ class Reducer:
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         factor = 1 / group.size if options.divides_first(memory.flat.dtype, group) else 1.0
         kinds = memory.pack(grads, is_new, factor)
-        self._kinds.append(kinds)
+        self._kinds += kinds
         self._buckets_sent += 1
         self._count_sent(place)
         send = self._allreduce if options.comm_hook is None else self._call_hook
@@ -213,7 +214,7 @@ class Reducer:
                 return wire
             return options.compression.decompress(wire.to(flat.device, dtype), context)
 
-        return SentBucket(work, combined)
+        return SentBucket(memory, work, combined)
 
     def _call_hook(self, place: int, memory: BucketMemory) -> SentBucket:
         """Have the communication hook called for a bucket."""
@@ -223,7 +224,7 @@ class Reducer:
         grad_bucket = GradBucket(place, memory.flat, bucket.slots, memory.params, is_last)
         work = HookWork(hook, grad_bucket, self._channel, f"{self._id}.{self._buckets_sent - place}")
         self._hooks.submit(work)
-        return SentBucket(self._recorded(place, memory, work), lambda factor: work.result, work)
+        return SentBucket(memory, self._recorded(place, memory, work), lambda factor: work.result, work)
 
     @property
     def _can_set_early(self) -> bool:
@@ -289,9 +290,8 @@ class Reducer:
             for sent in self._sent:
                 sent.work.wait()
 
-        memories = [self.layout.memory_of(place) for place in range(len(self._sent))]
         overwritten = next(
-            (param.name for memory in memories for param in memory.params if memory.holds(param)), None
+            (p.name for sent in self._sent for p in sent.memory.params if sent.memory.holds(p)), None
         )
         if self.options.comm_hook is None:
             self._channel.receive(self._announcement(), wait)
@@ -360,11 +360,11 @@ class Reducer:
         count = 2 * self._channel.gradients_sent + self.layout.contributions.changed(self._kinds)
         return Call(call_kinds.GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self.changes))
 
-    def _settle(self, kinds: Sequence[bytes] | None, group: Group, verdict: Verdict) -> list[int]:
+    def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters have changed; if there are none, bring the contributions up to date.
 
-        Collective, after the agreement on an announcement. kinds: what this rank contributes to each bucket; None on a
-        rank that has joined. Raises HorovodInternalError if the ranks are out of step.
+        Collective, after the agreement on an announcement. kinds: what this rank contributes; None on a rank that has
+        joined. Raises HorovodInternalError if the ranks are out of step.
         """
         active = [place for place in range(group.size) if place not in verdict.joined]
         if len({verdict.counts[place] >> 1 for place in active}) > 1:
@@ -409,7 +409,7 @@ class Reducer:
         error: Exception | None = None
         for place, sent in enumerate(self._sent):
             sent.work.wait()
-            memory, kinds = self.layout.memory_of(place), self.layout.contributions.combined[place]
+            memory, kinds = sent.memory, self.layout.contributions.combined[place]
             if keep:
                 divides = op == Average and not self.options.divides_first(memory.flat.dtype, group)
                 factor = self.options.reduction.postscale_factor / (group.size if divides else 1)

@@ -25,8 +25,6 @@ class TrackedParameter:
         self.passes = 0
         self.is_given = True
         """Whether `.grad` may be memory that the script knows: it was set before the current backward."""
-        self.repeats = False
-        """Whether the current backward adds to a combined gradient, where combining it again would be wrong."""
         self.hooks: list[RemovableHandle] = []
         self._unswappable = weakref.ref(tensor)
         """torch.utils.swap_tensors would take the hook away. It raises for a tensor with a weak reference."""
