@@ -312,7 +312,7 @@ class BucketMemory:
     def pack(
         self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, factor: float
     ) -> bytes:
-        """Write what this rank sends; return the kind of contribution to each gradient, see contributions.py.
+        """Write what this rank sends; return the kind of contribution to each gradient, see Contributions.
 
         Args:
             grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. `can_take` has
@@ -382,11 +382,9 @@ class BucketMemory:
             if kind != DENSE | NEW or place in there:
                 continue
             grad = grads[place]
-            if grad is None:
-                tensor.grad = view.data
-            elif grad.is_sparse:  # sparse_as_dense
+            if grad is not None and grad.is_sparse:  # sparse_as_dense
                 tensor.grad = view.to_sparse(grad.sparse_dim())
-            elif self._is_replaced[place]:
+            elif grad is None or self._is_replaced[place]:
                 tensor.grad = view.data
             else:
                 written.append((grad, view))

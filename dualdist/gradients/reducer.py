@@ -33,12 +33,12 @@ from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Min, Sum
 from ..world.context import current
-from ..world.process_sets import ProcessSet, channel_of
+from ..world.process_sets import channel_of
 from .bucket_memory import SPARSE, BucketMemory
 from .comm_hook import CommHook, GradBucket, HookQueue, HookWork
 from .layout import Layout
 from .options import SyncOptions
-from .tracked_parameter import TrackedParameter
+from .tracked_parameter import TrackedParameter, as_real
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
@@ -456,7 +456,7 @@ class Reducer:
 # Warns once when ranks start from different parameters or options, which no exchange of gradients makes equal.
 #
 # Without broadcast_parameters(), or with another learning rate on one rank, each rank trains a model of its own, and
-# losses look normal. The ranks compare one digest when they first combine gradients, and more only if it differs.
+# losses look normal. The ranks compare checksums when they first combine gradients.
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 5
@@ -467,21 +467,15 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
 
     The host waits for the device of the parameters. number: of the reducer.
     """
-    process_set = options.process_set
     # Their names are equal on all ranks, because the class of the optimizer is.
-    numbers = options.hyperparameters()
+    numbers, process_set = options.hyperparameters(), options.process_set
     names = [*(repr(param.name) for param in params), *numbers]
     values = torch.cat([_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()])])
-    digest = torch.tensor([_hash(repr((names, values.tolist())))])
-    name = f"dualdist.start.{number}"
-    if not _differs(digest, name, process_set).any():
-        return
-    wrong = [
-        name
-        for name, differs in zip(names, _differs(values, f"{name}.values", process_set), strict=True)
-        if differs
-    ]
-    if channel_of(process_set).group.rank == 0:
+    least = allreduce_(
+        torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set
+    )
+    wrong = [name for name, low, high in zip(names, *least.tolist(), strict=True) if low != -high]
+    if wrong and channel_of(process_set).group.rank == 0:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         warnings.warn(
             f"The ranks start with different values of {', '.join(wrong[:_SHOWN])}{more}, and will train different "
@@ -490,12 +484,6 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
             UserWarning,
             stacklevel=2,
         )
-
-
-def _differs(values: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
-    """Return which of `values`, (n,) int64 on the CPU, differ between ranks, (n,) bool. Collective."""
-    both = allreduce_(torch.stack([values, -values]), op=Min, name=name, process_set=process_set)
-    return both[0].ne(-both[1])
 
 
 @torch.no_grad()
@@ -507,7 +495,7 @@ def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
         if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
             sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
             continue
-        data = (torch.view_as_real(data) if data.is_complex() else data).contiguous().reshape(-1)
+        data = as_real(data).contiguous().reshape(-1)
         sums.append(data.view(_WORDS[data.element_size()]).sum(dtype=torch.int64))
     devices = {one.device for one in sums}
     if len(devices) == 1:  # one wait for the device, not one for each parameter
