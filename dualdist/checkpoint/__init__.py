@@ -1,12 +1,11 @@
 """Checkpoints that survive crashes, and load under any backend, wrapper, device and number of ranks.
 
-`save` and `load` handle one file, `CheckpointManager` the files of a run. storage/format.py describes the file.
+`save` and `load` handle one file, `CheckpointManager` the files of a run. format.py describes the file.
 """
 
 from __future__ import annotations
 
 from .export import export_weights
-from .files import FileSystem
 from .format import Manifest, read_manifest
 from .manager import CheckpointManager, Preempted
 from .restoration import RandomState
@@ -14,7 +13,6 @@ from .save_and_load import load, save
 
 __all__ = (
     "CheckpointManager",
-    "FileSystem",
     "Manifest",
     "Preempted",
     "RandomState",

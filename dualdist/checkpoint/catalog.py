@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DamagedCheckpointError
-from .files import TEMPORARY_SUFFIX, FileSystem
+from .files import TEMPORARY_SUFFIX
 from .format import Manifest, MemoryFile, copy_verified, read_manifest, write_checkpoint
 
 logger = logging.getLogger("dualdist")
@@ -35,7 +36,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One checkpoint."""
 
     path: Path
@@ -43,122 +44,116 @@ class Entry:
 
 
 class Catalog:
-    """The checkpoints of one folder, in the order in which they were saved. Only the writer uses it."""
+    """The checkpoints of one folder, in the order in which they were saved. Only the processes that write use it.
 
-    def __init__(self, folder: Path, keep: int | None, best: Best | None, file_system: FileSystem) -> None:
+    Damaged files stay for inspection, but are not among its entries.
+
+    keep: how many of the newest checkpoints to keep, besides the best. None: all. durable: as for `replacing`.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int | None, best: Best | None = None, *, durable: bool = True
+    ) -> None:
         self.folder = folder
         self._keep = keep
         self._best = best
-        self._file_system = file_system
-        self._entries: list[Entry] = []
-        self._damaged: set[Path] = set()
-        """Damaged files that were skipped. They stay for inspection, and do not count as kept checkpoints."""
+        self._durable = durable
+        self._entries: list[CatalogEntry] = []
+        self._last_serial = 0
+        """The highest serial number that any file had, even a damaged one. Later checkpoints get higher ones."""
 
     def open(self) -> None:
         """Make the folder, list its checkpoints, and remove the temporary files of a writer that was killed."""
-        self._file_system.make_folder(self.folder)
+        os.makedirs(self.folder, exist_ok=True)
         for path in self.folder.iterdir():
             if path.name.startswith(".step-") and path.name.endswith(TEMPORARY_SUFFIX):
-                self._remove(path)
-        self.read()
+                _remove(path)
+        self._read()
 
-    def read(self) -> list[str]:
-        """List the checkpoints of the folder again, and return an error text for each file without a manifest."""
-        found, damaged = [], []
-        for path in sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)):
+    def find(self, file: MemoryFile, *, best: bool = False) -> CatalogEntry | None:
+        """Copy the undamaged checkpoint that was saved last into `file`, and return its entry; None if there are none.
+
+        best: the one with the best metric instead. Logs a warning for each damaged file that it skips. Raises
+        DamagedCheckpointError when all files are damaged.
+        """
+        problems = self._read()
+        for entry in self._best_first() if best else self._entries[::-1]:
+            file.clear()
             try:
-                found.append(Entry(path, read_manifest(path)))
+                copy_verified(entry.path, file.append)
+                file.load(entry.path)
             except (CheckpointError, OSError) as error:
-                damaged.append(str(error))
-        self._entries = sorted(found, key=lambda entry: (entry.manifest.serial, entry.path.name))
-        return damaged
-
-    def newest_first(self) -> Iterator[Entry]:
-        """Yield the checkpoints, the one that was saved last first."""
-        return reversed(self._entries)
-
-    def best_first(self) -> list[Entry]:
-        """Return the checkpoints that have the metric, the best first. Of equal ones, the later one is first."""
-        if self._best is None:
-            return []
-        scores = {entry.path: self._best.score(entry.manifest) for entry in self._entries}
-        rated = [entry for entry in self.newest_first() if scores[entry.path] > -math.inf]
-        return sorted(rated, key=lambda entry: -scores[entry.path])
-
-    def path_of(self, step: int) -> Path:
-        """Return the path of the checkpoint of `step`, whether or not it exists."""
-        return self.folder / f"step-{step:09d}.pt"
-
-    @property
-    def next_serial(self) -> int:
-        """Return the serial number of the next checkpoint."""
-        return 1 + max((entry.manifest.serial for entry in self._entries), default=0)
-
-    def pass_over(self, entries: Iterable[Entry]) -> None:
-        """Record that checkpoints are damaged."""
-        self._damaged.update(entry.path for entry in entries)
+                problems.append(str(error))
+                self._entries.remove(entry)
+                continue
+            for problem in problems:
+                logger.warning("Passed over a checkpoint: %s", problem)
+            return entry
+        if problems:
+            raise DamagedCheckpointError(
+                f"All {len(problems)} checkpoints are damaged: {' '.join(problems)} Remove them to train from the "
+                "start."
+            )
+        return None
 
     def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
         """Write the checkpoint of `manifest.step`, and remove those beyond the number to keep.
 
         Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written.
         """
-        path = self.path_of(manifest.step or 0)
+        path = self.folder / f"step-{manifest.step or 0:09d}.pt"
         try:
-            write_checkpoint(path, values, manifest, self._file_system)
+            write_checkpoint(path, values, manifest, durable=self._durable)
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoint of step {manifest.step} was not saved: {error}. {self._newest()}"
             ) from error
-        self._add(Entry(path, manifest))
+        self._list([*(known for known in self._entries if known.path != path), CatalogEntry(path, manifest)])
+        if self._keep is not None:
+            kept = self._entries[-self._keep :] + self._best_first()[:1]
+            for entry in [known for known in self._entries if known not in kept]:
+                _remove(entry.path)
+                self._entries.remove(entry)
 
-    def _add(self, entry: Entry) -> None:
-        self._entries = [*(known for known in self._entries if known.path != entry.path), entry]
-        self._damaged.discard(entry.path)
-        if self._keep is None:
-            return
-        undamaged = [known for known in self._entries if known.path not in self._damaged]
-        best = [known for known in self.best_first() if known in undamaged][:1]
-        kept = {entry.path for entry in [*undamaged[-self._keep :], *best]} | self._damaged
-        for known in [known for known in self._entries if known.path not in kept]:
-            self._remove(known.path)
-        self._entries = [known for known in self._entries if known.path in kept]
+    @property
+    def next_serial(self) -> int:
+        """The serial number of the next checkpoint."""
+        return self._last_serial + 1
+
+    def _read(self) -> list[str]:
+        """List the checkpoints of the folder, and return an error text for each file without a manifest."""
+        found, problems = [], []
+        for path in sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)):
+            try:
+                found.append(CatalogEntry(path, read_manifest(path)))
+            except (CheckpointError, OSError) as error:
+                problems.append(str(error))
+        self._list(sorted(found, key=lambda entry: entry.manifest.serial))
+        return problems
+
+    def _list(self, entries: list[CatalogEntry]) -> None:
+        self._entries = entries
+        self._last_serial = max([self._last_serial, *(entry.manifest.serial for entry in entries)])
+
+    def _best_first(self) -> list[CatalogEntry]:
+        """Return the checkpoints that have the metric, the best first. Of equal ones, the later one is first."""
+        if self._best is None:
+            return []
+        rated = [(self._best.score(entry.manifest), entry) for entry in self._entries[::-1]]
+        rated.sort(key=lambda pair: -pair[0])
+        return [entry for score, entry in rated if score > -math.inf]
 
     def _newest(self) -> str:
-        newest = next((entry for entry in self.newest_first() if entry.path.is_file()), None)
+        newest = next((entry for entry in self._entries[::-1] if entry.path.is_file()), None)
         if newest is None:
             return f"No checkpoint is complete in {self.folder}."
         return f"The newest complete checkpoint is that of step {newest.manifest.step}, {newest.path}."
 
-    def _remove(self, path: Path) -> None:
-        try:
-            self._file_system.remove(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
 
-
-def first_undamaged(entries: Iterable[Entry], damaged: list[str], file: MemoryFile) -> Entry | None:
-    """Return the first entry that is undamaged, with its bytes in `file`. None when there are no files at all.
-
-    damaged: error texts of the files that have no entry. Logs a warning for each file that it skips. Raises
-    DamagedCheckpointError when all files are damaged.
-    """
-    problems = list(damaged)
-    for entry in entries:
-        file.clear()
-        try:
-            copy_verified(entry.path, file.write)
-            file.load(entry.path)
-        except (CheckpointError, OSError) as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            logger.warning("Passed over a checkpoint: %s", problem)
-        return entry
-    if problems:
-        raise DamagedCheckpointError(
-            f"All {len(problems)} checkpoints are damaged: {' '.join(problems)} Remove them to train from the start."
-        )
-    return None
+def _remove(path: Path) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("Could not remove the old checkpoint %s: %s.", path, error)

@@ -6,8 +6,9 @@ rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -41,22 +42,20 @@ def match(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, A
             given = {mine.get(name, theirs[name]): saved[theirs[name]] for name in theirs}
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
-    shapes = [
-        f"{name}: {tuple(given[name].shape)} instead of {tuple(value.shape)}"
-        for name, value in own.items()
-        if isinstance(value, torch.Tensor)
-        and isinstance(given.get(name), torch.Tensor)
-        and not _is_lazy(value)
-        and given[name].shape != value.shape
-    ]
-    mismatched = {entry.partition(": ")[0] for entry in shapes}
-    fitting = {name: value for name, value in given.items() if name in own and name not in mismatched}
+    fitting = {name: value for name, value in given.items() if name in own}
+    shapes = []
+    for name, value in own.items():
+        saved_value = fitting.get(name)
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(saved_value, torch.Tensor)
+            and not torch.nn.parameter.is_lazy(value)
+            and saved_value.shape != value.shape
+        ):
+            shapes.append(f"{name}: {tuple(saved_value.shape)} instead of {tuple(value.shape)}")
+            del fitting[name]
     kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
     return fitting, [f"{len(found)} {kind} ({few(found)})" for kind, found in kinds if found]
-
-
-def _is_lazy(value: torch.Tensor) -> bool:
-    return torch.nn.parameter.is_lazy(value)
 
 
 def few(names: Sequence[str]) -> str:
@@ -70,39 +69,33 @@ def few(names: Sequence[str]) -> str:
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, Counter)
 
-Place = Callable[[torch.Tensor, str], torch.Tensor]
+TensorCopier = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns the tensor to save for a tensor of the live state. The text is the tensor's position in the state."""
 
 
-def to_portable(value: Any, where: str, place: Place) -> Any:
-    """Return `value` rebuilt from plain containers and values, each tensor replaced by what `place` returns for it.
+@contextlib.contextmanager
+def _without_cycles(where: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise TypeError(
+            f"`{where}` must not hold itself, but it does, or is nested too deeply. Leave the reference to itself out."
+        ) from None
+
+
+def to_portable(value: Any, where: str, copier: TensorCopier) -> Any:
+    """Return `value` rebuilt from plain containers and values, each tensor replaced by what `copier` returns for it.
 
     A tensor that occurs several times is replaced by one tensor. Raises TypeError, which quotes `where`, for anything
     that `torch.load(weights_only=True)` would refuse, and for a container that holds itself.
     """
-    try:
-        return _Conversion(place).convert(value, where)
-    except RecursionError:
-        raise _endless(where) from None
+    with _without_cycles(where):
+        return _Conversion(copier).convert(value, where)
 
 
 def check_portable(value: Any, where: str) -> None:
     """Raise TypeError as `to_portable` does, without copying a tensor."""
     to_portable(value, where, lambda tensor, where: tensor)
-
-
-def check_containers(value: Any, where: str) -> None:
-    """Raise TypeError, which quotes `where`, for a container in `value` that loading would return as another type."""
-    try:
-        _check_containers(value, where)
-    except RecursionError:
-        raise _endless(where) from None
-
-
-def _endless(where: str) -> TypeError:
-    return TypeError(
-        f"`{where}` must not hold itself, but it does, or is nested too deeply. Leave the reference to itself out."
-    )
 
 
 def _check_containers(value: Any, where: str) -> None:
@@ -124,8 +117,8 @@ def _check_containers(value: Any, where: str) -> None:
 class _Conversion:
     """One conversion of a state. It remembers tensors, so that shared tensors stay shared."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, copier: TensorCopier) -> None:
+        self._copier = copier
         self._seen: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         """(memory, layout) -> (tensor in the state, the one to save). The first keeps its address from being reused."""
 
@@ -172,7 +165,7 @@ class _Conversion:
                 f"`{where}` must be a plain tensor, but is a {type(tensor).__name__} on {tensor.device} instead."
             )
         if tensor.layout is not torch.strided:
-            return self._place(tensor, where)
+            return self._copier(tensor, where)
         key = (
             tensor.device,
             tensor.untyped_storage().data_ptr(),
@@ -182,7 +175,7 @@ class _Conversion:
             tensor.dtype,
         )
         if key not in self._seen:
-            self._seen[key] = tensor, self._place(tensor, where)
+            self._seen[key] = tensor, self._copier(tensor, where)
         return self._seen[key][1]
 
 
@@ -216,7 +209,7 @@ class HostCopy:
         held, self._held = self._held, {}
         sources: list[torch.Tensor] = []
 
-        def place(tensor: torch.Tensor, where: str) -> torch.Tensor:
+        def copied(tensor: torch.Tensor, where: str) -> torch.Tensor:
             copy = held.pop(where, None)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 copy = torch.empty_like(
@@ -230,10 +223,10 @@ class HostCopy:
             self._held[where] = copy
             return copy
 
-        copied = to_portable(value, where, place)
+        copy = to_portable(value, where, copied)
         for device in {tensor.device for tensor in sources}:
             accelerator.synchronize(device)
-        return copied
+        return copy
 
 
 def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
@@ -272,13 +265,14 @@ def check_state(state: Any) -> list[str]:
         raise TypeError(
             f"`state` must be a dictionary from names to objects and values, but is {state!r} instead."
         )
-    for name, value in state.items():
-        _check_plain(name, value)
-    plain = [name for name, value in state.items() if not is_stateful(value)]
+    plain = {name: value for name, value in state.items() if not is_stateful(value)}
+    for name, value in plain.items():
+        with _without_cycles(f"state[{name!r}]"):
+            _check_containers(value, f"state[{name!r}]")
     if plain and not isinstance(state, MutableMapping):
         raise TypeError(
-            f"`state` must be a dictionary that can be changed, since restoring sets {few(plain)} in it, but is a "
-            f"{type(state).__name__} instead."
+            f"`state` must be a dictionary that can be changed, since restoring sets {few(list(plain))} in it, but is "
+            f"a {type(state).__name__} instead."
         )
     return sorted(state)
 
@@ -289,17 +283,11 @@ def collect_own(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values to save, before their conversion (see portable.py). own: each rank's `collect_own`."""
-    values = {}
-    for name, value in state.items():
+    """Return the values to save, before `to_portable` converts them. own: each rank's `collect_own`."""
+
+    def saved(name: str, value: Any) -> Any:
         if is_per_rank(value):
-            values[name] = {RANKS: [states[name] for states in own]}
-        else:
-            _check_plain(name, value)
-            values[name] = state_of(value) if is_stateful(value) else value
-    return values
+            return {RANKS: [states[name] for states in own]}
+        return state_of(value) if is_stateful(value) else value
 
-
-def _check_plain(name: str, value: Any) -> None:
-    if not is_stateful(value):
-        check_containers(value, f"state[{name!r}]")
+    return {name: saved(name, value) for name, value in state.items()}

@@ -15,7 +15,7 @@ from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..training.parallel import DistributedDataParallel
 from .contents import on_host
-from .files import FileSystem, replacing
+from .files import replacing
 from .transfer import from_writer
 
 _SAFETENSORS = ".safetensors"
@@ -43,7 +43,7 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
 
     def export() -> None:
         try:
-            with replacing(Path(path), FileSystem()) as file:
+            with replacing(Path(path)) as file:
                 write(_weights(model), file)
         except OSError as error:
             raise CheckpointError(f"`path` must be where a file can be written, but {error}.") from error

@@ -1,8 +1,14 @@
-"""The private part of this package that dualdist.elastic uses, besides the public names."""
+"""The checkpoints that dualdist.elastic uses to survive a restart of all processes.
+
+Each node keeps the newest ones in a folder; one process of the node writes them. A node may have no checkpoints or only
+old ones, and a file may be damaged. So every node reports the newest that it can read, and the newest of all is sent to
+every rank. Ranks hold equal states, so any node's file is as good as another's.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,66 +16,97 @@ from typing import Any
 from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..world.ranks import rank
-from .catalog import Catalog, first_undamaged
-from .contents import check_portable, collect, is_per_rank, is_stateful, on_host
-from .files import FileSystem
+from .catalog import Catalog, CatalogEntry
+from .contents import check_portable, check_state, collect, is_per_rank, is_stateful, on_host
 from .format import MemoryFile, make_manifest
 from .restoration import restore
-from .transfer import from_writer, read_values
+from .transfer import from_writer, receive
 
-__all__ = ("NumberedFiles", "check_values", "from_writer", "is_per_rank", "is_stateful")
+__all__ = ("Commits", "is_per_rank", "is_stateful")
 
 logger = logging.getLogger("dualdist")
 
+_KEPT = 2
+"""The newest commit, and one to use when the newest is damaged."""
 
-def check_values(objects: Mapping[str, Any]) -> None:
-    """Raise TypeError if a file cannot hold `objects`: a state, for each name an object or a plain value. Local."""
+
+class Commits:
+    """The commits of one `elastic.run`: numbered checkpoints of a state, in the format of `checkpoint.save`.
+
+    A commit is in the file before `save` returns on its rank, so it is not lost when a process dies later.
+    """
+
+    def __init__(self, folder: Path, first_of_node: bool, *, durable: bool = True) -> None:
+        """Find out which processes write. `folder` must exist. Collective over the world.
+
+        first_of_node: whether this process reads and writes for its node. durable: as for `replacing`. Raises
+        CheckpointError on every rank when a folder cannot be used.
+        """
+        self._catalog = Catalog(folder, _KEPT, durable=durable)
+        self._reads = first_of_node
+        self._number = 0
+        shared_with_rank_0 = _is_shared_with_rank_0(folder)
+        self._writes = first_of_node and not shared_with_rank_0
+
+    def check(self, objects: Mapping[str, Any]) -> None:
+        """Raise TypeError if `objects` cannot be written, CheckpointError if another rank's cannot. Collective."""
+        on_all_ranks(lambda: _check(objects), CheckpointError)
+
+    def save(self, objects: Mapping[str, Any]) -> None:
+        """Write the next commit, on one process of each node. Every rank must call it; none waits for another.
+
+        When writing fails, it logs a warning and training continues: other nodes may have the commit, and the last one
+        is kept. Raises TypeError on every rank that has a plain value which cannot be written, not only on writers.
+        """
+        self._number += 1
+        _check({name: value for name, value in objects.items() if not is_stateful(value)})
+        if not self._writes:
+            return
+        try:
+            manifest = make_manifest(self._number, {}, self._number)
+            self._catalog.write(on_host(collect(objects, []), "state"), manifest)
+        except CheckpointError as error:
+            logger.warning("Commit %d is missing on the node of rank %d: %s", self._number, rank(), error)
+
+    def resume(self, objects: dict[str, Any]) -> bool:
+        """Load the newest commit of all nodes into `objects`, and return whether there is one. Collective.
+
+        Plain values are set in the dictionary. Raises CheckpointError on every rank when the commit does not fit.
+        """
+        found = receive(self._find if self._reads else None)
+        if found is None:
+            return False
+        root, entry, values = found
+        restore(objects, values, strict=True, origin=f"{entry.path.name} of rank {root}")
+        self._number = entry.manifest.serial
+        if rank() == 0:
+            logger.warning("Resuming from commit %d, which rank %d has read.", self._number, root)
+        return True
+
+    def _find(self, file: MemoryFile) -> CatalogEntry | None:
+        """Copy the newest undamaged commit of the folder into `file`, and return its entry."""
+        try:
+            self._catalog.open()
+            return self._catalog.find(file)
+        except (CheckpointError, OSError) as error:
+            logger.warning("Rank %d has no commit: %s", rank(), error)
+            return None
+
+
+def _check(objects: Mapping[str, Any]) -> None:
+    check_state(objects)
     check_portable(collect(objects, []), "state")
 
 
-class NumberedFiles:
-    """The checkpoints in a folder of this process, counted from 1. Their format is that of `checkpoint.save`.
+def _is_shared_with_rank_0(folder: Path) -> bool:
+    """Return whether this folder is also that of rank 0, which then writes for both. Collective."""
 
-    folder: must exist. keep: how many of the newest to keep.
-    """
+    def make_mark() -> str:
+        mark = folder / f".{secrets.token_hex(8)}"
+        mark.touch()
+        return mark.name
 
-    def __init__(self, folder: Path, keep: int, file_system: FileSystem) -> None:
-        self._catalog = Catalog(folder, keep, None, file_system)
-
-    def write(self, number: int, objects: Mapping[str, Any]) -> None:
-        """Write the checkpoint `number` of `objects`. Local.
-
-        Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written.
-        """
-        manifest = make_manifest(number, {}, number)
-        self._catalog.write(on_host(collect(objects, []), "state"), manifest)
-
-    def restore_newest(self, objects: dict[str, Any], *, read: bool) -> tuple[int, int] | None:
-        """Load the newest checkpoint that any rank can read into `objects`, on every rank. Collective over the world.
-
-        Plain values are set in the dictionary. read: whether this rank looks into its folder. Returns the checkpoint's
-        number and the rank that has read it, None when there is none. Raises CheckpointError on every rank when it does
-        not fit.
-        """
-        with MemoryFile() as file:
-            numbers = on_all_ranks(lambda: self._read_newest(file) if read else 0, CheckpointError)
-            newest = max(numbers)
-            if not newest:
-                return None
-            root = numbers.index(newest)
-            if rank() != root:
-                file.clear()
-            name = f"{self._catalog.path_of(newest).name} of rank {root}"
-            values = read_values(file, name, root)
-        restore(objects, values, strict=True, origin=name)
-        return newest, root
-
-    def _read_newest(self, file: MemoryFile) -> int:
-        """Copy the newest undamaged checkpoint of the folder into `file`, and return its number, 0 if none."""
-        try:
-            self._catalog.open()
-            entry = first_undamaged(self._catalog.newest_first(), self._catalog.read(), file)
-        except (CheckpointError, OSError) as error:
-            logger.warning("Rank %d has no checkpoint: %s", rank(), error)
-            return 0
-        return entry.manifest.serial if entry is not None else 0
+    mark = folder / from_writer(make_mark)
+    seen: list[bool] = on_all_ranks(lambda: rank() != 0 and mark.exists(), CheckpointError)
+    from_writer(mark.unlink)
+    return seen[rank()]

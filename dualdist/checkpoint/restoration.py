@@ -1,18 +1,19 @@
-"""From the values of a checkpoint to live objects, on all ranks or on none.
+"""From the values of a checkpoint to live objects, on all ranks.
 
-Everything that does not fit is found before anything changes. Then the objects load, while their former states are kept
-for `undo`. Modules load after them and cannot be undone, since a copy of their tensors would need as much memory again;
-but by then their names and shapes are known to fit. Plain values are set last.
+Everything that can be compared (names, shapes, kinds, parameter groups) is compared on all ranks before anything
+changes. Then the objects load, in an order that leaves little to give back when one refuses its state. Plain values are
+set last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..training.optimizer_state import load_optimizer_state
 from ..world.ranks import rank
-from .contents import RANKS, cloned, few, is_per_rank, is_stateful, match, state_of
+from .contents import RANKS, check_state, cloned, few, is_per_rank, is_stateful, match, state_of
 
 # The states of the random number generators of this process: those of Python, NumPy and torch.
 
@@ -99,46 +100,61 @@ Load = Callable[[], object]
 def restore(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool, origin: object) -> None:
     """Load the objects of `state` from `values`, and set its plain values. Collective over the world.
 
-    strict: False loads what fits, and warns about the rest. origin: the file, for messages. Raises CheckpointError on
-    every rank. Then everything is as before, except modules when the `load_state_dict` of a module raised.
+    strict: False loads what fits, and warns about the rest. origin: the file, for messages.
+
+    Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
+    except modules when the `load_state_dict` of a module or an optimizer raised.
     """
-    found: list[Restoration] = []
-    on_all_ranks(
-        lambda: found.append(Restoration(state, values, strict=strict, rank=rank(), origin=origin)),
-        CheckpointError,
-    )
-    own = found[0]
+    planned: list[_Plan] = []
+    on_all_ranks(lambda: planned.append(_Plan(state, values, strict, origin)), CheckpointError)
+    plan = planned[0]
     try:
-        on_all_ranks(own.load_objects, CheckpointError)
-        on_all_ranks(own.load_modules, CheckpointError)
+        for kind in _ORDER:
+            on_all_ranks(functools.partial(plan.load, kind), CheckpointError)
     except BaseException:
-        # BaseException, to undo also when another rank has ended.
-        own.undo()
+        # BaseException, to do it also when another rank has ended.
+        plan.give_back()
         raise
-    own.set_plain()
+    if plan.plain:
+        plain = {name: cloned(value) for name, value in plan.plain.items()}
+        cast("MutableMapping[str, Any]", state).update(plain)
 
 
-class Restoration:
-    """The restoration of one rank's objects and values."""
+_ORDER = (object, torch.nn.Module, torch.optim.Optimizer)
+"""The classes of the objects that load one after the other, when all ranks have loaded those before.
+
+Modules and optimizers have been compared, and are too large for a copy of their former states. Any other object may
+refuse a state for reasons of its own, so these load first.
+"""
+
+
+class _Plan:
+    """How one rank loads its objects and values."""
 
     def __init__(
-        self, state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool, rank: int, origin: object
+        self, state: Mapping[str, Any], values: Mapping[str, Any], strict: bool, origin: object
     ) -> None:
         """Find what fits, without a change. If not everything fits: raise CheckpointError if `strict`, else warn."""
+        self.plain: dict[str, Any] = {}
         self._state = state
         self._origin = origin
-        self._objects: dict[str, Load] = {}
-        self._modules: dict[str, Load] = {}
-        self._plain: dict[str, Any] = {}
+        self._loads: dict[type, dict[str, Load]] = {kind: {} for kind in _ORDER}
         self._former: dict[str, Any] = {}
-        """The states of the objects before loading, except where `state_dict` failed."""
-        self._begun: list[str] = []
-        self._converted: set[int] = set()
-        """Where the parameters are that have another dtype in the file."""
-        problems = _name_problems(state, values)
-        for name in [name for name in state if name in values]:
-            mismatches = self._plan(name, values[name], rank)
+        check_state(state)
+        missing = [f"`{name}`" for name in state if name not in values]
+        unexpected = [f"`{name}`" for name in values if name not in state]
+        problems = [f"it has no {few(missing)}"] if missing else []
+        problems += [f"it has {few(unexpected)}, which the state does not have"] if unexpected else []
+        converted: set[int] = set()
+        for name, value in [(name, state[name]) for name in state if name in values]:
+            if not is_stateful(value):
+                self.plain[name] = values[name]
+                continue
+            load, mismatches = _plan_object(value, values[name], converted)
             problems += [f"`{name}` has {' and '.join(mismatches)}"] if mismatches else []
+            if load is not None:
+                kind = next(kind for kind in reversed(_ORDER) if isinstance(value, kind))
+                self._loads[kind][name] = load
         if problems and strict:
             raise CheckpointError(
                 f"Checkpoint {origin} must fit the state, but does not: {'; '.join(problems)}. Pass strict=False to "
@@ -147,86 +163,51 @@ class Restoration:
         if problems:
             logger.warning("Checkpoint %s does not fit completely: %s.", origin, "; ".join(problems))
 
-    def load_objects(self) -> None:
-        """Load all objects except modules. When it raises CheckpointError, call `undo`."""
-        for name in self._objects:
-            # The user's class may raise anything.
-            with contextlib.suppress(Exception):
-                self._former[name] = _copied(self._state[name])
-        for name, load in self._objects.items():
-            self._begun.append(name)
-            with self._named(name):
-                load()
-
-    def load_modules(self) -> None:
-        """Load the modules. When it raises CheckpointError, call `undo`."""
-        for name, load in self._modules.items():
-            with self._named(name):
-                load()
-
-    def set_plain(self) -> None:
-        """Set the plain values."""
-        if isinstance(self._state, MutableMapping):
-            self._state.update({name: cloned(value) for name, value in self._plain.items()})
-
-    def undo(self) -> None:
-        """Load the former states into the objects that have started to load."""
-        for name in self._begun:
+    def load(self, kind: type) -> None:
+        """Load the objects of one class in _ORDER."""
+        for name, load in self._loads[kind].items():
+            if kind is object:
+                with contextlib.suppress(Exception):  # the user's class may raise anything
+                    self._former[name] = cloned(self._state[name].state_dict())
             try:
-                if name not in self._former:
-                    raise RuntimeError("its state_dict() failed before")
-                _load(self._state[name], self._former[name], keeps_cpu=True)
+                load()
+            except Exception as error:
+                raise CheckpointError(
+                    f"`{name}` could not load its state from {self._origin}: {error!r}"
+                ) from error
+
+    def give_back(self) -> None:
+        """Load the former states into the objects that have started to load, except modules and optimizers."""
+        for name, former in self._former.items():
+            try:
+                self._state[name].load_state_dict(former)
             except Exception as error:
                 logger.error("`%s` could not be restored to its former state: %s", name, error)
 
-    @contextlib.contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise CheckpointError(
-                f"`{name}` could not load its state from {self._origin}: {error!r}"
-            ) from error
 
-    def _plan(self, name: str, saved: Any, rank: int) -> list[str]:
-        """Decide how to load `saved`, and return what does not fit."""
-        value = self._state[name]
-        if not is_stateful(value):
-            self._plain[name] = saved
-            return []
-        if not isinstance(saved, Mapping):
-            return [f"a plain {type(saved).__name__} in the file"]
-        if isinstance(value, torch.nn.Module) and not is_per_rank(value):
-            self._modules[name], mismatches = _plan_module(value, saved, self._converted)
-            return mismatches
-        load, mismatches = (
-            _plan_per_rank(value, saved, rank)
-            if is_per_rank(value)
-            else _plan_object(value, saved, self._converted)
-        )
-        if load is not None:
-            self._objects[name] = load
-        return mismatches
+def _plan_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | None, list[str]]:
+    """Return what loads `saved` into `value`, None if nothing can, and what does not fit.
 
+    converted: where the parameters of modules are that have another dtype in the file; known when all are planned.
+    """
+    if not isinstance(saved, Mapping):
+        return None, [f"a plain {type(saved).__name__} in the file"]
+    if is_per_rank(value):
+        return _plan_per_rank(value, saved)
+    if isinstance(value, torch.nn.Module):
+        return _plan_module(value, saved, converted)
+    mismatches = _group_mismatches(value, saved) if isinstance(value, torch.optim.Optimizer) else []
 
-def _copied(value: Any) -> Any:
-    """Return a copy of the state of `value`. Loading an optimizer replaces its state, so that needs no copy."""
-    state = value.state_dict()
-    return state if isinstance(value, torch.optim.Optimizer) else cloned(state)
+    def load() -> None:
+        groups = getattr(value, "param_groups", ()) if converted else ()
+        is_converted = any(param.data_ptr() in converted for group in groups for param in group["params"])
+        # If parameters are converted, torch must convert their state, too.
+        if isinstance(value, torch.optim.Optimizer) and not is_converted:
+            load_optimizer_state(value, cloned(saved))
+        else:
+            value.load_state_dict(cloned(saved))
 
-
-def _name_problems(state: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    missing = [f"`{name}`" for name in state if name not in values]
-    unexpected = [f"`{name}`" for name in values if name not in state]
-    problems = [f"it has no {few(missing)}"] if missing else []
-    return problems + ([f"it has {few(unexpected)}, which the state does not have"] if unexpected else [])
-
-
-def _load(value: Any, state: Any, *, keeps_cpu: bool = False) -> None:
-    if isinstance(value, torch.optim.Optimizer):
-        load_optimizer_state(value, state, keeps_cpu=keeps_cpu)
-    else:
-        value.load_state_dict(state)
+    return None if mismatches else load, mismatches
 
 
 def _plan_module(
@@ -244,32 +225,18 @@ def _plan_module(
     return lambda: module.load_state_dict(fitting, strict=not mismatches), mismatches
 
 
-def _plan_object(value: Any, saved: Mapping[str, Any], converted: set[int]) -> tuple[Load | None, list[str]]:
-    mismatches = _group_mismatches(value, saved) if isinstance(value, torch.optim.Optimizer) else []
-
-    def load() -> None:
-        groups = getattr(value, "param_groups", ()) if converted else ()
-        if any(param.data_ptr() in converted for group in groups for param in group["params"]):
-            # Then torch must convert the state, too.
-            value.load_state_dict(cloned(saved))
-        else:
-            _load(value, cloned(saved))
-
-    return None if mismatches else load, mismatches
-
-
-def _plan_per_rank(value: Any, saved: Mapping[str, Any], rank: int) -> tuple[Load | None, list[str]]:
+def _plan_per_rank(value: Any, saved: Mapping[str, Any]) -> tuple[Load | None, list[str]]:
     states = saved.get(RANKS)
     if not isinstance(states, list) or not states:
         return None, ["no state for each rank in the file"]
-    if rank < len(states):
-        return lambda: value.load_state_dict(cloned(states[rank])), []
+    if rank() < len(states):
+        return lambda: value.load_state_dict(cloned(states[rank()])), []
     derive = getattr(value, "load_derived", None)
     if derive is None:
         return None, [
-            f"the states of {len(states)} ranks in the file, none for rank {rank}, and no load_derived()"
+            f"the states of {len(states)} ranks in the file, none for rank {rank()}, and no load_derived()"
         ]
-    return lambda: derive(cloned(states), rank), []
+    return lambda: derive(cloned(states), rank()), []
 
 
 def _group_mismatches(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[str]:

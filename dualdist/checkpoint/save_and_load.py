@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..agreement import call_kinds
-from ..checks import converted, flag, instance, integer, items, mapping, text, wrong
+from ..checks import converted, flag, integer, mapping, text
 from ..checks import path as checked_path
-from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..world.process_sets import reporting
-from .contents import check_state, collect, few, on_host
-from .files import FileSystem
-from .format import MemoryFile, make_manifest, write_checkpoint
+from .catalog import CatalogEntry
+from .contents import on_host
+from .format import MemoryFile, copy_verified, make_manifest, write_checkpoint
 from .restoration import restore
-from .transfer import from_writer, gather_own, read_file, read_values
-
-# Checks of arguments that several functions of this package share.
-
-_NOT_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
-"""Signals for which the system allows no handler."""
-
-
-def checked_strict(strict: Any) -> bool:
-    """Return `strict` as a bool."""
-    return flag("strict", strict)
+from .transfer import is_writer, receive, write_state
 
 
 def checked_metrics(metrics: Any) -> Mapping[str, float]:
@@ -43,27 +31,12 @@ def checked_metrics(metrics: Any) -> Mapping[str, float]:
     return checked
 
 
-def check_file_system(file_system: Any) -> None:
-    """Raise TypeError unless `file_system` is a FileSystem or None."""
-    instance("file_system", file_system, (FileSystem, type(None)), "a FileSystem or None")
-
-
-def check_signals(signals: Any) -> None:
-    """Raise TypeError or ValueError unless a handler can be installed for each of `signals`."""
-    fix = "Pass signals such as (signal.SIGTERM,), or ()."
-    for place, number in enumerate(items("signals", signals, "a list of signals", fix)):
-        name = f"signals[{place}]"
-        if integer(name, number, fix=fix) not in signal.valid_signals() or number in _NOT_HANDLED:
-            raise wrong(name, "a signal that can be handled", int(number), fix)
-
-
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
-    file_system: FileSystem | None = None,
 ) -> None:
     """Write `state` to the file `path`. The old file stays until the new one is complete and on the disk.
 
@@ -85,25 +58,20 @@ def save(
     """
 
     def check() -> None:
-        check_file_system(file_system)
         checked_metrics(metrics)
         if step is not None:
             integer("step", step, least=0)
 
-    _agree_on_names(state, check)
-    own = gather_own(state)
-
-    def write() -> None:
+    def write(values: dict[str, Any]) -> None:
         manifest = make_manifest(None if step is None else int(step), checked_metrics(metrics))
-        values = on_host(collect(state, own), "state")
         try:
-            write_checkpoint(checked_path("path", path), values, manifest, file_system or FileSystem())
+            write_checkpoint(checked_path("path", path), on_host(values, "state"), manifest)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoint {path} was not saved: {error}. An older file of that name is unchanged."
             ) from error
 
-    from_writer(write)
+    write_state(state, write, check)
 
 
 def load(
@@ -125,31 +93,22 @@ def load(
     Raises:
         DamagedCheckpointError: the file is not as it was written, or cannot be loaded without running code in it.
         CheckpointError: there is no file, or it does not fit `state`. Then `state` is unchanged, except modules when
-            the `load_state_dict` of a module raised. All errors are raised on every rank.
+            the `load_state_dict` of a module or an optimizer raised. All errors are raised on every rank.
     """
-    with reporting(call_kinds.BROADCAST_OBJECT):
-        strict = checked_strict(strict)
-    if state is not None:
-        _agree_on_names(state)
-    with MemoryFile() as file:
-        from_writer(lambda: read_file(checked_path("path", path), file))
-        values = read_values(file, path)
+    with reporting(call_kinds.ALLGATHER_OBJECT):
+        strict = flag("strict", strict)
+    found = receive((lambda file: find(path, file)) if is_writer() else None)
+    assert found is not None  # else `find` has raised
+    _, _, values = found
     if state is not None:
         restore(state, values, strict=strict, origin=path)
     return values
 
 
-def _agree_on_names(state: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
-    """Raise an error on every rank if `check` raises on one, or the names in `state` differ. Collective."""
-
-    def checked() -> list[str]:
-        check()
-        return check_state(state)
-
-    names = on_all_ranks(checked, CheckpointError)
-    for place, other in enumerate(names):
-        if other != names[0]:
-            differing = sorted(set(other) ^ set(names[0]))
-            raise ValueError(
-                f"`state` must have the same names on all ranks, but ranks 0 and {place} differ in {few(differing)}."
-            )
+def find(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
+    """Copy the checkpoint `path` into `file`, and return its entry. Raises CheckpointError when it is damaged."""
+    checked = checked_path("path", path)
+    try:
+        return CatalogEntry(checked, copy_verified(checked, file.append))
+    except OSError as error:
+        raise CheckpointError(f"`path` could not be read as a checkpoint: {error}.") from error

@@ -12,12 +12,10 @@ desynchronises ranks:
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-import math
 import queue
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,13 +26,13 @@ from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..checks import flag, instance, integer, mapping
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..errors import HostsUpdatedInterrupt
-from ..samplers import DealingSampler, checked_epoch, checked_seed
+from ..samplers import DealingSampler, checked_epoch
 from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
 from ..training.parameters import broadcast_parameters, is_extra_state
-from ..world.ranks import rank, size
+from ..world.ranks import rank
 
 if TYPE_CHECKING:
-    from .commits import Commits
+    from ..checkpoint.for_elastic import Commits
 
 
 # The samples of each rank when the number of ranks may change in the middle of an epoch.
@@ -42,10 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dualdist")
 
 
-class ElasticSampler(torch.utils.data.Sampler[int]):
+class ElasticSampler(DealingSampler[int]):
     """Partitions the samples that this epoch has not processed yet evenly over the ranks.
 
-    Same arithmetic as horovod/torch/elastic/sampler.py: all ranks shuffle the indices in the same way, remove the
+    The same samples as from horovod/torch/elastic/sampler.py: all ranks shuffle the indices in the same way, remove the
     processed ones from the front, and pad the rest with its own first indices. Give the sampler to `TorchState`, call
     `record_batch` after each batch, and `set_epoch` at the end of each epoch.
 
@@ -55,17 +53,36 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = cast("Sized", instance("dataset", dataset, Sized, "a dataset with a length"))
         self.shuffle = flag("shuffle", shuffle)
-        self.seed = checked_seed(seed)
-        self.epoch = 0
-        self.processed_num = 0
         self._warned = False
-        self.reset()
+        self._configure(None, None, seed, drop_last=False, pad=True)
+
+    def _length(self) -> int:
+        return len(self.dataset)
+
+    def _sequence(self) -> Sequence[int]:
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        return indices
+
+    def _start_at(self, offset: int) -> None:
+        super()._start_at(min(offset, len(self.dataset)))
+        self.remaining_indices = self._sequence()[self._offset :]
+
+    def __iter__(self) -> Iterator[int]:
+        shard = range(self.rank, self.total_size, self.num_replicas)
+        self.indices = [self.remaining_indices[index % len(self.remaining_indices)] for index in shard]
+        return self._draw(self.indices, range(len(self.indices)))
+
+    @property
+    def processed_num(self) -> int:
+        """How many samples of this epoch all ranks together have processed, the repeated ones included."""
+        return self._offset + self._consumed * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` with all samples. Call it at the end of the previous epoch, not after resuming an epoch."""
         self.epoch = checked_epoch(epoch)
-        self.processed_num = 0
-        self.reset()
+        self._start_at(0)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank has processed a batch of `batch_size` samples."""
@@ -79,38 +96,20 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
                 len(self.dataset),
                 self.epoch,
             )
-        self.processed_num += batch_size * self.num_replicas
+        self._consumed += batch_size
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, partitioned over the current ranks."""
         fix = "Pass what state_dict() of an ElasticSampler has returned."
         mapping("state_dict", state_dict, "epoch", "processed_num", fix=fix)
         epoch = checked_epoch(state_dict["epoch"], "state_dict['epoch']")
-        self.processed_num = integer("state_dict['processed_num']", state_dict["processed_num"], least=0)
+        processed = integer("state_dict['processed_num']", state_dict["processed_num"], least=0)
         self.epoch = epoch
-        self.reset()
+        self._start_at(processed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and the number of samples that all ranks together have processed in it."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
-
-    def reset(self) -> None:
-        """Partition the remaining samples over the current ranks."""
-        self.num_replicas, self.rank = size(), rank()
-        indices = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(indices)
-        self.remaining_indices = indices[self.processed_num :]
-        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
-        self.total_size = self.num_samples * self.num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
-        self.indices = list(padded)[self.rank :: self.num_replicas]
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return self.num_samples
 
 
 # How each kind of object in a TorchState is saved, restored and shared (horovod/torch/elastic/state.py).
@@ -169,8 +168,7 @@ class _StateDictHandler(StateHandler):
         self.save()
 
     def _checked(self, value: Any) -> Any:
-        methods = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-        if methods and not isinstance(value, type):
+        if is_stateful(value):
             return value
         raise checks.wrong("value", "an object with state_dict and load_state_dict", value, error=TypeError)
 
@@ -271,6 +269,9 @@ class State:
     bcast_object: returns rank 0's object on every rank. get_rank: returns this process's rank.
     """
 
+    _commits: Commits | None = None
+    """The files that `commit` also writes, when the launcher restarts all processes."""
+
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = checks.function("bcast_object", bcast_object)
         self._rank = checks.function("get_rank", get_rank)
@@ -344,31 +345,6 @@ class State:
         """Adapt to a new world, before `sync`. Local."""
 
 
-def attach(state: Any, commits: Commits) -> Commits | None:
-    """Resume from the newest of `commits`, if there is one, and let `state.commit` write to them. Collective.
-
-    Returns the commits that it wrote to before. Raises TypeError when a value cannot be written, CheckpointError when
-    a commit does not fit. Both on every rank.
-    """
-    if not isinstance(state, ObjectState):
-        if rank() == 0:
-            logger.warning(
-                "A %s is not saved outside its processes. When torchrun restarts them, training starts from the "
-                "beginning. Use an ObjectState or a TorchState.",
-                type(state).__name__,
-            )
-        return None
-    former = state._commits
-    state._resume(commits)
-    return former
-
-
-def detach(state: Any, former: Commits | None) -> None:
-    """Let `state.commit` write to the commits that it wrote to before `attach`. Local."""
-    if isinstance(state, ObjectState):
-        state._commits = former
-
-
 def commits_made(state: Any) -> int | None:
     """Return how many commits `state` has made, None when its class overrides `commit`."""
     counts = isinstance(state, State) and type(state).commit is State.commit
@@ -385,8 +361,6 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
-        self._commits: Commits | None = None
-        """The files that `commit` also writes, when the launcher restarts all processes."""
         _check_names(kwargs, vars(self))
         self._set_attrs(kwargs)
         self._saved_state = {name: _copy_containers(value) for name, value in kwargs.items()}

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.checkpoint import CheckpointManager, FileSystem, Preempted, format, load, read_manifest, save
+from dualdist.checkpoint import CheckpointManager, Preempted, format, load, read_manifest, save
 
+from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.small_training import STYLES, make_state, plain_losses, train
 from ..helpers.world import WORLDS, everywhere, started
 
@@ -173,31 +175,20 @@ def test_the_best_is_kept_and_restored(tmp_path: Path) -> None:
 
 @everywhere
 def test_a_step_waits_only_for_the_copy_and_the_file_holds_the_copied_values(tmp_path: Path) -> None:
-    held = HeldFileSystem()
-    weight = torch.ones(3)
-    with CheckpointManager(
-        folder(tmp_path), {"weight": weight}, every_steps=1, asynchronous=True, file_system=held
-    ) as manager:
-        manager.step()
-        if hvd.rank() == 0:
-            assert not (tmp_path / "step-000000001.pt").exists()
-        weight.fill_(2)
-        held.go.set()
-        manager.wait()
+    go, weight = threading.Event(), torch.ones(3)
+
+    def wait(number: int, name: str) -> None:
+        assert go.wait(20)
+
+    with CheckpointManager(folder(tmp_path), {"weight": weight}, every_steps=1, asynchronous=True) as manager:
+        with CountingFileSystem(wait).in_use():
+            manager.step()
+            if hvd.rank() == 0:
+                assert not (tmp_path / "step-000000001.pt").exists()
+            weight.fill_(2)
+            go.set()
+            manager.wait()
         assert load(folder(tmp_path) / "step-000000001.pt")["weight"].tolist() == [1, 1, 1]
-
-
-class HeldFileSystem(FileSystem):
-    """Waits for `go` before it creates a file."""
-
-    def __init__(self) -> None:
-        import threading
-
-        self.go = threading.Event()
-
-    def create(self, path: Path) -> int:
-        assert self.go.wait(20)
-        return super().create(path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

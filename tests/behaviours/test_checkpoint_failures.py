@@ -96,22 +96,17 @@ def full_disk(count: int, name: str) -> None:
 def test_a_full_disk_is_an_error_on_every_rank_and_the_run_can_continue(
     asynchronous: bool, tmp_path: Path
 ) -> None:
-    disk = CountingFileSystem()
-    manager = CheckpointManager(
-        folder(tmp_path), {"value": 1}, every_steps=2, asynchronous=asynchronous, file_system=disk
-    )
+    manager = CheckpointManager(folder(tmp_path), {"value": 1}, every_steps=2, asynchronous=asynchronous)
     manager.step()
     manager.step()
     manager.wait()
-    disk._at = full_disk
     manager.step()
     message = (
         r"step 4 was not saved: .*No space left on device.* complete checkpoint is that of step 2, .*02\.pt"
     )
-    with pytest.raises(hvd.CheckpointError, match=message):
+    with CountingFileSystem(full_disk).in_use(), pytest.raises(hvd.CheckpointError, match=message):
         manager.step()
         manager.wait()
-    disk._at = None
     manager.step()
     assert manager.step() is True
     manager.close()
@@ -122,12 +117,11 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_run_can_continue(
 
 @everywhere
 def test_an_asynchronous_failure_is_raised_by_the_next_step_on_every_rank(tmp_path: Path) -> None:
-    with CheckpointManager(
-        folder(tmp_path), {}, asynchronous=True, file_system=CountingFileSystem(full_disk)
-    ) as manager:
-        manager.save()
-        if manager._saver.background._thread is not None:
-            manager._saver.background._thread.join()
+    with CheckpointManager(folder(tmp_path), {}, asynchronous=True) as manager:
+        with CountingFileSystem(full_disk).in_use():
+            manager.save()
+            if manager._saving is not None:
+                manager._saving.exception()  # waits for it
         with pytest.raises(hvd.CheckpointError, match=r"No space left on device\. No checkpoint is complete"):
             manager.step()
         manager.step()

@@ -19,10 +19,8 @@ import pytest
 import torch
 
 import dualdist as hvd
-from dualdist.checkpoint import FileSystem
+from dualdist.checkpoint.for_elastic import Commits
 from dualdist.elastic import StateHandler, TorchState, get_handler_registry, set_handler_registry
-from dualdist.elastic.commits import Commits
-from dualdist.elastic.state import attach
 
 from ..helpers.collected_warnings import warned
 from ..helpers.elastic_training import make_state, train_batch, weight, weight_after
@@ -30,10 +28,15 @@ from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.world import everywhere
 
 
-def opened(tmp_path: Path, file_system: FileSystem | None = None) -> Commits:
+def opened(tmp_path: Path) -> Commits:
     folder = tmp_path / str(hvd.rank())
     folder.mkdir(exist_ok=True)
-    return Commits(folder, True, file_system or FileSystem())
+    return Commits(folder, True)
+
+
+def attach(state: Any, commits: Commits) -> None:
+    """Do what `run` does at its start."""
+    state._resume(commits)
 
 
 def files(tmp_path: Path) -> list[str]:
@@ -123,8 +126,9 @@ def test_rank_0_writes_for_all_ranks_that_see_its_folder(tmp_path: Path) -> None
     created = []
     system = CountingFileSystem(lambda number, name: created.append(name) if name == "create" else None)
     state = TorchState(step=1)
-    attach(state, Commits(tmp_path, True, system))
-    state.commit()
+    attach(state, Commits(tmp_path, True))
+    with system.in_use():
+        state.commit()
     assert len(created) == (1 if hvd.rank() == 0 else 0)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001.pt"]
 
@@ -136,8 +140,8 @@ def test_a_full_disk_is_a_warning_and_training_continues(tmp_path: Path) -> None
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     state = TorchState(step=0)
-    attach(state, opened(tmp_path, CountingFileSystem(fail)))
-    with warned() as warnings:
+    attach(state, opened(tmp_path))
+    with CountingFileSystem(fail).in_use(), warned() as warnings:
         for state.step in (1, 2, 3):
             state.commit()
     (warning,) = warnings
@@ -207,7 +211,7 @@ def test_a_run_inside_another_with_the_same_state_keeps_their_commits_apart(tmp_
         state.commit()
 
     with restarted_by_torchrun(tmp_path) as folder:
-        with patch("dualdist.elastic.loop._numbers", itertools.count()):
+        with patch("dualdist.elastic.restarts._numbers", itertools.count()):
             outer(TorchState(batch=0))
         hvd.barrier()
         batches = [torch.load(next(folder.glob(f"run-{number}/*")))["batch"] for number in (0, 1)]
@@ -247,7 +251,7 @@ def test_an_object_with_a_custom_handler_resumes_from_the_commit(tmp_path: Path)
 def test_a_value_that_becomes_unwritable_is_an_error_on_every_rank(tmp_path: Path) -> None:
     state = TorchState(step=0)
     tmp_path = Path(hvd.broadcast_object(str(tmp_path)))  # rank 0 writes for all
-    attach(state, Commits(tmp_path, True, FileSystem()))
+    attach(state, Commits(tmp_path, True))
     state.step = object()
     with pytest.raises(TypeError, match=r"`state\['step'\]` must be a tensor"):
         state.commit()

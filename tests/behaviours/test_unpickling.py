@@ -14,6 +14,7 @@ from torch import nn
 import dualdist as hvd
 from dualdist.elastic import TorchState
 
+from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.world import everywhere
 from .test_mismatch import check_next_calls_work
 
@@ -170,15 +171,14 @@ class StrangeError(hvd.CheckpointError):
         super().__init__(f"{one} and {two}")
 
 
-class StrangeFiles(hvd.checkpoint.FileSystem):
-    """Raises its own class of error."""
-
-    def sync(self, descriptor: int) -> None:
+def raise_at_sync(number: int, name: str) -> None:
+    if name == "sync":
         raise StrangeError(1, 2)
 
 
 @everywhere
 def test_every_rank_gets_an_error_of_the_file_system_that_cannot_be_sent(tmp_path: Path) -> None:
-    with pytest.raises(hvd.CheckpointError, match="1 and 2"):
-        hvd.checkpoint.save(tmp_path / "file", {"step": 1}, file_system=StrangeFiles())
+    disk = CountingFileSystem(raise_at_sync)
+    with disk.in_use(), pytest.raises(hvd.CheckpointError, match="1 and 2"):
+        hvd.checkpoint.save(tmp_path / "file", {"step": 1})
     check_next_calls_work()

@@ -1,56 +1,86 @@
-"""A file system that tears, delays and fails what a checkpoint asks of it, at chosen operations."""
+"""A stand-in for `os` that tears, delays and fails what a checkpoint asks of it, at chosen operations."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest.mock import patch
 
-from dualdist.checkpoint import FileSystem
+from dualdist.checkpoint import catalog, files
 
 __all__ = ("CountingFileSystem", "FaultyFileSystem", "PowerCut")
 
 T = TypeVar("T")
 
 
-class CountingFileSystem(FileSystem):
-    """Calls `at(number, name)` before every operation, counted from 1; it may raise, or end the process."""
+class CountingFileSystem:
+    """Calls `at(number, name)` before every operation, counted from 1; it may raise, or end the process.
+
+    Operations are what changes a folder, or a file that was opened for writing. All else is passed on to `os`.
+    """
 
     def __init__(self, at: Callable[[int, str], None] | None = None) -> None:
         self.count = 0
-        self._at = at
+        self.at = at
+        self._written: set[int] = set()
+        """The descriptors of the files that are being written."""
 
-    def create(self, path: Path) -> int:
-        return self._do("create", lambda: super(CountingFileSystem, self).create(path))
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let checkpoints use it in the block."""
+        with patch.object(files, "os", self), patch.object(catalog, "os", self):
+            yield
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        if not flags & os.O_CREAT:
+            return os.open(path, flags, mode)
+        return self._do("create", lambda: self._create(Path(path), flags, mode))
+
+    def _create(self, path: Path, flags: int, mode: int) -> int:
+        descriptor = os.open(path, flags, mode)
+        self._written.add(descriptor)
+        return descriptor
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        return self._do("write", lambda: super(CountingFileSystem, self).write(descriptor, data))
+        return self._do("write", lambda: os.write(descriptor, data))
 
-    def sync(self, descriptor: int) -> None:
-        self._do("sync", lambda: super(CountingFileSystem, self).sync(descriptor))
+    def fsync(self, descriptor: int) -> None:
+        is_file = descriptor in self._written
+        self._do("sync" if is_file else "sync_folder", lambda: self._sync(descriptor))
+
+    def _sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        self._do("close", lambda: super(CountingFileSystem, self).close(descriptor))
+        if descriptor not in self._written:
+            return os.close(descriptor)
+        self._written.remove(descriptor)
+        return self._do("close", lambda: os.close(descriptor))
 
-    def rename(self, source: Path, target: Path) -> None:
-        self._do("rename", lambda: super(CountingFileSystem, self).rename(source, target))
+    def replace(self, source: Path, target: Path) -> None:
+        self._do("rename", lambda: self._rename(source, target))
 
-    def remove(self, path: Path) -> None:
-        self._do("remove", lambda: super(CountingFileSystem, self).remove(path))
+    def _rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
 
-    def make_folder(self, folder: Path) -> None:
-        self._do("make_folder", lambda: super(CountingFileSystem, self).make_folder(folder))
+    def unlink(self, path: Path) -> None:
+        self._do("remove", lambda: os.unlink(path))
 
-    def sync_folder(self, folder: Path) -> None:
-        self._do("sync_folder", lambda: super(CountingFileSystem, self).sync_folder(folder))
+    def makedirs(self, folder: Path, exist_ok: bool) -> None:
+        self._do("make_folder", lambda: os.makedirs(folder, exist_ok=exist_ok))
 
     def _do(self, name: str, operation: Callable[[], T]) -> T:
         self.count += 1
-        if self._at is not None:
-            self._at(self.count, name)
+        if self.at is not None:
+            self.at(self.count, name)
         return operation()
 
 
@@ -90,29 +120,28 @@ class FaultyFileSystem(CountingFileSystem):
             data = path.read_bytes()
             path.write_bytes(data[: len(data) // 2] + bytes(len(data) // 4))
 
-    def create(self, path: Path) -> int:
-        descriptor = super().create(path)
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return super().write(descriptor, data[: 1 + len(data) // 2])
+
+    def _create(self, path: Path, flags: int, mode: int) -> int:
+        descriptor = super()._create(path, flags, mode)
         self._open[descriptor] = path
         self._unsynced.add(path)
         return descriptor
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        return super().write(descriptor, data[: 1 + len(data) // 2])
+    def _sync(self, descriptor: int) -> None:
+        super()._sync(descriptor)
+        if descriptor in self._written:
+            self._unsynced.discard(self._open[descriptor])
+        else:
+            self._renamed = None
 
-    def sync(self, descriptor: int) -> None:
-        super().sync(descriptor)
-        self._unsynced.discard(self._open[descriptor])
-
-    def rename(self, source: Path, target: Path) -> None:
+    def _rename(self, source: Path, target: Path) -> None:
         before = target.read_bytes() if target.exists() else None
-        super().rename(source, target)
+        super()._rename(source, target)
         if source in self._unsynced:
             self._unsynced.add(target)
         self._renamed = source, target, before
-
-    def sync_folder(self, folder: Path) -> None:
-        super().sync_folder(folder)
-        self._renamed = None
 
     def _do(self, name: str, operation: Callable[[], T]) -> T:
         time.sleep(self._delay)

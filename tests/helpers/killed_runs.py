@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import dualdist as hvd
-from dualdist.checkpoint import CheckpointManager, FileSystem
+from dualdist.checkpoint import CheckpointManager
 
 from .faulty_file_system import CountingFileSystem, FaultyFileSystem
 
@@ -52,7 +52,7 @@ class Run:
 
 def train(
     folder: Path,
-    file_system: FileSystem,
+    disk: CountingFileSystem,
     count: Callable[[int], None],
     start: Callable[[int], None],
     asynchronous: bool = False,
@@ -62,9 +62,10 @@ def train(
     weight = torch.nn.Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     state: dict[str, Any] = {"optimizer": optimizer, "weight": weight}
-    with CheckpointManager(
-        folder, state, keep=2, every_steps=EVERY, asynchronous=asynchronous, file_system=file_system
-    ) as manager:
+    with (
+        disk.in_use(),
+        CheckpointManager(folder, state, keep=2, every_steps=EVERY, asynchronous=asynchronous) as manager,
+    ):
         if manager.restore_latest() is not None:
             weight.data.copy_(state["weight"])
         start(manager.steps)
@@ -157,7 +158,14 @@ def resumed(
     def second() -> None:
         seeded()
         shared.set(
-            2, train(folder, FileSystem(), lambda step: None, lambda step: shared.set(1, step), asynchronous)
+            2,
+            train(
+                folder,
+                CountingFileSystem(),
+                lambda step: None,
+                lambda step: shared.set(1, step),
+                asynchronous,
+            ),
         )
 
     assert forked(second) == ENDED
@@ -179,7 +187,7 @@ def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, exp
             shared.set(0, 0)
             shared.set(3, turn)
             seeded()
-            train(folder / str(turn), FileSystem(), count, lambda step: None, asynchronous)
+            train(folder / str(turn), CountingFileSystem(), count, lambda step: None, asynchronous)
 
     pid = os.fork()
     if pid == 0:

@@ -217,7 +217,6 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "step": accept("none whole huge", "any number of steps"),
         "metrics": accept("none dictionary", "no metrics, or numbers"),
         "metrics.compute.metrics": accept("", "metrics of this package"),
-        "file_system": accept("none", "the real one"),
         "strict": accept("true", "a flag"),
         "keep": accept("none whole huge", "all, or a number"),
         "every_steps": accept("none whole huge", "never, or a number of steps"),

@@ -20,17 +20,20 @@ print("went on")
 """
 
 LEFT_EARLY = """\
-import sys, threading, dualdist as hvd
+import concurrent.futures.thread, os, sys, threading, dualdist as hvd
 
-class Slow(hvd.checkpoint.FileSystem):
-    def create(self, path):
-        threading.main_thread().join()  # until the end of the script
-        return super().create(path)
+ended, replace = threading.Event(), os.replace
+threading._register_atexit(ended.set)  # called first when the script has ended
+
+def replace_late(source, target):
+    ended.wait()
+    replace(source, target)
 
 hvd.init()
 state = {"value": 5}
-manager = hvd.checkpoint.CheckpointManager(sys.argv[1], state, asynchronous=True, file_system=Slow())
+manager = hvd.checkpoint.CheckpointManager(sys.argv[1], state, asynchronous=True)
 manager.steps = 1
+os.replace = replace_late
 manager.save()
 sys.exit("the end")
 """

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from dualdist.checkpoint import FileSystem, Manifest, read_manifest
+from dualdist.checkpoint import Manifest, read_manifest
 from dualdist.checkpoint.files import replacing
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
 from dualdist.errors import CheckpointError, DamagedCheckpointError
@@ -28,8 +28,9 @@ MANIFEST = Manifest(7, 2, "torch", "gloo", "2.15.0", "2026-01-31T12:00:00+00:00"
 VALUES: dict[str, Any] = {"weight": torch.arange(700_000.0), "names": ["a", "b"], "step": 7}
 
 
-def write(path: Path, values: dict[str, Any], file_system: FileSystem | None = None) -> None:
-    write_checkpoint(path, values, MANIFEST, file_system or FileSystem())
+def write(path: Path, values: dict[str, Any], disk: CountingFileSystem | None = None) -> None:
+    with contextlib.nullcontext() if disk is None else disk.in_use():
+        write_checkpoint(path, values, MANIFEST)
 
 
 def verified(path: Path) -> Manifest:
@@ -38,7 +39,7 @@ def verified(path: Path) -> Manifest:
 
 def loaded(path: Path) -> dict[str, Any]:
     with MemoryFile() as file:
-        copy_verified(path, file.write)
+        copy_verified(path, file.append)
         return file.load(path)
 
 
@@ -68,17 +69,17 @@ def test_torch_and_zip_programs_read_it_without_dualdist(tmp_path: Path, length:
         assert archive.testzip() is None
         assert json.loads(archive.comment.partition(b"\ncrc32 ")[0])["step"] == 7
     with MemoryFile() as file:
-        copy_verified(path, file.write)
+        copy_verified(path, file.append)
         assert torch.equal(file.load(path)["data"], data)
 
 
 def test_a_file_of_another_process_is_used_only_if_it_is_the_same() -> None:
     with MemoryFile() as own, MemoryFile() as other:
-        own.write(b"own")
-        other.write(b"other")
-        wrong = other.place._replace(identity=own.place.identity)
-        assert not own.become(wrong) and own.read(0, 9) == b"own"
-        assert own.become(other.place) and own.read(0, 9) == b"other" and own.size == 5
+        own.append(b"own")
+        other.append(b"other")
+        wrong = other.address()._replace(identity=own.address().identity)
+        assert not own.become(wrong) and os.pread(own.fileno(), 9, 0) == b"own"
+        assert own.become(other.address()) and os.pread(own.fileno(), 9, 0) == b"other"
 
 
 def test_a_flipped_bit_anywhere_is_detected(small: Path) -> None:
@@ -145,7 +146,7 @@ def test_what_is_not_a_regular_file_is_not_replaced(
     kind = stat.S_IFMT(path.stat().st_mode)
     with (
         pytest.raises(FileExistsError, match="There is a folder or a special file"),
-        replacing(path, FileSystem()),
+        replacing(path),
     ):
         pass
     assert stat.S_IFMT(path.stat().st_mode) == kind
@@ -157,14 +158,14 @@ def test_a_link_stays_and_leads_to_the_new_file(tmp_path: Path) -> None:
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
     target.write_bytes(b"old")
     link.symlink_to("folder/target")
-    with replacing(link, FileSystem()) as file:
+    with replacing(link) as file:
         file.write(b"new")
     assert link.is_symlink()
     assert target.read_bytes() == b"new"
 
 
 def test_a_newer_format_is_an_error_but_not_damage(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", format=2), FileSystem())
+    write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", format=2))
     with pytest.raises(CheckpointError, match=r"format 1 or older, but .* has format 2") as caught:
         verified(tmp_path / "a.pt")
     assert not isinstance(caught.value, DamagedCheckpointError)
@@ -173,7 +174,7 @@ def test_a_newer_format_is_an_error_but_not_damage(tmp_path: Path) -> None:
 def test_metrics_that_do_not_fit_into_the_manifest_are_an_error(tmp_path: Path) -> None:
     metrics = {f"metric {place}": 0.5 for place in range(200)}
     with pytest.raises(ValueError, match="`metrics` must fit into"):
-        write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", 0, metrics), FileSystem())
+        write_checkpoint(tmp_path / "a.pt", {}, Manifest(1, 1, "", "", "", "", 0, metrics))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +239,7 @@ def test_data_reach_the_disk_before_the_rename(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_the_body_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a", FileSystem()) as file:
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "a") as file:
         file.write(b"some")
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ from collections import ChainMap, Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,28 +14,28 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dualdist.checkpoint import FileSystem, Manifest, RandomState
+from dualdist.checkpoint import Manifest, RandomState, restoration
 from dualdist.checkpoint.contents import HostCopy, check_state, collect, match, on_host
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
-from dualdist.checkpoint.restoration import Restoration
 from dualdist.errors import CheckpointError
 
 
 def stored(value: Any, tmp_path: Path) -> Any:
     """Return `value` after writing it to a file and loading it."""
     portable = on_host({"value": value}, "state")
-    write_checkpoint(tmp_path / "a.pt", portable, Manifest(1, 1, "", "", "", ""), FileSystem())
+    write_checkpoint(tmp_path / "a.pt", portable, Manifest(1, 1, "", "", "", ""))
     with MemoryFile() as file:
-        copy_verified(tmp_path / "a.pt", file.write)
+        copy_verified(tmp_path / "a.pt", file.append)
         return file.load("a.pt")["value"]
 
 
 def apply(state: dict[str, Any], values: dict[str, Any], *, strict: bool = True, rank: int = 0) -> None:
     """Load `values`, read from the file a.pt, into the `state` of one rank."""
-    restoration = Restoration(state, values, strict=strict, rank=rank, origin="a.pt")
-    restoration.load_objects()
-    restoration.load_modules()
-    restoration.set_plain()
+    with (
+        patch.object(restoration, "rank", lambda: rank),
+        patch.object(restoration, "on_all_ranks", lambda function, error: [function()]),
+    ):
+        restoration.restore(state, values, strict=strict, origin="a.pt")
 
 
 def net() -> nn.Sequential:
@@ -64,7 +65,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_plain_value_of_a_state_can_be_saved(value: Any) -> None:
-    assert collect({"a": value}, []) == {"a": value}
+    assert check_state({"a": value}) == ["a"]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -118,9 +119,9 @@ def test_a_container_that_would_load_as_another_type_is_refused(value: Any) -> N
         rf"`state\['a'\]\[1\]\['b'\]` must be a container that loads as .* a {type(value).__name__} instead"
     )
     with pytest.raises(TypeError, match=message):
-        collect({"a": [0, {"b": value}]}, [])
+        check_state({"a": [0, {"b": value}]})
     with pytest.raises(TypeError, match=r"`state\['a'\]` must be a container .* a frozenset instead"):
-        collect({"a": {frozenset({1})}}, [])
+        check_state({"a": {frozenset({1})}})
 
 
 def test_numpy_numbers_are_saved_as_plain_numbers(tmp_path: Path) -> None:
@@ -293,20 +294,24 @@ class Picky:
             raise ValueError("the reason")
 
 
-def test_objects_loaded_before_a_failure_get_their_former_state() -> None:
-    optimizer, scaler = stepped(ADAM), torch.amp.GradScaler("cpu", init_scale=4.0)
-    state = {"optimizer": optimizer, "scaler": scaler, "picky": Picky(1)}
+def test_nothing_has_changed_when_an_object_refuses_its_state() -> None:
+    state = {
+        "optimizer": stepped(ADAM),
+        "model": net(),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=4.0),
+        "epoch": 1,
+        "picky": Picky(1),
+    }
     before = repr(on_host(collect(state, []), "state"))
     saved = {
         "optimizer": stepped(ADAM, betas=(0.5, 0.5)),
+        "model": net(),
         "scaler": torch.amp.GradScaler("cpu"),
+        "epoch": 2,
         "picky": Picky(2),
     }
-    restoration = Restoration(state, collect(saved, []), strict=True, rank=0, origin="a.pt")
     with pytest.raises(CheckpointError, match=r"`picky` could not load its state from a.pt: .*the reason"):
-        restoration.load_objects()
-    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5), "the optimizer loads before it"
-    restoration.undo()
+        apply(state, collect(saved, []))
     assert repr(on_host(collect(state, []), "state")) == before
 
 
@@ -317,15 +322,12 @@ class Unreadable(Picky):
         raise RuntimeError("not now")
 
 
-def test_an_object_without_a_readable_state_can_load_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_without_a_readable_state_can_load_one() -> None:
     state = {"unreadable": Unreadable(0)}
     apply(state, {"unreadable": {"value": [1]}})
     assert state["unreadable"].value == [1]
-    restoration = Restoration(state, {"unreadable": {"value": [2]}}, strict=True, rank=0, origin="a.pt")
     with pytest.raises(CheckpointError, match="the reason"):
-        restoration.load_objects()
-    restoration.undo()
-    assert "`unreadable` could not be restored" in caplog.text
+        apply(state, {"unreadable": {"value": [2]}})
 
 
 def draws() -> list[float]:

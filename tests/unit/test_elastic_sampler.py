@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from dualdist.elastic import ElasticSampler, state
+from dualdist import samplers
+from dualdist.elastic import ElasticSampler
 
 
 def shards(
@@ -18,10 +19,10 @@ def shards(
     shuffle: bool = False,
 ) -> list[list[int]]:
     """Return the indices of every rank."""
-    monkeypatch.setattr(state, "size", lambda: size)
+    monkeypatch.setattr(samplers, "size", lambda: size)
     drawn = []
     for rank in range(size):
-        monkeypatch.setattr(state, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(samplers, "own_rank", lambda rank=rank: rank)
         made = ElasticSampler(range(length), shuffle=shuffle, seed=7)
         made.load_state_dict({"epoch": epoch, "processed_num": processed})
         drawn.append(list(made))
@@ -57,8 +58,8 @@ def test_shuffling_is_as_in_horovod(epoch: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_record_batch_counts_the_batches_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "size", lambda: 3)
-    monkeypatch.setattr(state, "rank", lambda: 1)
+    monkeypatch.setattr(samplers, "size", lambda: 3)
+    monkeypatch.setattr(samplers, "own_rank", lambda: 1)
     made = ElasticSampler(range(100))
     for batch in range(4):
         made.record_batch(batch, 5)

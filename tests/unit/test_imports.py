@@ -134,7 +134,7 @@ def test_a_module_imports_from_its_room_and_those_below(name: str) -> None:
         assert not starts(outside, "torch")
 
 
-def test_elastic_uses_only_the_inner_face_and_the_public_names_of_checkpoint() -> None:
+def test_elastic_uses_only_the_inner_face_of_checkpoint() -> None:
     used = {
         other
         for name in MODULES
@@ -142,7 +142,7 @@ def test_elastic_uses_only_the_inner_face_and_the_public_names_of_checkpoint() -
         for other in imports_of(name, MODULES)[0]
         if other.split(".")[0] == "checkpoint"
     }
-    assert used == {"checkpoint", "checkpoint.for_elastic"}
+    assert used == {"checkpoint.for_elastic"}
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -22,7 +22,6 @@ ELSEWHERE = {
     "CommHookState": "any object; a checkpoint calls its methods with what it has read",
     "DistributedDataParallel.register_comm_hook": "test_comm_hooks.py",
     "DistributedDataParallel.state_dict": "the arguments of torch's Module",
-    "checkpoint.FileSystem": "users may override its methods; CheckpointManager calls them",
 }
 """Public functions that are not in the table, with the reason. The name of a class also covers its methods."""
 

@@ -68,10 +68,10 @@ def train(fault: Fault, strike: Strike, folder: Path) -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, RATE, momentum=MOMENTUM), op=hvd.Sum)
     state = {"weights": torch.nn.ParameterList(weights), "optimizer": optimizer}
     saving = CountingFileSystem(lambda count, name: strike.in_save())
-    manager = CheckpointManager(
-        folder, state, keep=2, every_steps=2, asynchronous=fault.asynchronous, file_system=saving
-    )
-    with manager:
+    with (
+        saving.in_use(),
+        CheckpointManager(folder, state, keep=2, every_steps=2, asynchronous=fault.asynchronous) as manager,
+    ):
         manager.restore_latest()
         while manager.steps < STEPS:
             step = manager.steps
