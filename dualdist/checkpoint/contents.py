@@ -19,14 +19,14 @@ from ..training.parallel_interface import bare_names
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
 
-_WRAPPERS = {"module", "_orig_mod"}
+_WRAPPER_ATTRIBUTES = {"module", "_orig_mod"}
 """The attributes in which torch's DDP and DataParallel, AveragedModel and torch.compile hold the wrapped module."""
 _SHOWN = 3
 
 
 def without_wrappers(name: str) -> str:
     """Return `name` without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
 
 
 def match(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from ..checks import instance
 from ..checks import path as checked_path
 from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
@@ -19,7 +20,7 @@ from .files import replacing
 from .transfer import from_writer
 
 _SAFETENSORS = ".safetensors"
-_WRAPPERS = (
+_WRAPPER_CLASSES = (
     AveragedModel,
     DistributedDataParallel,
     torch.nn.DataParallel,
@@ -38,36 +39,28 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
     Collective: every rank must call it; rank 0 writes. Raises CheckpointError on every rank when it cannot be written,
     TypeError when `model` is not a module.
     """
-    on_all_ranks(lambda: _check(path, model), CheckpointError)
-    write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
+
+    def check() -> None:
+        checked_path("path", path)
+        instance("model", model, torch.nn.Module, "a torch.nn.Module")
 
     def export() -> None:
+        named = _unwrapped(model).state_dict()
+        bare = {name.replace(f"{_COMPILED}.", ""): value for name, value in named.items()}
+        write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
         try:
             with replacing(Path(path)) as file:
-                write(_weights(model), file)
+                write(on_host(bare, "model"), file)
         except OSError as error:
             raise CheckpointError(f"`path` must be where a file can be written, but {error}.") from error
 
+    on_all_ranks(check, CheckpointError)
     from_writer(export)
-
-
-def _check(path: Any, model: Any) -> None:
-    checked_path("path", path)
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__} instead.")
-
-
-def _weights(model: torch.nn.Module) -> dict[str, Any]:
-    named = _unwrapped(model).state_dict()
-    weights: dict[str, Any] = on_host(
-        {name.replace(f"{_COMPILED}.", ""): value for name, value in named.items()}, "model"
-    )
-    return weights
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while True:
-        if isinstance(model, _WRAPPERS):
+        if isinstance(model, _WRAPPER_CLASSES):
             model = model.module
         elif hasattr(model, _COMPILED):
             model = model._orig_mod  # type: ignore[assignment]

@@ -296,8 +296,7 @@ class CheckpointManager:
         """Return the highest signal of all ranks, whether a save is late, and whether an asynchronous one failed."""
         seconds = time.monotonic() - self._saved_at
         late = is_writer() and self._every_seconds is not None and seconds >= self._every_seconds
-        failed = self._saving is not None and self._saving.done() and self._saving.exception() is not None
-        events = torch.tensor([self._signals.received, late, failed])
+        events = torch.tensor([self._signals.received, late, self._failure() is not None])
         highest: list[int] = allreduce(events, op=Max, name=None).tolist()
         return highest
 
@@ -331,8 +330,12 @@ class CheckpointManager:
         if saving is not None:
             saving.result()
 
+    def _failure(self) -> BaseException | None:
+        """Return the error of the asynchronous save, None if it is still running. Local."""
+        return self._saving.exception() if self._saving is not None and self._saving.done() else None
+
     def _report_failure(self) -> None:
-        if self._saving is not None and (failure := self._saving.exception()) is not None:
+        if (failure := self._failure()) is not None:
             logger.error("The last checkpoint was not saved: %s", failure)
 
     def _everything(self) -> Mapping[str, Any]:

@@ -42,31 +42,22 @@ def restarting(state: State) -> Iterator[Callable[[], None]]:
     used or the commit does not fit. All errors are raised on every rank.
     """
     commits = _open_commits(next(_numbers))
-    with committing(state, commits), contextlib.closing(_Lifeline()) as lifeline:
-        yield lifeline.rejoin
-
-
-@contextlib.contextmanager
-def committing(state: State, commits: Commits) -> Iterator[None]:
-    """Resume from the newest of `commits`, and let `state.commit` write to them in the `with` block. Collective.
-
-    Raises TypeError when a value of `state` cannot be written, CheckpointError when the commit does not fit.
-    """
-    if not isinstance(state, ObjectState):
-        if rank() == 0:
-            logger.warning(
-                "A %s is not saved outside its processes. When torchrun restarts them, training starts from the "
-                "beginning. Use an ObjectState or a TorchState.",
-                type(state).__name__,
-            )
-        yield
-        return
-    outer = state._commits  # of a `run` inside which this one is
-    state._resume(commits)
+    outer = getattr(state, "_commits", None)  # of a `run` inside which this one is
+    if isinstance(state, ObjectState):
+        state._resume(commits)
+    elif rank() == 0:
+        logger.warning(
+            "A %s is not saved outside its processes. When torchrun restarts them, training starts from the beginning. "
+            "Use an ObjectState or a TorchState.",
+            type(state).__name__,
+        )
+    lifeline = _Lifeline()
     try:
-        yield
+        yield lifeline.rejoin
     finally:
-        state._commits = outer
+        lifeline.close()
+        if isinstance(state, ObjectState):
+            state._commits = outer
 
 
 def _open_commits(number: int) -> Commits:

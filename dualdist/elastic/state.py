@@ -363,10 +363,11 @@ class ObjectState(State):
         super().__init__(bcast_object, get_rank)
         _check_names(kwargs, vars(self))
         self._set_attrs(kwargs)
-        self._saved_state = {name: _copy_containers(value) for name, value in kwargs.items()}
+        self._saved_state = dict(kwargs)
+        ObjectState.save(self)
 
     def save(self) -> None:
-        self._save_attrs()
+        self._saved_state = {name: _copy_containers(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
         self._set_attrs({name: _copy_containers(value) for name, value in self._saved_state.items()})
@@ -375,7 +376,7 @@ class ObjectState(State):
         if self._saved_state:
             values = {name: getattr(self, name) for name in self._saved_state}
             self._set_attrs(unpickled_on_all_ranks(lambda: self._bcast_object(values)))
-            self._save_attrs()
+            ObjectState.save(self)
 
     def _persist(self) -> None:
         if self._commits is not None:
@@ -394,9 +395,6 @@ class ObjectState(State):
             self.save()
             self.on_reset()
         self._commits = commits
-
-    def _save_attrs(self) -> None:
-        self._saved_state = {name: _copy_containers(getattr(self, name)) for name in self._saved_state}
 
     if TYPE_CHECKING:
 
