@@ -29,7 +29,7 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
 
 
-def match(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def fitting_part(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the part of `saved` that a module with the state `own` can load, under its names, and what does not match.
 
     If the names differ, they are compared without the parts that wrappers add, except where that would make two names

@@ -20,7 +20,7 @@ from .catalog import Catalog, CatalogEntry
 from .contents import check_portable, check_state, collect, is_per_rank, is_stateful, on_host
 from .format import MemoryFile, make_manifest
 from .restoration import restore
-from .transfer import from_writer, receive
+from .transfer import from_writer, receive_newest
 
 __all__ = ("Commits", "is_per_rank", "is_stateful")
 
@@ -73,7 +73,7 @@ class Commits:
 
         Plain values are set in the dictionary. Raises CheckpointError on every rank when the commit does not fit.
         """
-        found = receive(self._find if self._reads else None)
+        found = receive_newest(self._find if self._reads else None)
         if found is None:
             return False
         root, entry, values = found

@@ -29,8 +29,8 @@ from .catalog import Best, Catalog, CatalogEntry
 from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, restore
-from .save_and_load import checked_metrics, find
-from .transfer import from_writer, is_writer, receive, write_state
+from .save_and_load import checked_metrics, read_into
+from .transfer import from_writer, is_writer, receive_newest, write_state
 
 logger = logging.getLogger("dualdist")
 
@@ -262,7 +262,7 @@ class CheckpointManager:
 
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`.
         """
-        self._restore(lambda file: find(path, file), strict)
+        self._restore(lambda file: read_into(path, file), strict)
         self._saved_step = None
 
     def close(self) -> None:
@@ -346,7 +346,7 @@ class CheckpointManager:
         with reporting(call_kinds.ALLGATHER_OBJECT):
             strict = flag("strict", strict)
         self.wait()
-        found = receive(find if is_writer() else None)
+        found = receive_newest(find if is_writer() else None)
         if found is None:
             return None
         _, entry, values = found

@@ -24,7 +24,7 @@ from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..training.optimizer_state import load_optimizer_state
 from ..world.ranks import rank
-from .contents import RANKS, check_state, cloned, few, is_per_rank, is_stateful, match, state_of
+from .contents import RANKS, check_state, cloned, few, fitting_part, is_per_rank, is_stateful, state_of
 
 # The states of the random number generators of this process: those of Python, NumPy and torch.
 
@@ -105,18 +105,18 @@ def restore(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool
     Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
     except modules when the `load_state_dict` of a module or an optimizer raised.
     """
-    planned: list[_Plan] = []
-    on_all_ranks(lambda: planned.append(_Plan(state, values, strict, origin)), CheckpointError)
-    plan = planned[0]
+    found: list[_Restoration] = []
+    on_all_ranks(lambda: found.append(_Restoration(state, values, strict, origin)), CheckpointError)
+    own = found[0]
     try:
         for kind in _ORDER:
-            on_all_ranks(functools.partial(plan.load, kind), CheckpointError)
+            on_all_ranks(functools.partial(own.load, kind), CheckpointError)
     except BaseException:
         # BaseException, to do it also when another rank has ended.
-        plan.give_back()
+        own.give_back()
         raise
-    if plan.plain:
-        plain = {name: cloned(value) for name, value in plan.plain.items()}
+    if own.plain:
+        plain = {name: cloned(value) for name, value in own.plain.items()}
         cast("MutableMapping[str, Any]", state).update(plain)
 
 
@@ -128,7 +128,7 @@ refuse a state for reasons of its own, so these load first.
 """
 
 
-class _Plan:
+class _Restoration:
     """How one rank loads its objects and values."""
 
     def __init__(
@@ -150,7 +150,7 @@ class _Plan:
             if not is_stateful(value):
                 self.plain[name] = values[name]
                 continue
-            load, mismatches = _plan_object(value, values[name], converted)
+            load, mismatches = _fit_object(value, values[name], converted)
             problems += [f"`{name}` has {' and '.join(mismatches)}"] if mismatches else []
             if load is not None:
                 kind = next(kind for kind in reversed(_ORDER) if isinstance(value, kind))
@@ -185,17 +185,17 @@ class _Plan:
                 logger.error("`%s` could not be restored to its former state: %s", name, error)
 
 
-def _plan_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | None, list[str]]:
+def _fit_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | None, list[str]]:
     """Return what loads `saved` into `value`, None if nothing can, and what does not fit.
 
-    converted: where the parameters of modules are that have another dtype in the file; known when all are planned.
+    converted: where the parameters of modules are that have another dtype in the file; known when all objects have been compared.
     """
     if not isinstance(saved, Mapping):
         return None, [f"a plain {type(saved).__name__} in the file"]
     if is_per_rank(value):
-        return _plan_per_rank(value, saved)
+        return _fit_per_rank(value, saved)
     if isinstance(value, torch.nn.Module):
-        return _plan_module(value, saved, converted)
+        return _fit_module(value, saved, converted)
     mismatches = _group_mismatches(value, saved) if isinstance(value, torch.optim.Optimizer) else []
 
     def load() -> None:
@@ -210,11 +210,11 @@ def _plan_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | No
     return None if mismatches else load, mismatches
 
 
-def _plan_module(
+def _fit_module(
     module: torch.nn.Module, saved: Mapping[str, Any], converted: set[int]
 ) -> tuple[Load, list[str]]:
     own = state_of(module)
-    fitting, mismatches = match(own, saved)
+    fitting, mismatches = fitting_part(own, saved)
     for name, value in fitting.items():
         mine = own[name]
         if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and value.dtype != mine.dtype:
@@ -225,7 +225,7 @@ def _plan_module(
     return lambda: module.load_state_dict(fitting, strict=not mismatches), mismatches
 
 
-def _plan_per_rank(value: Any, saved: Mapping[str, Any]) -> tuple[Load | None, list[str]]:
+def _fit_per_rank(value: Any, saved: Mapping[str, Any]) -> tuple[Load | None, list[str]]:
     states = saved.get(RANKS)
     if not isinstance(states, list) or not states:
         return None, ["no state for each rank in the file"]

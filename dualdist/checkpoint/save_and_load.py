@@ -15,7 +15,7 @@ from .catalog import CatalogEntry
 from .contents import on_host
 from .format import MemoryFile, copy_verified, make_manifest, write_checkpoint
 from .restoration import restore
-from .transfer import is_writer, receive, write_state
+from .transfer import is_writer, receive_newest, write_state
 
 
 def checked_metrics(metrics: Any) -> Mapping[str, float]:
@@ -97,7 +97,7 @@ def load(
     """
     with reporting(call_kinds.ALLGATHER_OBJECT):
         strict = flag("strict", strict)
-    found = receive((lambda file: find(path, file)) if is_writer() else None)
+    found = receive_newest((lambda file: read_into(path, file)) if is_writer() else None)
     assert found is not None  # else `find` has raised
     _, _, values = found
     if state is not None:
@@ -105,7 +105,7 @@ def load(
     return values
 
 
-def find(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
+def read_into(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
     """Copy the checkpoint `path` into `file`, and return its entry. Raises CheckpointError when it is damaged."""
     checked = checked_path("path", path)
     try:

@@ -119,7 +119,7 @@ class _FoundFile(NamedTuple):
 _PIECE_BYTES = 32 << 20
 
 
-def receive(
+def receive_newest(
     find: Callable[[MemoryFile], CatalogEntry | None] | None,
 ) -> tuple[int, CatalogEntry, dict[str, Any]] | None:
     """Load the newest checkpoint that a rank finds, on every rank. Collective over the world.

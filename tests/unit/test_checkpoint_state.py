@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dualdist.checkpoint import Manifest, RandomState, restoration
-from dualdist.checkpoint.contents import HostCopy, check_state, collect, match, on_host
+from dualdist.checkpoint.contents import HostCopy, check_state, collect, fitting_part, on_host
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
 from dualdist.errors import CheckpointError
 
@@ -195,7 +195,9 @@ def test_weights_load_with_and_without_wrappers(source: str, target: str) -> Non
 
 
 def test_names_stay_when_removing_wrappers_would_make_them_equal() -> None:
-    fitting, misfits = match({"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)})
+    fitting, misfits = fitting_part(
+        {"a": torch.zeros(1)}, {"module.a": torch.ones(1), "_orig_mod.a": torch.ones(1)}
+    )
     assert not fitting
     assert misfits == ["1 missing (a)", "2 unexpected (module.a, _orig_mod.a)"]
 
