@@ -168,10 +168,7 @@ class CheckpointManager:
                 number("every_seconds", every_seconds, above=0)
             integer("agree_every", agree_every, least=1)
             check_best(best)
-            if not 0 <= integer("exit_code", exit_code) < 256:
-                raise ValueError(
-                    f"`exit_code` must be at least 0 and less than 256, but is {exit_code} instead."
-                )
+            integer("exit_code", exit_code, least=0, below=256)
             names = check_state(state)
             if flag("random_state", random_state):
                 if _RANDOM in names:

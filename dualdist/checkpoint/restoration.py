@@ -188,7 +188,7 @@ class _Restoration:
 def _fit_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | None, list[str]]:
     """Return what loads `saved` into `value`, None if nothing can, and what does not fit.
 
-    converted: where the parameters of modules are that have another dtype in the file; known when all objects have been compared.
+    converted: where the parameters of modules are that have another dtype in the file; complete when something loads.
     """
     if not isinstance(saved, Mapping):
         return None, [f"a plain {type(saved).__name__} in the file"]
