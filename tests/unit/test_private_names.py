@@ -1,0 +1,257 @@
+"""What the package uses or changes without being entitled to: private names of others, and state of the whole process.
+
+A new release of torch, Horovod or Python may break each of these without notice. So both lists may only become shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import dualdist
+
+PACKAGE = Path(dualdist.__file__).parent
+SOURCES = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
+
+PRIVATE_NAMES = {
+    "torch": """
+        _BatchNorm _BufferCommHookLocation _C _DistributedBackendOptions _FR_SELF_RECORDING_BACKENDS _FrameAction
+        _FrameExecStrategy _JoinConfig _MixedPrecision _RecordFunction _abort_process_group _autograd _buffers
+        _call_end_callbacks_on_jit_fut _cdata _current_autograd_node _current_graph_task_id
+        _ddp_params_and_buffers_to_ignore _dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device
+        _distributed_c10d _dynamo _enabled _execution_engine _flatten_dense_tensors _foreach_copy_ _fsdp_flattened
+        _get_data_parallel_params _get_default_store _in_backward_optimizers _load_from_state_dict _metadata _modules
+        _orig_mod _parameters _post_accumulate_grad_hooks _profiler_enabled _pytree _record_function_with_args_enter
+        _register_fused_optim _rendezvous_handlers _set_default_timeout _set_params_and_buffers_to_ignore_for_model
+        _set_pg_timeout _storage_Use_Count _torchdynamo_disable _unflatten_dense_tensors _utils _version _world
+    """,
+    "Horovod": "_basics _get_process_set_ids_and_ranks",
+    "Python": "_DummyThread _active _args_from_interpreter_flags _current_frames _getframe _inheriting",
+}
+"""The private names of others that the package reads, sets or imports, by their owner."""
+
+CALLED_BY_OTHERS = {
+    "torch's process groups": """
+        _device_types _end_coalescing _get_backend_name _set_group_desc _set_group_name _source_rank _start_coalescing
+    """,
+    "programs that use torch's DistributedDataParallel": """
+        _check_reducer_finalized _ddp_params_and_buffers_to_ignore _default_broadcast_coalesced _get_ddp_logging_data
+        _rebuild_buckets _register_buffer_comm_hook _register_builtin_comm_hook _remove_autograd_hooks
+        _set_ddp_runtime_logging_sample_rate _set_ddp_sink_clone _set_static_graph
+    """,
+    "programs that use horovod.torch": """
+        _add_process_set_impl _allreduce_delay _handles _process_set_rank _process_set_size _remove_process_set_impl
+        _requires_update _should_synchronize
+    """,
+}
+"""The private methods that the package defines without calling them, by who calls them."""
+
+
+class Patch(NamedTuple):
+    """A change that code outside of the package sees."""
+
+    file: str
+    what: str
+    """A part of the line that makes it."""
+    why: str
+
+
+PATCHES = (
+    Patch(
+        "backends/horovod/backend.py",
+        "network.cloudpickle = ",
+        "messages of horovodrun name Horovod's modules",
+    ),
+    Patch(
+        "backends/horovod/group.py",
+        "atexit.unregister(function)",
+        "Horovod's shutdown may wait without an end",
+    ),
+    Patch(
+        "backends/horovod/installed.py",
+        "sys.meta_path[:] = ",
+        "compat has the name horovod, which its backend needs",
+    ),
+    Patch(
+        "backends/mpi/__init__.py", 'handlers["env"] = ', "init_process_group without variables of a launcher"
+    ),
+    Patch(
+        "backends/mpi/__init__.py",
+        "_not_recorded.add(",
+        "torch's flight recorder ends groups that are in Python",
+    ),
+    Patch(
+        "backends/torch_groups.py",
+        "function.__defaults__ = ",
+        "torch's functions keep a default group that is gone",
+    ),
+    Patch(
+        "backends/torch_groups.py",
+        "torch_world.group_count = ",
+        "groups that only their members make need names",
+    ),
+    Patch(
+        "backends/torch_interface.py", "handle.remove()", "torch's hooks would step on gradients of one rank"
+    ),
+    Patch("compat/optimizer.py", "wrapped.__class__ = ", "isinstance() and the state of the optimizer stay"),
+    Patch(
+        "compiling.py",
+        "frames.set_code_exec_strategy(",
+        "torch.compiler.disable imports Dynamo, which takes long",
+    ),
+    Patch("meeting/mpi.py", "sys.excepthook, sys.exit = ", "MPI must not be finalized after a failure"),
+    Patch(
+        "process_exit.py",
+        "libc.on_exit(",
+        "the same at the end of the process, and Horovod's",
+    ),
+    Patch(
+        "process_exit.py",
+        "Py_IncRef(",
+        "Gloo's destructors wait for a thread, in forks and after failures",
+    ),
+    Patch(
+        "training/optimizer.py", "optimizer.__class__ = ", "isinstance() and the state of the optimizer stay"
+    ),
+)
+
+NO_PATCHES = ("atexit", "mpi4py.rc.finalize", "mpi4py.rc.initialize", "sys.argv")
+"""Attributes of other modules that are there to be set; `atexit` is one of weakref.finalize."""
+
+
+DOCUMENTED = ("_exit", "_fields")
+"""Names of Python that are public in spite of their underscore."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in ("_", *DOCUMENTED)
+
+
+def root(node: ast.expr) -> str:
+    """Return the name with which an expression such as `name.x(1).y[2]` begins."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def own_names() -> set[str]:
+    """Return the names of the package's functions and classes, and of the attributes of its classes."""
+    names = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                names |= {
+                    part.id for line in node.body for part in ast.walk(line) if isinstance(part, ast.Name)
+                }
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and root(node) in ("self", "cls")
+            ):
+                names.add(node.attr)
+    return names
+
+
+def torch_names() -> set[str]:
+    """Return the attributes of objects of torch that are often at hand."""
+    layer = nn.BatchNorm1d(1)
+    optimizer = torch.optim.SGD(layer.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    objects = (layer, layer.state_dict(), optimizer, scaler, nn.parallel.DistributedDataParallel)
+    return {name for one in objects for name in dir(one)}
+
+
+OWN, OF_TORCH = own_names(), torch_names()
+
+
+def is_foreign(name: str, owner: ast.expr) -> bool:
+    """Return whether an attribute of `owner` has a private name of others."""
+    if not is_private(name):
+        return False
+    if name not in OWN or (name in OF_TORCH and root(owner) not in ("self", "cls")):
+        return True
+    return isinstance(owner, ast.Attribute) and is_foreign(owner.attr, owner.value)
+
+
+def uses(node: ast.AST) -> Iterator[str]:
+    """Yield the private names of others that a part of the code reads, sets or imports."""
+    if isinstance(node, ast.Import):
+        yield from (part for alias in node.names for part in alias.name.split(".") if is_private(part))
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        yield from filter(is_private, names)
+    elif isinstance(node, ast.Attribute) and is_foreign(node.attr, node.value):
+        yield node.attr
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        owner, name = node.args[0], node.args[1]
+        text = name.value if isinstance(name, ast.Constant) else None
+        if isinstance(text, str) and is_private(text) and (root(owner) != "self" or is_foreign(text, owner)):
+            yield text
+
+
+def is_listed(found: dict[str, str], listed: list[str]) -> None:
+    """Fail unless the names that were found, each with its place, are those that are listed."""
+    assert {name: place for name, place in found.items() if name not in listed} == {}, (
+        "do without these names"
+    )
+    assert sorted(set(listed) - found.keys()) == [], "these names are no longer used: take them from the list"
+
+
+def test_private_names_of_others_become_fewer() -> None:
+    found = {
+        name: f"{file}:{getattr(node, 'lineno', 0)}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        for name in uses(node)
+    }
+    is_listed(found, [name for names in PRIVATE_NAMES.values() for name in names.split()])
+
+
+def test_private_methods_for_others_become_fewer() -> None:
+    names = {
+        node.attr for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
+    found = {
+        method.name: f"{file}:{method.lineno}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and is_private(method.name) and method.name not in names
+    }
+    is_listed(found, [name for names in CALLED_BY_OTHERS.values() for name in names.split()])
+
+
+def patched(tree: ast.Module) -> Iterator[ast.Attribute]:
+    """Yield what a module sets of other modules, of functions' defaults, and of objects' classes."""
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.level == 0)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            if root(node) in imported or node.attr in ("__class__", "__defaults__"):
+                yield node
+
+
+def test_patches_of_the_whole_process_become_fewer() -> None:
+    assert [patch for patch in PATCHES if patch.what not in SOURCES.get(patch.file, "")] == [], (
+        "take them from the list"
+    )
+    for file, tree in TREES.items():
+        listed = " ".join(patch.what for patch in PATCHES if patch.file == file)
+        for node in patched(tree):
+            text = ast.unparse(node)
+            assert text in listed or text in NO_PATCHES or node.attr in NO_PATCHES, (
+                f"{file}:{node.lineno}: {text}"
+            )
