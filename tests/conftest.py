@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from .default_tests import ABOVE_THE_BACKENDS, DEFAULT_WORLDS, EACH_TRANSPORT, ONLY_WITH_ALL
 from .helpers.forks import use_forks
 from .helpers.world import WORLDS, World
+from .selection import NEW_INTERPRETERS, is_core, is_left_out, worlds_of
 
 IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
 
@@ -45,17 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="run every test in every world, and start every process as a new interpreter; see tests/default_tests.py",
+        help="run every test, in more worlds, and start those of users as new interpreters; see tests/selection.py",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "core: the tests that a contributor runs first; see tests/selection.py"
+    )
     config.addinivalue_line("markers", "ranks(*sizes): the numbers of ranks that a behaviour is about")
     config.addinivalue_line("markers", "world_kinds(*names): the kinds of worlds that a behaviour is about")
     # A shell's `ci/test &` ignores SIGINT, and what tests start would ignore it too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    use_forks(not config.getoption("--all"))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # of several threads, those without a core delay small operations by far
     chosen = config.getoption("--worlds")
@@ -67,30 +69,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
     ranks, kinds = (metafunc.definition.get_closest_marker(name) for name in ("ranks", "world_kinds"))
-    names = [
+    fitting = [
         name
         for name, (kind, size) in WORLDS.items()
-        if name in _chosen_worlds(metafunc)
-        and (ranks is None or size in ranks.args)
-        and (kinds is None or kind.name in kinds.args)
+        if (ranks is None or size in ranks.args) and (kinds is None or kind.name in kinds.args)
     ]
-    metafunc.parametrize("world", names, indirect=True, scope="session")
-
-
-def _chosen_worlds(metafunc: pytest.Metafunc) -> tuple[str, ...]:
     if worlds := metafunc.config.getoption("--worlds"):
-        return tuple(worlds.split(","))
-    if metafunc.config.getoption("--all"):
-        return tuple(WORLDS)
-    return DEFAULT_WORLDS if _file(metafunc.definition.nodeid) in ABOVE_THE_BACKENDS else EACH_TRANSPORT
+        chosen = [name for name in fitting if name in worlds.split(",")]
+    else:
+        chosen = worlds_of(_file(metafunc.definition.nodeid), fitting, metafunc.config.getoption("--all"))
+    metafunc.parametrize("world", chosen, indirect=True, scope="session")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the core tests, before `-m` selects."""
+    world = IN_WORLD.search(item.nodeid)
+    if is_core(_file(item.nodeid), world and world[1]):
+        item.add_marker(pytest.mark.core)
 
 
 def _runs_only_with_all(item: pytest.Item, config: pytest.Config) -> bool:
     """Return whether a test is left out. One that the command line names, or its file, is not."""
-    test = item.nodeid.removeprefix("tests/")
     if config.getoption("--all") or config.option.keyword or any(".py" in one for one in config.args):
         return False
-    return any(re.match(pattern, test) for pattern in ONLY_WITH_ALL)
+    return is_left_out(item.nodeid.removeprefix("tests/"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -142,6 +144,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """End the world before a test that does not use it: processes of Horovod take CPU time while they wait."""
+    use_forks(not item.config.getoption("--all") or _file(item.nodeid) not in NEW_INTERPRETERS)
     if "world" not in getattr(item, "fixturenames", ()):
         for made in _worlds:
             made.close()

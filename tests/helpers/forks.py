@@ -2,7 +2,8 @@
 
 A launcher starts a small client instead of Python, which takes milliseconds (fork_client.py). The client asks a server
 for a fork (fork_server.py), which runs the script with the arguments, environment, folder and files of the client.
-With `pytest --all` there is no server: every process is a new interpreter, as a user's is.
+With `pytest --all`, the files NEW_INTERPRETERS of selection.py do without: their processes are new interpreters, as a
+user's are.
 """
 
 from __future__ import annotations
