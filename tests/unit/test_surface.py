@@ -7,9 +7,11 @@ records the names from the installed Horovod.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -94,19 +96,43 @@ def ours() -> dict[str, Any]:
     return found
 
 
-def test_import_loads_only_what_every_script_needs() -> None:
-    later = ["dualdist.checkpoint", "dualdist.elastic", "dualdist.processes", "http.server"]
-    script = f"""
-import sys, dualdist
-print(*[name for name in {later} if name in sys.modules])
+def test_the_package_launch_and_meeting_import_without_torch() -> None:
+    script = """
+import sys, dualdist, dualdist.launch, dualdist.meeting
+print(*[name for name in ("torch", "numpy", "dualdist.elastic", "http.server") if name in sys.modules])
+dualdist.Sum, dualdist.StallError, dir(dualdist)
+print("torch" in sys.modules)
 dualdist.elastic.run, dualdist.checkpoint.save, dualdist.run, dualdist.spawn
-print(*[name for name in {later} if name not in sys.modules])
+print("torch" in sys.modules)
 """
     finished = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
     )
-    assert finished.stdout == "\n\n", finished.stdout + finished.stderr
+    assert finished.stdout == "\nFalse\nTrue\n", finished.stdout + finished.stderr
+
+
+def test_the_stub_has_the_public_names_from_the_same_modules() -> None:
+    stub = ast.parse(Path(dualdist.__file__).with_suffix(".pyi").read_text())
+    stated = {
+        alias.name: f"dualdist.{node.module or alias.name}"
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(stated) == list(dualdist.__all__)
+    for name, module in stated.items():
+        value = getattr(dualdist, name)
+        assert value is getattr(importlib.import_module(module), name, sys.modules[module])
+
+
+def test_names_are_listed_exported_and_pickled_as_those_of_any_module() -> None:
+    exported: dict[str, Any] = {}
+    exec("from dualdist import *", exported)
+    assert set(dualdist.__all__) == set(exported) - {"__builtins__"}
     assert set(dualdist.__all__) <= set(dir(dualdist))
+    assert pickle.loads(pickle.dumps(dualdist.allreduce)) is dualdist.allreduce
+    with pytest.raises(AttributeError, match="module 'dualdist' has no attribute 'nothing'"):
+        _ = dualdist.nothing  # type: ignore[attr-defined]
 
 
 def test_all_67_names_of_horovod_torch_are_recorded() -> None:

@@ -1,0 +1,127 @@
+"""The public names of the package, for type checkers. `__init__.py` imports each at its first use."""
+
+from . import (
+    checkpoint as checkpoint,
+    elastic as elastic,
+    lr as lr,
+    metrics as metrics,
+    samplers as samplers,
+    seeding as seeding,
+)
+from .collectives import (
+    allgather as allgather,
+    allgather_async as allgather_async,
+    allreduce as allreduce,
+    allreduce_ as allreduce_,
+    allreduce_async as allreduce_async,
+    allreduce_async_ as allreduce_async_,
+    alltoall as alltoall,
+    alltoall_async as alltoall_async,
+    barrier as barrier,
+    broadcast as broadcast,
+    broadcast_ as broadcast_,
+    broadcast_async as broadcast_async,
+    broadcast_async_ as broadcast_async_,
+    gather as gather,
+    grouped_allgather as grouped_allgather,
+    grouped_allgather_async as grouped_allgather_async,
+    grouped_allreduce as grouped_allreduce,
+    grouped_allreduce_ as grouped_allreduce_,
+    grouped_allreduce_async as grouped_allreduce_async,
+    grouped_allreduce_async_ as grouped_allreduce_async_,
+    grouped_reducescatter as grouped_reducescatter,
+    grouped_reducescatter_async as grouped_reducescatter_async,
+    join as join,
+    poll as poll,
+    reduce as reduce,
+    reducescatter as reducescatter,
+    reducescatter_async as reducescatter_async,
+    scatter as scatter,
+    sparse_allreduce_async as sparse_allreduce_async,
+    synchronize as synchronize,
+)
+from .collectives.compression import Compression as Compression
+from .collectives.objects import (
+    allgather_object as allgather_object,
+    broadcast_object as broadcast_object,
+    gather_object as gather_object,
+    scatter_object as scatter_object,
+)
+from .errors import (
+    BackendUnavailableError as BackendUnavailableError,
+    CheckpointError as CheckpointError,
+    CollectiveMismatchError as CollectiveMismatchError,
+    ConfigurationError as ConfigurationError,
+    DamagedCheckpointError as DamagedCheckpointError,
+    HorovodInternalError as HorovodInternalError,
+    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+    NotInitializedError as NotInitializedError,
+    ProcessEndedError as ProcessEndedError,
+    StallError as StallError,
+    WorldMismatchError as WorldMismatchError,
+)
+from .gradients.comm_hook import CommHookState as CommHookState
+from .lifecycle import (
+    init as init,
+    shutdown as shutdown,
+    start_timeline as start_timeline,
+    stop_timeline as stop_timeline,
+)
+from .processes.function import (
+    run as run,
+    spawn as spawn,
+)
+from .samplers import (
+    DistributedSampler as DistributedSampler,
+    split_by_rank as split_by_rank,
+)
+from .seeding import seed_everything as seed_everything
+from .training.optimizer import (
+    DistributedOptimizer as DistributedOptimizer,
+    SynchronizedOptimizer as SynchronizedOptimizer,
+)
+from .training.optimizer_state import broadcast_optimizer_state as broadcast_optimizer_state
+from .training.parallel import DistributedDataParallel as DistributedDataParallel
+from .training.parameters import broadcast_parameters as broadcast_parameters
+from .training.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from .types import (
+    Adasum as Adasum,
+    Average as Average,
+    Max as Max,
+    Min as Min,
+    Product as Product,
+    Sum as Sum,
+)
+from .world.context import is_initialized as is_initialized
+from .world.process_sets import (
+    ProcessSet as ProcessSet,
+    add_process_set as add_process_set,
+    global_process_set as global_process_set,
+    remove_process_set as remove_process_set,
+)
+from .world.ranks import (
+    backend_name as backend_name,
+    ccl_built as ccl_built,
+    cross_rank as cross_rank,
+    cross_size as cross_size,
+    cuda_built as cuda_built,
+    ddl_built as ddl_built,
+    device as device,
+    gloo_built as gloo_built,
+    gloo_enabled as gloo_enabled,
+    is_homogeneous as is_homogeneous,
+    launch_info as launch_info,
+    launcher_name as launcher_name,
+    local_rank as local_rank,
+    local_size as local_size,
+    mpi_built as mpi_built,
+    mpi_enabled as mpi_enabled,
+    mpi_threads_supported as mpi_threads_supported,
+    nccl_built as nccl_built,
+    rank as rank,
+    rocm_built as rocm_built,
+    size as size,
+    transport_name as transport_name,
+)
+
+__all__: tuple[str, ...]
