@@ -20,12 +20,13 @@ from ..agreement import call_kinds
 from ..agreement.call import remember_call_site
 from ..backends.torch_interface import (
     disabled_join,
+    group_of_mesh,
     join_hook,
     notify_join,
     register_data_parallel,
     take_over_optimizers,
 )
-from ..checks import flag, number
+from ..checks import flag, number, wrong
 from ..collectives.allreduce import allreduce
 from ..collectives.join import join, share_grad_scaler
 from ..collectives.reduction import Reduction
@@ -50,7 +51,7 @@ from .parallel_arguments import (
 )
 from .parallel_interface import BufferHook, TorchInterface
 from .parameters import broadcast_parameters
-from .sync_batch_norm import set_of_group_or_mesh
+from .sync_batch_norm import set_of_group
 
 # Training with different numbers of batches on the ranks, behind DistributedDataParallel.
 
@@ -252,7 +253,7 @@ class DistributedDataParallel(JoinInterface):
     ) -> None:
         super().__init__()
         with reporting(call_kinds.DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
-            process_set = set_of_group_or_mesh(process_group, device_mesh)
+            process_set = _set_of_group_or_mesh(process_group, device_mesh)
         with reporting(call_kinds.DATA_PARALLEL, process_set):
             ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             named = checked_module(module, ignored)
@@ -470,6 +471,23 @@ class DistributedDataParallel(JoinInterface):
         self._requires_sync = True
         self._enter()
         self._combine_gradients(self._named(), compares_late=True)
+
+
+def _set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
+    """Return the process set that one of the two arguments means. Raises ValueError if there are two, or TypeError."""
+    if device_mesh is None and process_group is None:
+        return global_process_set
+    if device_mesh is None:
+        return set_of_group("process_group", process_group, registered=True)
+    if process_group is not None:
+        raise ValueError(
+            "`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them."
+        )
+    group = group_of_mesh(device_mesh)
+    if group is None:
+        fix = "Pass one, or mesh['dp']."
+        raise wrong("device_mesh", "a DeviceMesh of one dimension", device_mesh, fix, TypeError)
+    return set_of_group("device_mesh", group, registered=True)
 
 
 def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None) -> None:

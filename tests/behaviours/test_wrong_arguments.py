@@ -19,7 +19,7 @@ from .test_mismatch import check_next_calls_work
 
 OURS = tuple(
     error
-    for error in map(hvd.__dict__.get, hvd.__all__)
+    for error in (getattr(hvd, name) for name in hvd.__all__)
     if isinstance(error, type) and issubclass(error, Exception)
 )
 REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, *OURS)

@@ -174,13 +174,13 @@ def normalized(device: str, dtype: torch.dtype, is_channels_last: bool) -> list[
 
 @pytest.mark.parametrize("is_channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_fused_batch_norm_gives_the_numbers_of_the_cpu(
+def test_sync_batch_norm_gives_the_numbers_of_the_cpu(
     one: World, dtype: torch.dtype, is_channels_last: bool
 ) -> None:
-    (fused,) = one.run(normalized, "cuda:0", dtype, is_channels_last)
-    (portable,) = one.run(normalized, "cpu", dtype, is_channels_last)
+    (found,) = one.run(normalized, "cuda:0", dtype, is_channels_last)
+    (expected,) = one.run(normalized, "cpu", dtype, is_channels_last)
     bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
-    for own, reference in zip(fused, portable, strict=True):
+    for own, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(own, reference, rtol=bound, atol=bound)
 
 
