@@ -31,7 +31,7 @@ ARGUMENTS = "average_argument unpickling wrong_arguments wrong_use"
 """Files of behaviours whose errors and warnings arise before a backend is called."""
 ABOVE_THE_BACKENDS = """
     autograd backward_passes checkpoint checkpoint_failures checkpointed_layers comm_hooks commits compile elastic
-    elastic_sampler elastic_state equal_start failed_backward fused_batch_norm gradient_dtypes gradient_order
+    elastic_sampler elastic_state equal_start failed_backward gradient_dtypes gradient_order
     kept_gradients losses_over_ranks metrics mixed_precision moved_gradients no_host_reads objects optimizer
     optimizer_state parallel parallel_interface parallel_state parameter_hooks parameters reduce_ops
     several_optimizers sparse_gradients sync_batch_norm timeline unused_parameters

@@ -1,4 +1,4 @@
-"""What a data-parallel module shares with torch.distributed: process groups, the Join context, and its own class.
+"""What a data-parallel module shares with torch.distributed: process groups, the Join context, hooks.
 
 Nothing here communicates, except `notify_join`. All of it works without a process group of torch, too.
 """
@@ -6,28 +6,16 @@ Nothing here communicates, except `notify_join`. All of it works without a proce
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 
 from .. import accelerator
 from ..launch import DeviceView, choose_devices
 from .base import TRANSPORTS
-
-
-def torch_data_parallel() -> type[torch.nn.Module]:
-    """Return torch's own DistributedDataParallel."""
-    return DistributedDataParallel
-
-
-def register_data_parallel(kind: type[torch.nn.Module]) -> None:
-    """Let instances of `kind` pass isinstance() for torch's DistributedDataParallel and Joinable, which are ABCs."""
-    DistributedDataParallel.register(kind)
 
 
 def world_group() -> Any:
@@ -51,13 +39,6 @@ def group_of_mesh(mesh: Any) -> Any:
     if not hasattr(mesh, "get_group") or getattr(mesh, "ndim", 0) != 1:
         return None
     return mesh.get_group(mesh_dim=0)
-
-
-def disabled_join() -> Any:
-    """Return the configuration of a Joinable that no Join context uses."""
-    from torch.distributed.algorithms.join import _JoinConfig
-
-    return _JoinConfig.construct_disabled_join_config()
 
 
 def notify_join(joinable: Any) -> None:
@@ -96,16 +77,6 @@ def take_over_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def warns_of_broadcast_buffers() -> bool:
-    """Return whether torch's class has replaced the argument `broadcast_buffers` (2.13 and later)."""
-    return "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-
-
-def runs_after_forward(location: Any) -> bool:
-    """Return whether a hook for buffers runs after forward. location: a _BufferCommHookLocation, None: the default."""
-    return location is None or location == _BufferCommHookLocation.POST_FORWARD
-
-
 def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
     """Return the hook in Python that does what torch's built-in hook of `kind` does. Raises TypeError.
 
@@ -129,11 +100,6 @@ def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
 
     hook.__qualname__ = str(kind)
     return hook
-
-
-def register_fused_optimizer(wrapper: Any, kind: type, *args: Any, **kwargs: Any) -> None:
-    """Have an optimizer step in a communication hook of `wrapper`, by torch's method of this purpose."""
-    DistributedDataParallel._register_fused_optim(wrapper, kind, *args, **kwargs)
 
 
 # What the installed torch was built with, under the names of Horovod's queries. Shared by torch.py and local.py.

@@ -15,7 +15,7 @@ import torch
 
 from .. import accelerator
 from ..training.parallel import DistributedDataParallel
-from ..training.parallel_interface import bare_names
+from ..training.state_names import bare_names
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
 

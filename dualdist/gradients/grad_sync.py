@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import call_kinds
 from ..agreement.verdict import Verdict
 from ..backends.base import Backend, Group
-from ..backends.torch_interface import torch_data_parallel
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
@@ -438,7 +438,7 @@ class GradSync(Combiner):
 def _ids_in_ddp(num_made: int) -> set[int]:
     """Return the ids of the parameters of all modules of torch's DDP. num_made: of GradSyncs, since the last look."""
     gc.collect()  # an older GradSync may be garbage, for which others send late
-    wrappers = [one for one in gc.get_objects() if torch_data_parallel() in type(one).__mro__]
+    wrappers = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]
     return {id(param) for wrapper in wrappers for param in wrapper.parameters()}
 
 

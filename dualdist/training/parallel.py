@@ -2,7 +2,7 @@
 
 GradSync combines the gradients, as for DistributedOptimizer. The wrapper adds what belongs to a module: equal
 parameters at the start, equal buffers before each forward, and names in state dicts (see state_names.py). It is no
-subclass of torch's class, which is built around a Reducer in C++; but isinstance() holds (see torch_interface.py).
+subclass of torch's class, which is built around a Reducer in C++; but isinstance() holds.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ..agreement import call_kinds
 from ..agreement.call import remember_call_site
 from ..backends.torch_interface import (
-    disabled_join,
-    group_of_mesh,
+    builtin_comm_hook,
     join_hook,
     notify_join,
-    register_data_parallel,
     take_over_optimizers,
+    world_group,
 )
 from ..checks import flag, number, wrong
 from ..collectives.allreduce import allreduce
@@ -33,12 +33,15 @@ from ..collectives.reduction import Reduction
 from ..compiling import not_compiled
 from ..gradients.bucket_memory import BUCKET_BYTES
 from ..gradients.combiner import Combiner, NullCombiner
+from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..gradients.options import SyncOptions
 from ..types import Average, Max, Sum
-from ..world.process_sets import ProcessSet, global_process_set, reporting
+from ..world.context import current
+from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank, size
 from .parallel_arguments import (
+    BufferHook,
     MixedPrecision,
     bucket_groups,
     check_delayed,
@@ -48,143 +51,14 @@ from .parallel_arguments import (
     checked_mixed_precision,
     checked_module,
     reduction_of,
+    set_of_group_or_mesh,
 )
-from .parallel_interface import BufferHook, TorchInterface
 from .parameters import broadcast_parameters
-from .sync_batch_norm import set_of_group
-
-# Training with different numbers of batches on the ranks, behind DistributedDataParallel.
-
-
-class JoinedTraining:
-    """What a wrapper does in the block of `join`, and after it."""
-
-    def __init__(self, combiner: Combiner, *, divides_by_active: bool = False, throws: bool = False) -> None:
-        """Start the block. throws: whether every rank raises as soon as one has no more data."""
-        self._combiner = combiner
-        self._throws = throws
-        self.in_join: Callable[[], None] = lambda: None
-        """Called before each forward in a Join of torch. Collective."""
-        combiner.divide_by_active(divides_by_active)
-
-    def before_forward(self) -> None:
-        """Raise RuntimeError if another rank has no more data and `throws` is set; that is collective."""
-        if self._throws and self._count_active(True) < size():
-            self._throw()
-
-    def end(self) -> int:
-        """Take part for the others until all have left the block. Return the rank that left last. Collective."""
-        if self._throws and self._count_active(False):
-            self._throw()
-        return join()
-
-    def torch_hook(
-        self, at_end: Callable[[int], None], process_set: ProcessSet, kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Return a JoinHook of torch.
-
-        at_end: called with the rank that joined last, on each member of `process_set`. kwargs: those of Join.
-        """
-        divides_by_active = not flag(
-            "divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)
-        )
-
-        def count(is_active: bool) -> None:
-            if divides_by_active:
-                self._combiner.divide_by(self._count_active(is_active, process_set))
-
-        def shadow() -> None:
-            count(False)
-            self._combiner.shadow()
-
-        def end(is_last: bool) -> None:
-            candidate = torch.tensor([rank() if is_last else -1])
-            at_end(int(allreduce(candidate, op=Max, name="join.last", process_set=process_set)))
-
-        self.in_join = functools.partial(count, True)
-        return join_hook(shadow, end)
-
-    def _count_active(self, is_active: bool, process_set: ProcessSet = global_process_set) -> int:
-        active = torch.tensor([int(is_active)])
-        return int(allreduce(active, op=Sum, name="join.active", process_set=process_set))
-
-    def _throw(self) -> None:
-        raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+from .state_names import WrappedState, with_prefix
+from .sync_batch_norm import SyncBatchNorm
 
 
-class JoinInterface(TorchInterface):
-    """The part of DistributedDataParallel for uneven inputs."""
-
-    _joined: JoinedTraining | None
-    _torch_join: JoinedTraining | None
-    _join_config: Any
-    _join_hook: Callable[[], Any]
-    """Returns torch's Join hook while the context exists."""
-
-    @contextlib.contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
-
-        It contributes zeros to their backward passes. Buffers are not broadcast in the block. At the end every rank has
-        the parameters and buffers of the rank that left last. Collective over the world.
-
-        Args:
-            divide_by_initial_world_size: True: averages divide by the size of the world. False: by the number of ranks
-                that are still in the block.
-            enable: False: do nothing.
-            throw_on_early_termination: when one rank has no more data, raise RuntimeError on every rank instead. Each
-                forward then exchanges a message.
-
-        Raises ValueError when `process_group` is not the whole world.
-        """
-        by_all = flag("divide_by_initial_world_size", divide_by_initial_world_size)
-        throws = flag("throw_on_early_termination", throw_on_early_termination)
-        if not flag("enable", enable):
-            yield
-            return
-        if self._process_set is not global_process_set:
-            raise ValueError(
-                "`process_group` must be the whole world for join(), but is another process set instead."
-            )
-        self._joined = JoinedTraining(self._combiner, divides_by_active=not by_all, throws=throws)
-        try:
-            yield
-            self._overwrite(self._joined.end())
-        finally:
-            self._combiner.divide_by_active(False)
-            self._joined = None
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
-        self._torch_join = JoinedTraining(self._combiner)
-
-        def end(root_rank: int) -> None:
-            self._overwrite(root_rank)
-            share_grad_scaler(root_rank, self._process_set)
-            self._forget_join()
-
-        hook = self._torch_join.torch_hook(end, self._process_set, kwargs)
-        self._join_hook = weakref.ref(hook)
-        return hook
-
-    def _forget_join(self) -> None:
-        """Leave a Join context of torch, which leaves its configuration in what has joined."""
-        self._torch_join, self._join_config = None, disabled_join()
-        self._combiner.divide_by(None)
-
-    def _overwrite(self, root_rank: int) -> None:
-        """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
-        self._broadcast(
-            dict(self._named()) | (self._named_buffers() if self.forward_sync_buffers else {}), root_rank
-        )
-
-
-class DistributedDataParallel(JoinInterface):
+class DistributedDataParallel(torch.nn.Module):
     """Averages the gradients of `module` over the ranks in every backward.
 
     Gradients are complete when `backward()` returns. Parameters that some or all ranks do not use need no option.
@@ -253,7 +127,7 @@ class DistributedDataParallel(JoinInterface):
     ) -> None:
         super().__init__()
         with reporting(call_kinds.DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
-            process_set = _set_of_group_or_mesh(process_group, device_mesh)
+            process_set = set_of_group_or_mesh(process_group, device_mesh)
         with reporting(call_kinds.DATA_PARALLEL, process_set):
             ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             named = checked_module(module, ignored)
@@ -303,10 +177,13 @@ class DistributedDataParallel(JoinInterface):
 
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
-        self._combiner = NullCombiner()
-        self._joined = self._torch_join = None
-        self._join_config = disabled_join()
-        self._join_hook = lambda: None
+        self._combiner: Combiner = NullCombiner()
+        self._is_joining = self._throws_early = False
+        """Whether this is the block of `join`, and whether every rank raises as soon as one has no more data."""
+        self._torch_join: weakref.ref[Any] | None = None
+        """The hook in a Join context of torch. It exists as long as the context."""
+        self._divides_by_active = False
+        """Whether averages divide by the number of active ranks in a Join context of torch."""
         self._syncs_buffers = False
         """Whether the current forward synchronizes buffers."""
         self._in_backward: list[torch.Tensor] | None = None
@@ -346,25 +223,21 @@ class DistributedDataParallel(JoinInterface):
         self._syncs_buffers = False
         remember_call_site()
         if self._torch_join is not None:
-            if (
-                self._join_hook() is None or not self._join_config.enable
-            ):  # an exception has ended the context
-                self._forget_join()
-            else:
+            if self._torch_join() is not None and self._join_config.enable:
                 notify_join(self)
-                self._torch_join.in_join()
+                self._set_divisor(True)
+            else:  # an exception has ended the context
+                self._leave_torch_join()
         if self._in_backward is None:
             self._take_over_optimizers()
         if not self._combiner.enabled or not torch.is_grad_enabled():
             return
         self._combiner.watch()
-        if self._joined is not None:
-            self._joined.before_forward()
+        self._check_early_end(True)
         is_changed = _identities(self._parts) != self._recorded
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
-        is_joining = self._joined is not None or self._torch_join is not None
-        is_alone = is_joining or not self._combiner.is_in_world
+        is_alone = self._is_joining or self._torch_join is not None or not self._combiner.is_in_world
         self._syncs_buffers = self.forward_sync_buffers and self.training and not is_alone
         self._sync_buffers(after_forward=False)
         if not is_changed:
@@ -442,6 +315,285 @@ class DistributedDataParallel(JoinInterface):
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(cast(list[torch.device], self.device_ids)[0], non_blocking=True)
 
+    # Uneven inputs
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
+
+        It contributes zeros to their backward passes. Buffers are not broadcast in the block. At the end every rank has
+        the parameters and buffers of the rank that left last. Collective over the world.
+
+        Args:
+            divide_by_initial_world_size: True: averages divide by the size of the world. False: by the number of ranks
+                that are still in the block.
+            enable: False: do nothing.
+            throw_on_early_termination: when one rank has no more data, raise RuntimeError on every rank instead. Each
+                forward then exchanges a message.
+
+        Raises ValueError when `process_group` is not the whole world.
+        """
+        by_all = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throws = flag("throw_on_early_termination", throw_on_early_termination)
+        if not flag("enable", enable):
+            yield
+            return
+        if self._process_set is not global_process_set:
+            raise ValueError(
+                "`process_group` must be the whole world for join(), but is another process set instead."
+            )
+        self._is_joining, self._throws_early = True, throws
+        self._combiner.divide_by_active(not by_all)
+        try:
+            yield
+            self._check_early_end(False)
+            self._overwrite(join())
+        finally:
+            self._combiner.divide_by_active(False)
+            self._is_joining = self._throws_early = False
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return what torch.distributed.algorithms.Join calls on a rank without more data."""
+        by_all = kwargs.get("divide_by_initial_world_size", True)
+        self._divides_by_active = not flag("divide_by_initial_world_size", by_all)
+
+        def shadow() -> None:
+            self._set_divisor(False)
+            self._combiner.shadow()
+
+        def end(is_last: bool) -> None:
+            candidate = torch.tensor([rank() if is_last else -1])
+            last = int(allreduce(candidate, op=Max, name="join.last", process_set=self._process_set))
+            self._overwrite(last)
+            share_grad_scaler(last, self._process_set)
+            self._leave_torch_join()
+
+        hook = join_hook(shadow, end)
+        self._torch_join = weakref.ref(hook)
+        return hook
+
+    def _set_divisor(self, is_active: bool) -> None:
+        if self._divides_by_active:
+            self._combiner.divide_by(self._count_active(is_active))
+
+    def _leave_torch_join(self) -> None:
+        self._torch_join = None
+        self._combiner.divide_by(None)
+
+    def _check_early_end(self, is_active: bool) -> None:
+        """With `throw_on_early_termination`, raise RuntimeError if only some ranks have more data. Then collective."""
+        if self._throws_early and 0 < self._count_active(is_active) < size():
+            raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+
+    def _count_active(self, is_active: bool) -> int:
+        """Return how many ranks have more data. Collective."""
+        active = torch.tensor([int(is_active)])
+        return int(allreduce(active, op=Sum, name="join.active", process_set=self._process_set))
+
+    def _overwrite(self, root_rank: int) -> None:
+        """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
+        buffers = self._named_buffers() if self.forward_sync_buffers else {}
+        self._broadcast(dict(self._named()) | buffers, root_rank)
+
+    # Names of torch's class that programs and frameworks use
+
+    _set_params_and_buffers_to_ignore_for_model: Any = staticmethod(
+        TorchDataParallel._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params: Any = staticmethod(TorchDataParallel._get_data_parallel_params)
+    _register_fused_optim: Any = TorchDataParallel._register_fused_optim
+    _join_config: Any
+
+    broadcast_bucket_size = 250 << 20
+    """In bytes. torch's functions that copy modules to all ranks take it."""
+
+    @property
+    def process_group(self) -> Any:
+        """The `process_group` that was passed. By default torch's group of the world, else the global process set."""
+        if self._process_group is not None:
+            return self._process_group
+        if self.device_mesh is not None:
+            return self.device_mesh.get_group(mesh_dim=0)
+        return world_group() or global_process_set
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The same as `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    use_side_stream_for_tensor_copies = False
+    """Inputs are moved on the current stream."""
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are synchronized, by their names in the module."""
+        return self._named_buffers()
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that are synchronized."""
+        return list(self._named_buffers().values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether forwards in training mode synchronize buffers. Local."""
+        return self.forward_sync_buffers and bool(self._named_buffers())
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """False: gradients are complete when backward returns. Raises RuntimeError when it is set to True."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    should_finalize_after_backward = False
+    """There is nothing to finalize."""
+
+    def finalize_backward(self) -> None:
+        """Raise RuntimeError: gradients are complete when backward returns."""
+        raise RuntimeError(
+            "`require_manual_backward_finalization` must be False, since gradients are complete when backward returns. "
+            "Leave it and finalize_backward() out."
+        )
+
+    def _check_reducer_finalized(self) -> None:
+        """Accepted as in torch, without effect: gradients are complete when backward returns."""
+
+    def _set_static_graph(self) -> None:
+        """Accepted as in torch, without effect."""
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return facts about this wrapper by torch's names (torch/csrc/distributed/c10d/logger.cpp). Local."""
+        context = current()
+        params = [param for _, param in self._named() if param.requires_grad]
+        batch_norms = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+        hook = self._combiner.comm_hook
+        facts = {} if hook is None else {"comm_hook": hook.name}
+        return {
+            **facts,
+            "world_size": context.world.size,
+            "rank": context.world.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(str(device.index or 0) for device in self.device_ids or ()),
+            "output_device": -1 if self.output_device is None else str(self.output_device),
+            "backend_name": context.backend.transport,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "has_sync_bn": int(any(isinstance(part, batch_norms) for part in self.module.modules())),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
+            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+            "is_multi_device_module": int(self.is_multi_device_module),
+        }
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Combine gradients by a communication hook, as in torch, on any backend; see docs/training.md. Collective.
+
+        The hook gets `state` and a bucket of gradients, which it must divide by the number of ranks itself. Raises
+        CollectiveMismatchError when the ranks register different hooks, RuntimeError when one is registered already or
+        `mixed_precision` was passed.
+        """
+        if self.mixed_precision is not None:  # in torch it is a hook itself
+            raise RuntimeError(
+                "A communication hook must not be registered with `mixed_precision`, which reduces gradients itself."
+            )
+        with reporting(call_kinds.DATA_PARALLEL, self._process_set):
+            checked = checked_comm_hook((state, hook))
+        if checked is not None:
+            self._combiner.register_comm_hook(checked)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Combine gradients by a built-in hook of torch. Collective. Raises as `register_comm_hook`."""
+        self.register_comm_hook(None, builtin_comm_hook(comm_hook_type))
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
+        """Synchronize buffers by `hook` instead of copying rank 0's, as in torch. Collective.
+
+        hook(state, buffers) gets the buffers by their names in the module, and changes them in place. It may return a
+        list of futures, which backward waits for. It is called in the forwards that would copy buffers.
+        comm_hook_location: a _BufferCommHookLocation of torch; None: after forward.
+        """
+        rule = "a function of a state and a dict of buffers"
+        if not callable(hook):
+            raise wrong("hook", rule, hook, "Pass a function.", TypeError)
+        after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
+        self._buffer_hook = BufferHook(hook, state, after_forward)
+        self._in_backward = None  # the next forward lets backward wait for the futures
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: Any = None, authoritative_rank: int = 0
+    ) -> None:
+        """Copy buffers of a member of the process group to the others, for hooks. Collective.
+
+        bufs: the tensors; None: all buffers. bucket_size: without effect.
+        """
+        buffers = self._named_buffers().values() if bufs is None else bufs
+        named = {f"buffer {place}": buffer for place, buffer in enumerate(buffers)}
+        ranks = self._process_set.ranks or [0]
+        self._broadcast(named, ranks[authoritative_rank])
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop averaging gradients: remove this wrapper's hooks from the parameters, as in torch. Local."""
+        self._combiner.release()
+        self._combiner = NullCombiner()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepted as in torch, without effect: outputs are never cloned."""
+
+    @property
+    def reducer(self) -> Any:
+        """What frameworks call on torch's Reducer before a backward that must average. It has nothing to do here."""
+        return _NoReducer()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group, for torch.distributed.algorithms.Join."""
+        return self.process_group
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """Return the state of the module, as in torch. See the class about names."""
+        if args or destination is not None or prefix:  # this wrapper is a part of another module
+            return super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = WrappedState()
+        state._metadata = {}
+        super().state_dict(destination=state, keep_vars=keep_vars)
+        state._wrapped_names = frozenset(state)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        with_prefix(self.module, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Refuse another wrapper around this one: torch's constructor reads this attribute of its module first."""
+        raise TypeError(
+            "`module` must not be distributed already, but is a dualdist.DistributedDataParallel. Pass "
+            "the bare model to what wraps it, or in Accelerate use prepare_model(model, evaluation_mode=True)."
+        )
+
     # Copies
 
     def extra_repr(self) -> str:
@@ -457,12 +609,11 @@ class DistributedDataParallel(JoinInterface):
             "_combiner",
             "_process_set",
             "_process_group",
-            "_joined",
             "_torch_join",
-            "_join_hook",
             "_join_config",
+            "_requires_sync",
         ]
-        local += ["_wrapped", "_parts", "_recorded", "_in_backward", "_requires_sync"]
+        local += ["_wrapped", "_parts", "_recorded", "_in_backward"]
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -473,21 +624,17 @@ class DistributedDataParallel(JoinInterface):
         self._combine_gradients(self._named(), compares_late=True)
 
 
-def _set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
-    """Return the process set that one of the two arguments means. Raises ValueError if there are two, or TypeError."""
-    if device_mesh is None and process_group is None:
-        return global_process_set
-    if device_mesh is None:
-        return set_of_group("process_group", process_group, registered=True)
-    if process_group is not None:
-        raise ValueError(
-            "`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them."
-        )
-    group = group_of_mesh(device_mesh)
-    if group is None:
-        fix = "Pass one, or mesh['dp']."
-        raise wrong("device_mesh", "a DeviceMesh of one dimension", device_mesh, fix, TypeError)
-    return set_of_group("device_mesh", group, registered=True)
+class _NoReducer:
+    """Has the methods of torch's Reducer that frameworks call. dualdist decides in backward whether to combine."""
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
 
 
 def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None) -> None:
@@ -509,4 +656,5 @@ def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
     return list(map(id, members))
 
 
-register_data_parallel(DistributedDataParallel)
+# isinstance() for torch's class and its base Joinable, which are ABCs.
+TorchDataParallel.register(DistributedDataParallel)

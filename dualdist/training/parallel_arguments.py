@@ -1,138 +1,50 @@
-"""The arguments of DistributedDataParallel: their checks."""
+"""The arguments of DistributedDataParallel: their checks, `mixed_precision`, and hooks for buffers."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ..agreement import call_kinds
-from ..backends.torch_interface import torch_data_parallel, warns_of_broadcast_buffers
+from ..backends.torch_interface import group_of_mesh
 from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.compression import Compression, Compressor
 from ..compiling import not_compiled
 from ..gradients.combiner import combiners_of
-from .sync_batch_norm import check_sync_batch_norms, checked_device
-
-# DistributedDataParallel(mixed_precision=), as in torch: forward computes with casts of the parameters.
-#
-# Each forward casts every parameter once and puts the casts in the places of the parameters; they are put back after
-# it. Autograd then casts the gradients back, so that the parameters and their gradients keep their dtype for the
-# optimizer. torch's own class exchanges the data of the parameters until backward instead, on a stream that only
-# accelerators have (torch/nn/parallel/distributed.py:1103).
-#
-# Checkpointed parts run again in backward, without the module around them: hooks on every part cast its parameters
-# then.
-
-_COMPRESSION: dict[torch.dtype | None, type[Compressor]] = {
-    None: Compression.none,
-    torch.float16: Compression.fp16,
-    torch.bfloat16: Compression.bf16,
-    torch.float32: Compression.none,
-}
-"""How gradients are sent in each dtype."""
+from ..world.process_sets import ProcessSet, global_process_set
+from .sync_batch_norm import check_sync_batch_norms, checked_device, set_of_group
 
 
-def checked_mixed_precision(config: Any) -> _MixedPrecision | None:
-    """Return `config`, the argument `mixed_precision`. Raises TypeError or ValueError."""
-    if config is None:
-        return None
-    fix = "Or use torch.autocast, with torch.amp.GradScaler for float16."
-    rule = "a torch.nn.parallel.distributed._MixedPrecision"
-    instance("mixed_precision", config, _MixedPrecision, rule, fix)
-    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(config, name)
-        if dtype not in _COMPRESSION:
-            raise wrong(f"mixed_precision.{name}", "torch.float16, bfloat16, float32 or None", dtype)
-    return config  # type: ignore[no-any-return]
-
-
-def reduction_of(config: _MixedPrecision | None) -> type[Compressor]:
-    """Return how gradients are sent: as `reduce_dtype`, or as `param_dtype` if that is None."""
-    if config is None:
-        return Compression.none
-    return _COMPRESSION[config.reduce_dtype or config.param_dtype]
-
-
-class MixedPrecision:
-    """Casts the buffers of a module once, and its parameters and inputs for each forward.
-
-    A context manager around a forward, so that the parameters are also put back after a KeyboardInterrupt.
-    """
-
-    def __init__(self, module: torch.nn.Module, config: _MixedPrecision, ignored: Collection[str]) -> None:
-        """ignored: names of parameters and buffers that keep their dtype."""
-        self._dtype = config.param_dtype
-        self._ignored = frozenset(ignored)
-        self._outermost: torch.nn.Module | None = None
-        """The part of the module that computes with casts now, with all its parts."""
-        self._depth = 0
-        """How many calls of `_outermost` have not returned: a module may call itself."""
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
-        """Each place of a parameter, its name there, and the parameter."""
-        for name, buffer in module.named_buffers():
-            if buffer.is_floating_point() and name not in self._ignored:
-                buffer.data = buffer.to(config.buffer_dtype)
-        for prefix, part in module.named_modules():
-            before = functools.partial(self._before_forward, prefix)
-            part.register_forward_pre_hook(before, prepend=True)
-            part.register_forward_hook(self._after_forward, always_call=True)
-
-    def cast_inputs(self, inputs: Any) -> Any:
-        """Return `inputs` with the floating-point tensors in it cast, as torch does."""
-        return tree_map_only(torch.Tensor, self._cast, inputs)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-    @not_compiled
-    def _before_forward(self, prefix: str, part: torch.nn.Module, inputs: Any) -> None:
-        if self._outermost is None:
-            self._outermost = part
-            self._replace(prefix, part)
-        self._depth += part is self._outermost
-
-    @not_compiled
-    def _after_forward(self, part: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        self._depth -= part is self._outermost
-        if not self._depth:
-            self._restore()
-
-    def _replace(self, prefix: str, part: torch.nn.Module) -> None:
-        casts: dict[int, torch.Tensor] = {}
-        for place, owner in part.named_modules(prefix=prefix):
-            for name, param in owner._parameters.items():
-                if param is None or f"{place}.{name}".lstrip(".") in self._ignored:
-                    continue
-                if id(param) not in casts:
-                    casts[id(param)] = self._cast(param)
-                places: dict[str, Any] = owner._parameters
-                self._replaced.append((places, name, param))
-                places[name] = casts[id(param)]
-
-    def _restore(self) -> None:
-        while self._replaced:
-            places, name, param = self._replaced.pop()
-            places[name] = param
-        self._outermost, self._depth = None, 0
-
-    def __enter__(self) -> None:
-        self._restore()
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
+def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
+    """Return the process set that one of the two arguments means. Raises ValueError if there are two, or TypeError."""
+    if device_mesh is None and process_group is None:
+        return global_process_set
+    if device_mesh is None:
+        return set_of_group("process_group", process_group, registered=True)
+    if process_group is not None:
+        raise ValueError(
+            "`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them."
+        )
+    group = group_of_mesh(device_mesh)
+    if group is None:
+        fix = "Pass one, or mesh['dp']."
+        raise wrong("device_mesh", "a DeviceMesh of one dimension", device_mesh, fix, TypeError)
+    return set_of_group("device_mesh", group, registered=True)
 
 
 def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the named parameters of `module` that are not `ignored`. Raises as DistributedDataParallel does."""
     instance("module", module, torch.nn.Module, "a torch.nn.Module", "Pass the model.")
     for part in module.modules():
-        if isinstance(part, torch_data_parallel()):
+        if isinstance(part, TorchDataParallel):
             raise TypeError(
                 "`module` must not be distributed already, but it or a part of it is. Wrap the whole model once."
             )
@@ -199,7 +111,10 @@ def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
         _warn(
             "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter."
         )
-    elif broadcast is not None and warns_of_broadcast_buffers():
+    elif (
+        broadcast is not None
+        and "forward_sync_buffers" in inspect.signature(TorchDataParallel.__init__).parameters
+    ):
         _warn(
             "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always copied at "
             "the start."
@@ -252,3 +167,138 @@ def check_delayed(delayed: Any, delayed_until: Any, module: torch.nn.Module) -> 
     for entry in items(name, () if delayed is None else delayed, rule):
         if not isinstance(entry, tuple | list) or len(entry) != 2 or id(entry[1]) not in own:
             raise wrong(name, rule, entry)
+
+
+# DistributedDataParallel(mixed_precision=), as in torch: forward computes with casts of the parameters.
+#
+# Each forward casts every parameter once and puts the casts in the places of the parameters; they are put back after
+# it. Autograd then casts the gradients back, so that the parameters and their gradients keep their dtype for the
+# optimizer. torch's own class exchanges the data of the parameters until backward instead, on a stream that only
+# accelerators have (torch/nn/parallel/distributed.py:1103).
+#
+# Checkpointed parts run again in backward, without the module around them: hooks on every part cast its parameters
+# then.
+
+_COMPRESSION: dict[torch.dtype | None, type[Compressor]] = {
+    None: Compression.none,
+    torch.float16: Compression.fp16,
+    torch.bfloat16: Compression.bf16,
+    torch.float32: Compression.none,
+}
+"""How gradients are sent in each dtype."""
+
+
+def checked_mixed_precision(config: Any) -> Any:
+    """Return `config`, the argument `mixed_precision`. Raises TypeError or ValueError."""
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    if config is not None and not all(hasattr(config, name) for name in names):
+        rule = "a torch.nn.parallel.distributed._MixedPrecision"
+        fix = "Or use torch.autocast, with torch.amp.GradScaler for float16."
+        raise wrong("mixed_precision", rule, config, fix, TypeError)
+    for name in names if config is not None else ():
+        dtype = getattr(config, name)
+        if dtype not in _COMPRESSION:
+            raise wrong(f"mixed_precision.{name}", "torch.float16, bfloat16, float32 or None", dtype)
+    return config
+
+
+def reduction_of(config: Any) -> type[Compressor]:
+    """Return how gradients are sent: as `reduce_dtype`, or as `param_dtype` if that is None."""
+    if config is None:
+        return Compression.none
+    return _COMPRESSION[config.reduce_dtype or config.param_dtype]
+
+
+class MixedPrecision:
+    """Casts the buffers of a module once, and its parameters and inputs for each forward.
+
+    A context manager around a forward, so that the parameters are also put back after a KeyboardInterrupt.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: Any, ignored: Collection[str]) -> None:
+        """ignored: names of parameters and buffers that keep their dtype."""
+        self._dtype = config.param_dtype
+        self._ignored = frozenset(ignored)
+        self._outermost: torch.nn.Module | None = None
+        """The part of the module that computes with casts now, with all its parts."""
+        self._depth = 0
+        """How many calls of `_outermost` have not returned: a module may call itself."""
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        """Each place of a parameter, its name there, and the parameter."""
+        for name, buffer in module.named_buffers():
+            if buffer.is_floating_point() and name not in self._ignored:
+                buffer.data = buffer.to(config.buffer_dtype)
+        for prefix, part in module.named_modules():
+            before = functools.partial(self._before_forward, prefix)
+            part.register_forward_pre_hook(before, prepend=True)
+            part.register_forward_hook(self._after_forward, always_call=True)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """Return `inputs` with the floating-point tensors in it cast, as torch does."""
+        return tree_map_only(torch.Tensor, self._cast, inputs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    @not_compiled
+    def _before_forward(self, prefix: str, part: torch.nn.Module, inputs: Any) -> None:
+        if self._outermost is None:
+            self._outermost = part
+            self._replace(prefix, part)
+        self._depth += part is self._outermost
+
+    @not_compiled
+    def _after_forward(self, part: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self._depth -= part is self._outermost
+        if not self._depth:
+            self._restore()
+
+    def _replace(self, prefix: str, part: torch.nn.Module) -> None:
+        casts: dict[int, torch.Tensor] = {}
+        for place, owner in part.named_modules(prefix=prefix):
+            for name, param in owner._parameters.items():
+                if param is None or f"{place}.{name}".lstrip(".") in self._ignored:
+                    continue
+                if id(param) not in casts:
+                    casts[id(param)] = self._cast(param)
+                places: dict[str, Any] = owner._parameters
+                self._replaced.append((places, name, param))
+                places[name] = casts[id(param)]
+
+    def _restore(self) -> None:
+        while self._replaced:
+            places, name, param = self._replaced.pop()
+            places[name] = param
+        self._outermost, self._depth = None, 0
+
+    def __enter__(self) -> None:
+        self._restore()
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+@dataclass
+class BufferHook:
+    """A hook of the user that synchronizes buffers in place of copying rank 0's, and its state."""
+
+    hook: Callable[[Any, dict[str, torch.Tensor]], Any]
+    """hook(state, buffers) changes the buffers in place. It may return futures."""
+    state: Any
+    after_forward: bool
+    """Whether it is called after forward, not before."""
+    _futures: list[Any] = field(default_factory=list)
+
+    def run(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Call the hook. Collective if the hook is."""
+        self.wait()
+        with torch.no_grad():
+            self._futures = list(self.hook(self.state, dict(buffers)) or ())
+
+    def wait(self) -> None:
+        """Wait for the futures that the hook has returned."""
+        while self._futures:
+            self._futures.pop(0).wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_futures": []}
