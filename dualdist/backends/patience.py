@@ -7,7 +7,6 @@ the connections open, and the others would wait until the timeout. Horovod's Glo
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -51,34 +50,7 @@ class Patience:
         return self._lost_since is not None and now > self._lost_since + _SETTLE_SECONDS
 
 
-# Steps without a timeout of their own. Each runs in another thread, which is abandoned when it takes too long.
-
 T = TypeVar("T")
-
-
-def in_thread(step: Callable[[], T]) -> Future[T]:
-    """Start `step` in another thread, and return the future of its result."""
-    outcome: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(step())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="dualdist-step", daemon=True).start()
-    return outcome
-
-
-def in_time(step: Callable[[], T], seconds: float) -> T:
-    """Return `step()`. Raises TimeoutError after `seconds`."""
-    outcome = in_thread(step)
-    try:
-        return outcome.result(seconds)
-    except FutureTimeoutError:
-        if outcome.done():
-            return outcome.result()
-        raise TimeoutError(f"It did not end in {seconds:g} s.") from None
 
 
 def wait_for(outcome: Future[T], patience: Patience) -> T:

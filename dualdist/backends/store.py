@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
+from ..executor import in_time
 from ..meeting import (
     ADVICE,
     Addresses,
@@ -31,7 +32,6 @@ from ..meeting import (
     share_server_address,
 )
 from ..types import Launch
-from .patience import in_time
 
 # Reading many keys of c10d's Store at once.
 

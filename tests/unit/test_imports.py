@@ -29,12 +29,12 @@ ROOMS = (
     {"backends"},
     {"meeting"},
     {"launch"},
-    {"accelerator", "checks", "compiling", "process_exit"},
+    {"accelerator", "checks", "compiling", "executor", "process_exit"},
     {"types", "errors"},
 )
 """From the top to the bottom: a module imports from its own room and from those further down."""
 
-WITHOUT_TORCH = {"launch", "meeting", "checks", "types", "errors"}
+WITHOUT_TORCH = {"launch", "meeting", "checks", "executor", "types", "errors"}
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {

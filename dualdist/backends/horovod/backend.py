@@ -27,13 +27,14 @@ import torch.distributed as dist
 
 from ... import accelerator
 from ...errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
+from ...executor import in_thread
 from ...launch import DeviceView, Place, nodes, topology
 from ...launch.copies import names_of_copies
 from ...meeting import LOOPBACK, check_interfaces, find_addresses, interface_of, own_node
 from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
-from ..patience import Patience, in_thread, wait_for
+from ..patience import Patience, wait_for
 from ..start_watch import StartWatch
 from ..store import SharedStore, open_store, serve_store, store_gather
 from ..torch_groups import DefaultGroup, config_text, gloo_interface

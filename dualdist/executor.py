@@ -1,0 +1,74 @@
+"""Running code in other threads: one step with a limit of time, or one step again and again.
+
+All threads here are daemons: a step that never returns does not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(step: Callable[[], T], name: str = "dualdist-step") -> Future[T]:
+    """Start `step` in another thread called `name`, and return the future of its result."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(step())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return outcome
+
+
+def in_time(step: Callable[[], T], seconds: float) -> T:
+    """Return `step()`, which runs in another thread. Raises TimeoutError after `seconds`; the thread is abandoned."""
+    outcome = in_thread(step)
+    try:
+        return outcome.result(seconds)
+    except FutureTimeoutError:
+        if outcome.done():
+            return outcome.result()
+        raise TimeoutError(f"It did not end in {seconds:g} s.") from None
+
+
+class Worker:
+    """A thread that repeats a step while there is something to do. It starts with the first call of `wake`."""
+
+    def __init__(self, step: Callable[[], float | None], name: str) -> None:
+        """step: returns after how many seconds it is to run again; None: after the next call of `wake`."""
+        self._step, self._name = step, name
+        self._thread: threading.Thread | None = None
+        self._woken = threading.Event()
+
+    def wake(self) -> None:
+        """Let the step run soon. Local. Safe in a signal handler."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        if not self._woken.is_set():
+            self._woken.set()
+
+    def stop(self, seconds: float) -> None:
+        """End the thread after its current step, for which to wait at most `seconds`. `wake` starts another thread."""
+        thread, self._thread = self._thread, None
+        self._woken.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+
+    def _run(self) -> None:
+        while self._thread is threading.current_thread():
+            pause = self._step()
+            if pause is None:
+                self._woken.wait()
+                self._woken.clear()
+            else:
+                time.sleep(pause)
