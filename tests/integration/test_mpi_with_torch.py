@@ -192,19 +192,6 @@ def test_a_timeout_of_one_call_ends_it() -> None:
 
 
 @everywhere
-def test_a_monitored_barrier_names_the_missing_ranks() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group: Any = dist.new_group()
-    group.monitored_barrier(timedelta(seconds=30))
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=r"Rank 1 did not enter monitored_barrier within 0\.3 s"):
-            group.monitored_barrier(timedelta(seconds=0.3))
-        with pytest.raises(RuntimeError, match=", ".join(map(str, range(1, size)))):
-            group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
-    dist.barrier()
-
-
-@everywhere
 def test_profiles_name_the_collectives() -> None:
     size = dist.get_world_size()
     with profiler_legacy.profile(record_shapes=True) as profile:

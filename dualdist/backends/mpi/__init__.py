@@ -7,9 +7,8 @@ Every collective is non-blocking and uses a communicator that belongs to its pro
 moves the data while Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are
 supported.
 
-group.py has the process group, communicator.py the collectives as MPI requests, buffers.py the preparation of tensors
-for MPI, work.py the objects that calls return, progress.py the thread, callbacks.py the threads of callbacks, closed.py
-what remains of destroyed groups, and startup.py the start of MPI and the rendezvous through it.
+group.py has the process group and what remains of destroyed groups, communicator.py the collectives as MPI requests,
+and work.py the objects that calls return, with the thread that tests them.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -114,8 +114,8 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
         raise RuntimeError(FORKED)
     library: Any = mpi.library()
     require(Launch("MPI", size=max(1, mpi.world_size())))
-    if library.Query_thread() < library.THREAD_MULTIPLE and not progress.serial:
-        progress.serial, progress.calls = True, threading.RLock()
+    if library.Query_thread() < library.THREAD_MULTIPLE and isinstance(progress.calls, nullcontext):
+        progress.calls = threading.RLock()
     store, world = options.store, library.COMM_WORLD
     store.set(f"mpi/{options.group_rank}", closed.message(world.Get_rank()))
     messages = [store.get(f"mpi/{place}") for place in range(options.group_size)]
@@ -133,7 +133,7 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
             communicator = world.Create_group(members, tag=tag)
         members.Free()
         all_ranks.Free()
-    return MpiProcessGroup(store, communicator, label, str(options.group_id), NAME, options.timeout)
+    return MpiProcessGroup(communicator, label, str(options.group_id), NAME, options.timeout)
 
 
 def _is_single_threaded(library: Any) -> bool:

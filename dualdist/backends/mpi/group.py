@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,52 +74,6 @@ closed = Closed()
 """The single instance of this process."""
 
 
-# A barrier that names the missing ranks, as gloo has it.
-
-_POLL_SECONDS = 0.001
-
-
-def monitored_barrier(
-    store: Any, rank: int, size: int, number: int, seconds: float, wait_all_ranks: bool
-) -> None:
-    """Wait until every member has called this. Raises RuntimeError after the timeout, on rank 0 with missing ranks.
-
-    store: c10d's Store of the group. number: how many of these barriers this is. seconds: the timeout.
-    wait_all_ranks: whether to name all missing ranks instead of the first one.
-    """
-    deadline = time.monotonic() + seconds
-    key = f"monitored_barrier/{number}"
-    if rank > 0:
-        store.set(f"{key}/{rank}", "")
-        if not _appears(store, f"{key}/done", deadline):
-            raise RuntimeError(
-                f"Rank {rank} waited in monitored_barrier for {seconds:g} s. Rank 0 has the ranks that are missing."
-            )
-        return
-    missing = []
-    for other in range(1, size):
-        if _appears(store, f"{key}/{other}", deadline):
-            store.delete_key(f"{key}/{other}")
-            continue
-        missing.append(str(other))
-        if not wait_all_ranks:
-            break
-    if missing:
-        ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        raise RuntimeError(f"{ranks} did not enter monitored_barrier within {seconds:g} s.")
-    store.set(f"{key}/done", "")
-    store.delete_key(f"monitored_barrier/{number - 1}/done")  # every member has left that barrier
-
-
-def _appears(store: Any, key: str, deadline: float) -> bool:
-    # Not Store.wait: its timeout prints lines of c10d.
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
 # Ranges in torch's profiler, named as those of torch's own groups: `mpi4py:all_reduce` as `gloo:all_reduce`.
 
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
@@ -153,12 +106,10 @@ class MpiProcessGroup(dist.ProcessGroup):
     broadcasts_lists = True
     """Whether `broadcast` takes more than one tensor. Gloo's and NCCL's do not."""
 
-    def __init__(
-        self, store: Any, communicator: Any, label: Label, name: str, backend: str, timeout: timedelta
-    ) -> None:
+    def __init__(self, communicator: Any, label: Label, name: str, backend: str, timeout: timedelta) -> None:
         self._label = label
         self._communicator: Communicator | None = Communicator(communicator)
-        # Without the store: torch 2.11 and 2.13 do not construct a subclass in Python with it.
+        # Without a store: torch 2.11 and 2.13 do not construct a subclass in Python with it.
         super().__init__(self._communicator.rank, self._communicator.size)
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._name, self._desc = name, "undefined"
@@ -166,7 +117,6 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
         self._coalesced: list[MpiWork] | None = None
         """What was started between `_start_coalescing` and `_end_coalescing`; None outside of them."""
-        self._store, self._barriers = store, 0
         self.dropped: deque[MpiWork] = deque(maxlen=_KEPT_WORKS)
         """Works that Python has dropped. See MpiWork.__del__."""
         self.unsettled = False
@@ -225,12 +175,6 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Let calls in progress raise. Local. The communicator is freed when MPI ends."""
         self.unsettled = True
         self.shutdown()
-
-    def split_group(self, *arguments: Any, **named: Any) -> NoReturn:
-        raise RuntimeError("MPI: a process group cannot be split. Use torch.distributed.new_group.")
-
-    def merge_remote_group(self, *arguments: Any, **named: Any) -> NoReturn:
-        raise RuntimeError("MPI: process groups cannot be merged. Use torch.distributed.new_group.")
 
     @property
     def _usable(self) -> Communicator:
@@ -293,15 +237,37 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MpiWork:  # type: ignore[override]
         communicator, op = self._usable, _op(opts)
-        operations = [
-            communicator.sparse_allreduce(tensor, op)
-            if tensor.is_sparse
-            else communicator.allreduce(tensor, op)
-            for tensor in tensors
-        ]
+        operations = []
+        for tensor in tensors:
+            if tensor.is_sparse:
+                self._allreduce_sparse(tensor, op)
+            else:
+                operations.append(communicator.allreduce(tensor, op))
         return self._start("allreduce", operations, tensors, opts)
 
     allreduce_coalesced = allreduce
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
+        """Sum a sparse tensor (COO) of each member, which may have different numbers of elements, and wait for it.
+
+        Every member gathers all indices and values, and adds them in the order of the members. Raises RuntimeError
+        unless `op` is SUM, as over gloo.
+        """
+        if getattr(op, "op", op) != dist.ReduceOp.SUM:
+            raise RuntimeError(f"The reduction of sparse tensors must be SUM, but is {op} instead.")
+        own = tensor.detach().coalesce()
+        indices, values = own.indices(), own.values()
+        counts = torch.empty(self._size, dtype=torch.int64)
+        self.all_gather_single(counts, torch.tensor([len(values)])).wait()
+        all_indices = [indices.new_empty(len(indices), count) for count in counts.tolist()]
+        all_values = [values.new_empty(count, *values.shape[1:]) for count in counts.tolist()]
+        self.allgather([all_indices], [indices]).wait()
+        self.allgather([all_values], [values]).wait()
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            rows = torch.sparse_coo_tensor(
+                torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape, check_invariants=True
+            )
+            tensor.copy_(rows.coalesce())
 
     def reduce(self, tensors: Tensors, opts: Any) -> MpiWork:  # type: ignore[override]
         return self._start(
@@ -407,16 +373,6 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> MpiWork:
         return self._start("barrier", [self._usable.barrier()], [], opts)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all members; on member 0, name those that are missing after the timeout. Collective.
-
-        wait_all_ranks: name all missing members, not only the first. The members meet in the store, so that a member
-        that is late cannot disturb later collectives. torch.distributed.monitored_barrier refuses groups in Python.
-        """
-        seconds = self.seconds if timeout is None else timeout.total_seconds()
-        self._barriers += 1
-        monitored_barrier(self._store, self._rank, self._size, self._barriers, seconds, wait_all_ranks)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> MpiWork:
         return self._start(f"send to {to}", [self._usable.send(tensors[0], to, tag)], tensors, expires=False)

@@ -6,59 +6,19 @@ import atexit
 import contextlib
 import functools
 import os
-import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...compiling import not_compiled
+from ...executor import Worker, in_thread
 from .communicator import Operation
-
-# Threads in which futures get their results, and with them the callbacks of the user's program run.
-#
-# A callback may wait for another collective, as PowerSGD's does. In the progress thread it would wait forever, because
-# that thread completes all collectives. Whenever every thread is busy, another one starts.
-
-
-class Callbacks:
-    """Runs functions in other threads, in order unless one of them waits."""
-
-    def __init__(self) -> None:
-        self._forget_threads()
-        os.register_at_fork(after_in_child=self._forget_threads)
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Run `function` in a thread of its own, without waiting for it."""
-        with self._lock:
-            self._queue.put(function)
-            if self._num_idle:
-                self._num_idle -= 1
-                return
-        threading.Thread(target=self._work, name="dualdist-mpi-callbacks", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            try:
-                self._queue.get()()
-            finally:
-                with self._lock:
-                    self._num_idle += 1
-
-    def _forget_threads(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_idle = 0
-
-
-callbacks = Callbacks()
-"""The single instance of this process."""
-
 
 # The progress thread: it moves data while Python computes, since MPI moves data only inside its own calls.
 #
@@ -76,40 +36,22 @@ _LINGER_SECONDS = 0.02
 _JOIN_SECONDS = 5.0
 
 
-class Pending(Protocol):
-    """The part of a work that the thread uses."""
-
-    owner: object
-
-    def poll(self) -> bool:
-        """Test it. Return whether it has ended."""
-
-    def expire(self, now: float) -> None:
-        """End it with an error if its deadline has passed. now: time.monotonic()."""
-
-    def give_up(self, problem: str) -> None:
-        """End it with an error."""
-
-
 class Progress:
     """All pending works of this process, and the thread that tests them."""
 
     def __init__(self) -> None:
         self.calls: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        """Held during every MPI call: a lock if MPI allows only one call at a time."""
-        self.serial = False
-        """Whether MPI allows only one call at a time (MPI_THREAD_SERIALIZED)."""
+        """Held during every MPI call: a lock if MPI allows only one call at a time (MPI_THREAD_SERIALIZED)."""
         self.forked = False
         """Whether this process was forked from one that uses MPI."""
         self.waiting: set[object] = set()
         """The works that other threads test."""
-        self._pending: dict[Pending, None] = {}
+        self._pending: dict[MpiWork, None] = {}
         self._owners: set[object] = set()
-        self._thread: threading.Thread | None = None
-        self._wake_event = threading.Event()
-        self._awake = False
-        self._stopping = False
+        self._worker = Worker(self._step, "dualdist-mpi")
         self._quiet = 0
+        """How many tests in a row have found no progress."""
+        self._idle_since = 0.0
         self._sweeping = threading.RLock()
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child
@@ -131,55 +73,27 @@ class Progress:
         if not self._owners:
             self.stop()
 
-    def add(self, work: Pending) -> None:
+    def add(self, work: MpiWork) -> None:
         """Test `work` until it ends."""
         self._pending[work] = None
         self._quiet = 0
-        if not self._awake:
-            self._wake()
+        self._worker.wake()
 
-    def forget(self, work: Pending) -> None:
+    def forget(self, work: MpiWork) -> None:
         """Stop testing `work`."""
         self._pending.pop(work, None)
 
     def stop(self) -> None:
         """End the thread. The next work starts another one."""
-        thread, self._thread = self._thread, None
-        if thread is None or self.forked:
-            return
-        self._stopping = True
-        self._wake_event.set()
-        if thread is not threading.current_thread():  # equal if a callback of a future leaves the world
-            thread.join(_JOIN_SECONDS)
-        self._awake = False
+        if not self.forked:
+            self._worker.stop(_JOIN_SECONDS)
 
-    def _wake(self) -> None:
-        self._awake = True
-        if self._thread is None:
-            self._stopping = False
-            self._thread = threading.Thread(target=self._run, name="dualdist-mpi", daemon=True)
-            self._thread.start()
-        self._wake_event.set()
-
-    def _run(self) -> None:
-        idle_since = time.monotonic()
-        while not self._stopping:
-            if self._pending:
-                time.sleep(self._pause(self._sweep()))
-                idle_since = time.monotonic()
-            elif time.monotonic() - idle_since < _LINGER_SECONDS:
-                time.sleep(_LONG_SECONDS)
-            else:
-                self._sleep()
-                idle_since = time.monotonic()
-
-    def _sleep(self) -> None:
-        self._wake_event.clear()
-        self._awake = False
-        # `add` writes _pending and then reads _awake. Here the order is reversed, so no wake-up is lost.
-        if not self._pending and not self._stopping:
-            self._wake_event.wait()
-        self._awake = True
+    def _step(self) -> float | None:
+        if self._pending:
+            pause = self._pause(self._sweep())
+            self._idle_since = time.monotonic()
+            return pause
+        return _LONG_SECONDS if time.monotonic() - self._idle_since < _LINGER_SECONDS else None
 
     def _sweep(self) -> bool:
         """Test every work. Return whether data has probably moved."""
@@ -213,8 +127,6 @@ class Progress:
 
     def _in_child(self) -> None:
         self.forked = "mpi4py.MPI" in sys.modules
-        self._thread = None
-        self._awake = self.forked
 
 
 progress = Progress()
@@ -262,7 +174,6 @@ class MpiWork(dist.Work):
         self._what = what
         self._requests = requests
         self._operations = operations
-        self._further = [operation.further for operation in operations if operation.further is not None]
         self._result = result
         self._range = range_
         self._status = status
@@ -309,17 +220,13 @@ class MpiWork(dist.Work):
     Test = poll  # so that a work of coalesced calls can test its works like MPI requests
 
     def _test_requests(self) -> bool:
-        """Return whether all requests have completed, also those that the operations post after the first ones."""
-        requests = self._requests
-        while requests or self._further:
+        """Return whether all requests have completed."""
+        while self._requests:
             with progress.calls:
-                if not requests:
-                    requests.extend(self._further.pop()())
-                    continue
-                done = requests[-1].Test(self._status) if self._status is not None else requests[-1].Test()
-            if not done:
-                return False
-            requests.pop()
+                request = self._requests[-1]
+                if not (request.Test() if self._status is None else request.Test(self._status)):
+                    return False
+            self._requests.pop()
         return True
 
     def expire(self, now: float) -> None:
@@ -346,15 +253,20 @@ class MpiWork(dist.Work):
             self._range.set_result(None)
         self._ended = True
         self._operations = ()
-        self._further = []
         progress.forget(self)
 
     def _fulfil_future(self) -> None:
-        """Set the result of the future, if there is one. Its callbacks run in another thread; see callbacks.py."""
+        """Set the result of the future, if there is one, in another thread.
+
+        A callback may wait for another collective, as PowerSGD's does. In the progress thread it would wait forever,
+        because that thread completes all collectives.
+        """
         with self._lock:
             future, self._future = self._future, None
         if future is not None:
-            callbacks.run(functools.partial(_fulfil, future, self._result, self._problem))
+            in_thread(
+                functools.partial(_fulfil, future, self._result, self._problem), "dualdist-mpi-callbacks"
+            )
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         if not self.poll():
