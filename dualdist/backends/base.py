@@ -16,14 +16,15 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from ..process_exit import never_delete, skip_destructors_at_exit
-from ..types import Launch, Settings
+from ..types import Launch, Max, Min, Product, Settings, Sum
 
 # The transports that carry a backend's data, and what each one needs.
 
@@ -105,6 +106,25 @@ def allow_open_files(size: int) -> None:
     )
 
 
+# How tensors are combined, in each backend's own terms.
+
+
+class ReduceOperation(NamedTuple):
+    """One of the operations of `allreduce_`."""
+
+    c10d: Any
+    """As torch.distributed knows it. Backends over other libraries use its name."""
+    combine: Callable[..., torch.Tensor]
+    """combine(one, other, out=) combines two tensors."""
+
+
+REDUCE_OPERATIONS = {
+    Sum: ReduceOperation(dist.ReduceOp.SUM, torch.add),
+    Min: ReduceOperation(dist.ReduceOp.MIN, torch.minimum),
+    Max: ReduceOperation(dist.ReduceOp.MAX, torch.maximum),
+    Product: ReduceOperation(dist.ReduceOp.PRODUCT, torch.mul),
+}
+
 T = TypeVar("T")
 Exchange = Callable[[bytes], list[bytes]]
 """exchange(message) returns the `message` of every member of a group, in rank order. Collective over the members."""
@@ -158,7 +178,20 @@ class CombinedWork(Work):
 class Group(ABC):
     """A communicator over some ranks of the world."""
 
-    reduce_dtypes: frozenset[torch.dtype]
+    # Gloo, NCCL and the MPI group of this package reduce these (c10d's GENERATE_ALL_TYPES in ProcessGroupGloo.cpp and
+    # ncclDataType in NCCLUtils.cpp). None of them reduces int16.
+    reduce_dtypes = frozenset(
+        {
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.uint8,
+            torch.int8,
+            torch.int32,
+            torch.int64,
+        }
+    )
     """The dtypes that `allreduce_` supports. The caller converts all others."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -228,8 +261,14 @@ class Group(ABC):
         data = received.numpy().tobytes()
         return [data[start : start + len(message)] for start in range(0, len(data), len(message))]
 
+    def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027 - not all groups wait
+        """Set how long later collectives may take. Local."""
+
     def close(self) -> None:  # noqa: B027 - most groups hold no resources
-        """Release the resources of the group. Local."""
+        """Release the resources of the group. Local. Safe to call twice."""
+
+    def abandon(self) -> None:  # noqa: B027 - most groups share nothing with a forked process
+        """In a forked process, close its copies of the sockets. Local."""
 
     def abort(self) -> None:  # noqa: B027 - most transports notice a failure of a member themselves
         """End the collectives in progress after a failure, without the other members. No others follow. Local."""

@@ -11,52 +11,30 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..meeting import LOOPBACK, interface_of
 from ..types import Launch, Settings
-from .base import Backend, Exchange, Group, Work, temporary_environment
+from .base import Backend, CombinedWork, Exchange, Group, Work, temporary_environment
 from .torch_groups import DefaultGroup
 from .torch_interface import built_into_torch
 
 
-class _Done(Work):
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
 class _LocalGroup(Group):
-    reduce_dtypes = frozenset(
-        {
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-        }
-    )
-
     def wire_device(self, device: torch.device) -> torch.device:
         return device
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        return _Done()
+        return CombinedWork(())
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
-        return _Done()
+        return CombinedWork(())
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         output.copy_(tensor)
-        return _Done()
+        return CombinedWork(())
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
         output.copy_(tensor)
-        return _Done()
+        return CombinedWork(())
 
     def allgather_bytes(self, message: bytes) -> list[bytes]:
         return [message]

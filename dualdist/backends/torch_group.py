@@ -11,16 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HorovodInternalError, StallError
-from ..types import Max, Min, Product, Sum
-from .base import Group, Work
+from .base import REDUCE_OPERATIONS, Group, Work
 from .patience import CHECK_SECONDS, Patience
 
-_OPS = {
-    Sum: dist.ReduceOp.SUM,
-    Min: dist.ReduceOp.MIN,
-    Max: dist.ReduceOp.MAX,
-    Product: dist.ReduceOp.PRODUCT,
-}
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
@@ -76,21 +69,6 @@ class _TorchWork(Work):
 
 
 class TorchGroup(Group):
-    # Gloo, NCCL and the MPI group of this package reduce these (c10d's GENERATE_ALL_TYPES in ProcessGroupGloo.cpp and
-    # ncclDataType in NCCLUtils.cpp). None of them reduces int16.
-    reduce_dtypes = frozenset(
-        {
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.uint8,
-            torch.int8,
-            torch.int32,
-            torch.int64,
-        }
-    )
-
     def __init__(
         self,
         ranks: Sequence[int],
@@ -114,7 +92,7 @@ class TorchGroup(Group):
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = REDUCE_OPERATIONS[op].c10d
         with wrapped():
             return self._started(self._pg.allreduce([tensor], options), tensor)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-import secrets
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+# Its functions have the default group as the default value of a parameter. Imported later, they would keep the group,
+# with its connections, when this rank leaves the world, and would use it in the next world.
+import torch.distributed.nn.functional
+
 from ..meeting import INTERFACE, check_interfaces, interface_of
 from .base import Exchange, Group
-from .shared_memory import SharingGroup, share_host
+from .shared_memory import share_host
 from .torch_group import TorchGroup, set_timeout, wrapped
 from .torch_interface import carried_types, transport_timeout
 
@@ -25,12 +25,8 @@ from .torch_interface import carried_types, transport_timeout
 # torch.distributed.new_group names such a group after the number of groups that the process has made. The members of a
 # group would use different names if they have made different numbers of groups.
 
-_KINDS = ("gloo", "mpi4py")
-
-
-def can_connect(config: Mapping[str, str]) -> bool:
-    """Return whether DirectGroup supports the transport of CPU tensors in `config`."""
-    return config["cpu"] in _KINDS
+_DIRECT_KINDS = ("gloo", "mpi4py")
+"""torch's names of the backends that DirectGroup supports."""
 
 
 class DirectGroup(TorchGroup):
@@ -77,18 +73,6 @@ def _mpi_group(store: dist.Store, name: str, place: int, size: int, timeout: tim
 #
 # Gloo connects all ranks at once. TORCH_GLOO_LAZY_INIT would save 1 ms with 2 ranks, and 5 ms with 8. But two ranks
 # that connect while one of them leaves the world may wait for minutes, or abort (torch 2.15).
-#
-# Some functions of torch have the group as the default value of a parameter, if their module is imported after the
-# group was made; torch.distributed.algorithms.ddp_comm_hooks imports such a module. The functions would keep the group,
-# and with Gloo its connections, so that other ranks would wait for this one. In the next world they would use the old
-# group.
-
-_MODULES = (
-    "torch.distributed.nn.functional",
-    "torch.distributed.optim.zero_redundancy_optimizer",
-    "torch.distributed.fsdp.sharded_grad_scaler",
-)
-"""The modules of torch with such functions."""
 
 
 def gloo_interface(address: str, env: Mapping[str, str]) -> dict[str, str | None]:
@@ -137,30 +121,13 @@ class DefaultGroup:
         """Destroy the group by `end`, unless the program has done it. Local."""
         own, self._own, self._store = self._own, None, None
         if own is not None and dist.is_initialized() and own is dist.group.WORLD:
-            _forget(own)
             end()
-
-
-def _forget(group: dist.ProcessGroup) -> None:
-    """Let functions of torch use whatever is the default group when they are called. Local."""
-    for function in _functions():
-        values = function.__defaults__ or ()
-        if any(value is group for value in values):
-            function.__defaults__ = tuple(None if value is group else value for value in values)
-
-
-def _functions() -> Iterator[FunctionType]:
-    for module in [sys.modules[name] for name in _MODULES if name in sys.modules]:
-        for thing in list(vars(module).values()):
-            members = vars(thing).values() if inspect.isclass(thing) else [thing]
-            yield from (member for member in members if inspect.isfunction(member))
 
 
 _members_groups_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made among the members alone, for each tuple of ranks."""
 _FIRST_MEMBERS_GROUP = 1_000_000
 """Above the numbers of all groups that all ranks make together."""
-_NAME_BYTES = 8
 
 
 def config_text(config: Mapping[str, str]) -> str:
@@ -188,9 +155,8 @@ class TorchGroups:
         """
         self._rank, self._config, self._device, self._nodes = rank, config, device, nodes
         self._store, self._timeout, self._may_share = store, timeout, may_share
-        self._groups: list[TorchGroup] = []
-        self._direct_groups: list[DirectGroup] = []
-        self._sharing_groups: list[SharingGroup] = []
+        self._is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
+        self._groups: list[Group] = []
 
     def make(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         """Return `count` groups over `ranks`. Collective over the world. exchange: of `ranks`."""
@@ -207,22 +173,25 @@ class TorchGroups:
         exchange: Exchange,
         make: Callable[[Sequence[int]], TorchGroup],
     ) -> list[Group]:
-        if [*self._config] == ["cpu"] and can_connect(self._config):
-            return self._make_direct(ranks, count, exchange)
-        own = [make(ranks) for _ in range(count)]
-        self._groups += own
-        return [*((self._rank in ranks and self._share_host(ranks, count, exchange, own)) or own)]
-
-    def _make_direct(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Make groups without torch's default group, on one host also without connections. Collective over `ranks`."""
-        if self._rank not in ranks:
-            return [self._group(ranks, None) for _ in range(count)]
-        is_one_host = len(ranks) > 1 and len({self._nodes[rank] for rank in ranks}) == 1
-        if is_one_host and (shared := self._share_host(ranks, count, exchange)):
-            return [*shared]
-        name = exchange(secrets.token_bytes(_NAME_BYTES))[0].hex()
-        own = [self._connect(f"{name}.{number}", ranks) for number in range(count)]
-        return own if is_one_host else [*(self._share_host(ranks, count, exchange, own) or own)]
+        made: list[Group]
+        if not self._is_direct:
+            made = [make(ranks) for _ in range(count)]
+        elif self._rank not in ranks:
+            made = [self._group(ranks, None) for _ in range(count)]
+        else:  # without torch's default group, and on one host also without connections
+            seconds = self._timeout.total_seconds()
+            made = share_host(
+                ranks,
+                self._rank,
+                self._nodes,
+                exchange,
+                seconds,
+                count,
+                self._connect,
+                may_share=self._may_share,
+            )
+        self._groups += made
+        return made
 
     def _make_group(self, ranks: Sequence[int], among_members: bool = False) -> TorchGroup:
         with wrapped():
@@ -248,51 +217,27 @@ class TorchGroups:
     def _group(self, ranks: Sequence[int], process_group: Any) -> TorchGroup:
         return TorchGroup(ranks, self._rank, process_group, carried_types(self._config), self._device)
 
-    def _share_host(
-        self, ranks: Sequence[int], count: int, exchange: Exchange, inners: Sequence[Group] = ()
-    ) -> list[SharingGroup]:
-        """Return groups that use shared memory; none if a member has none. Collective over `ranks`."""
-        shared = share_host(
-            ranks,
-            self._rank,
-            self._nodes,
-            exchange,
-            self._timeout.total_seconds(),
-            count,
-            inners,
-            self._connect if can_connect(self._config) else None,
-            may_share=self._may_share,
-        )
-        self._sharing_groups += shared
-        return shared
-
     def _connect(self, name: str, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
-        kind, store = self._config["cpu"], self._store.clone()
-        self._direct_groups.append(DirectGroup(kind, store, name, ranks, self._rank, self._timeout))
-        return self._direct_groups[-1]
+        return DirectGroup(self._config["cpu"], self._store.clone(), name, ranks, self._rank, self._timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives. Local."""
         self._timeout = timeout
         for group in self._groups:
             group.set_timeout(transport_timeout(timeout, self._device))
-        for direct_group in self._direct_groups:
-            direct_group.set_timeout(timeout)
-        for sharing_group in self._sharing_groups:
-            sharing_group.set_timeout(timeout.total_seconds())
 
     @property
     def are_aborted(self) -> bool:
         """Whether a group was aborted after a failure."""
-        return any(group.is_aborted for group in self._groups)
+        return any(isinstance(group, TorchGroup) and group.is_aborted for group in self._groups)
 
     def close(self) -> None:
-        """Destroy the groups of torch.distributed. Local."""
+        """Destroy the groups. Local."""
         for group in self._groups:
             group.close()
 
     def abandon(self) -> None:
         """In a forked process, close its copies of the sockets. Local."""
-        for group in self._sharing_groups:
+        for group in self._groups:
             group.abandon()

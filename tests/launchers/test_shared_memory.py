@@ -26,14 +26,14 @@ import os, sys
 if sys.argv[1] == "switched off on one rank":
     os.environ["DUALDIST_SHARED_MEMORY"] = str(int(os.environ["RANK"] == "0"))
 import torch, dualdist as hvd
-from dualdist.backends.shared_memory import sharing
+from dualdist.backends import shared_memory
 from dualdist.world.process_sets import channel_of
 
 def make_memory(size):
     raise OSError("no memory")
 
 if sys.argv[1] == "no memory":
-    sharing.make_memory = make_memory
+    shared_memory.make_memory = make_memory
 hvd.init(backend="torch", transport="gloo")
 assert type(channel_of(hvd.global_process_set).group).__name__ == "DirectGroup"
 own = torch.arange(3.0) + hvd.rank()

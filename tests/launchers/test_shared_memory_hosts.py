@@ -58,7 +58,7 @@ print("all right")
 
 WITHOUT_MEMORY = """\
 import sys, torch, dualdist as hvd
-from dualdist.backends.shared_memory import sharing
+from dualdist.backends import shared_memory
 from dualdist.meeting import own_node
 from dualdist.world.process_sets import channel_of
 
@@ -66,7 +66,7 @@ def make_memory(size):
     raise OSError("no memory")
 
 if own_node().startswith("beta"):
-    sharing.make_memory = make_memory
+    shared_memory.make_memory = make_memory
 hvd.init(backend="torch", transport=sys.argv[1])
 assert type(channel_of(hvd.global_process_set).group).__name__ == "DirectGroup"
 assert torch.equal(hvd.allreduce(torch.ones(300_001), op=hvd.Sum), torch.full((300_001,), hvd.size() + 0.0))

@@ -454,7 +454,7 @@ class HorovodBackend(Backend):
         timeout = timedelta(seconds=self._timeout)
         self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
         for group in self._groups:
-            group.timeout = self._timeout
+            group.set_timeout(timeout)
 
     def open_process_group(self) -> None:
         if dist.is_initialized():

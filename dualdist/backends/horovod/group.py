@@ -9,6 +9,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -122,7 +123,10 @@ class HorovodGroup(Group):
         self._set = process_set
         self._prefix = prefix
         self._broadcasts = itertools.cycle(range(_BROADCAST_NAMES))
-        self.timeout = timeout
+        self._timeout = timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
 
     def wire_device(self, device: torch.device) -> torch.device:
         return device if device.type == "cuda" and hvd.nccl_built() else torch.device("cpu")
@@ -131,7 +135,7 @@ class HorovodGroup(Group):
         """Start one of Horovod's operations. args: all arguments but the process set."""
         with wrapped():
             handle = operation(*args, process_set=self._set)
-        return _HorovodWork(handle, output, Patience(self.has_lost_member, self.timeout))
+        return _HorovodWork(handle, output, Patience(self.has_lost_member, self._timeout))
 
     def abort(self) -> None:
         skip_destructors_at_exit()  # seldom, one has waited for ever in a process whose host was cut off

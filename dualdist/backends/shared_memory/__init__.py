@@ -1,12 +1,10 @@
 """Collectives of CPU tensors through memory that ranks of one host share, instead of the loopback network.
 
-Members on one host need no network for tensors on the CPU. If there are several hosts or GPUs, `share_host` wraps the
-Groups of another backend: reductions of CPU tensors use shared memory, and between hosts the network; everything else
-uses the wrapped group.
+If members are on several hosts, `share_host` wraps Groups that use the network: reductions use shared memory within
+each host, and the network between hosts; everything else uses the wrapped group.
 
-memory.py has the memory, mesh.py the sockets by which members wait for each other, rounds.py the collectives of one
-host, hierarchy.py those of several hosts, works.py their order and their threads, group.py the Groups, and sharing.py
-makes them.
+mesh.py has the memory, and the sockets by which members wait for each other, rounds.py the collectives of one host,
+collective_queue.py their order and their thread, and group.py the Groups, with the reductions over several hosts.
 """
 
 from __future__ import annotations
@@ -14,22 +12,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..base import Exchange, Group
-from .group import HierarchicalGroup, Hierarchy, HostGroup, Layout, ReducingGroup, SharingGroup
+from .collective_queue import CollectiveQueue
+from .group import HierarchicalGroup, Hierarchy, HostGroup, SliceLayout
 from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
 from .rounds import Rounds
-from .works import Works
-
-__all__ = ("HierarchicalGroup", "HostGroup", "ReducingGroup", "SharingGroup", "share_host")
 
 # Connects the members of a host, and makes the groups that use the memory they share.
 
 logger = logging.getLogger("dualdist")
 
 _CONNECT_SECONDS = 30.0
+_NAME_BYTES = 8
 
 
 def share_host(
@@ -39,49 +37,50 @@ def share_host(
     exchange: Exchange,
     timeout: float,
     count: int,
-    inners: Sequence[Group] = (),
-    connect: Callable[[str, Sequence[int]], Group] | None = None,
+    connect: Callable[[str, Sequence[int]], Group],
     *,
     may_share: bool = True,
-) -> list[SharingGroup]:
-    """Return `count` groups over `ranks` that use shared memory. Collective over `ranks`.
+) -> list[Group]:
+    """Return `count` groups over `ranks` for tensors on the CPU, which use shared memory within each host.
+
+    They use the network alone if no host has several members, or if memory cannot be shared on one of the members.
+    Collective over `ranks`.
 
     Args:
         rank: of this process, a member.
         nodes: the host of each rank of the world.
         exchange: of the members.
         timeout: seconds until a collective fails.
-        inners: groups over `ranks`, which do what shared memory cannot do. Without them, all members are on one host,
-            and the groups carry tensors on the CPU only.
-        connect: connect(name, ranks) returns a group over `ranks`, collective over these alone.
+        connect: connect(name, ranks) returns a group over `ranks` that uses the network, collective over these alone.
         may_share: whether this process uses shared memory.
-
-    The result is empty if no host has several members, if members are on several hosts but `connect` is None, or if
-    memory cannot be shared on one of the members.
     """
     hosts = _by_node([nodes[member] for member in ranks])
     own = next(places for places in hosts if ranks.index(rank) in places)
-    if len(hosts) == len(ranks) or (len(hosts) > 1 and connect is None):
-        return []
     place, size = own.index(ranks.index(rank)), len(own)
-    groups: list[SharingGroup] = []
-    members = [ranks[member] for member in own]
-    for number, shared in enumerate(_share_memory(members, place, own, exchange, timeout, count, may_share)):
-        works = Works(shared.mesh, "dualdist-shared-memory", timeout)
-        rounds = Rounds(shared.mesh, shared.memory, place, size)
-        if not inners:
-            groups.append(HostGroup(ranks, rank, shared.memory, rounds, works))
-            continue
-        if len(hosts) == 1 or connect is None:
-            groups.append(ReducingGroup(inners[number], shared.memory, rounds, works))
-            continue
-        layout = Layout.of(hosts, box_bytes(max(map(len, hosts))))
+    shared: list[_Shared] = []
+    if len(hosts) < len(ranks):
+        shared = _share_memory(
+            [ranks[member] for member in own], place, own, exchange, timeout, count, may_share
+        )
+    queues = [CollectiveQueue(mesh, timeout) for mesh, _ in shared]
+    if shared and len(hosts) == 1:
+        return [
+            HostGroup(ranks, rank, memory, Rounds(mesh, memory, place, size), queue)
+            for (mesh, memory), queue in zip(shared, queues, strict=True)
+        ]
+    name = exchange(secrets.token_bytes(_NAME_BYTES))[0].hex()
+    inners = [connect(f"{name}.{number}", ranks) for number in range(count)]
+    if not shared:
+        return inners
+    layout = SliceLayout.of(hosts, box_bytes(max(map(len, hosts))))
+    groups: list[Group] = []
+    for number, ((mesh, memory), queue, inner) in enumerate(zip(shared, queues, inners, strict=True)):
         network = None
         if place < layout.num_slices:
             owners = sorted(ranks[places[place]] for places in hosts)
-            network = connect(f"slice {place} of {shared.name}", owners)
-        hierarchy = Hierarchy(shared.mesh, shared.memory, place, size, layout, network)
-        groups.append(HierarchicalGroup(inners[number], shared.memory, hierarchy, works, network))
+            network = connect(f"slice {place} of {name}.{number}", owners)
+        hierarchy = Hierarchy(mesh, memory, place, size, layout, network)
+        groups.append(HierarchicalGroup(inner, memory, hierarchy, queue, network))
     return groups
 
 
@@ -96,8 +95,6 @@ def _by_node(nodes: Sequence[str]) -> list[list[int]]:
 class _Shared(NamedTuple):
     """What the members of a host share."""
 
-    name: str
-    """The same on all members of the group, on all hosts, and used once."""
     mesh: Mesh
     memory: Memory
 
@@ -145,8 +142,7 @@ def _share_memory(
                 problem = error
     have_failed = b"\0" in exchange(bytes([len(memories) == count]))
     if not have_failed:
-        names = [f"{answers[0].hex()}.{number}" for number in range(count)]
-        return list(map(_Shared, names, meshes, memories))
+        return list(map(_Shared, meshes, memories))
     for mesh in meshes:
         mesh.close()
     if problem is not None:

@@ -9,26 +9,18 @@ again has met the others in the round between, and these had read the box before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import pairwise
 from socket import socket
 
 import torch
 
-from ...types import Max, Min, Product, Sum
-from ..base import Work
+from ..base import REDUCE_OPERATIONS, Work
 from .mesh import Memory, Mesh
 
-Steps = Iterator[socket | Work]
+CollectiveSteps = Iterator[socket | Work]
 """A collective in progress. It yields what it waits for: the data of a socket, or a collective over the network."""
 
-Combine = Callable[..., torch.Tensor]
-OPS: dict[int, Combine] = {
-    Sum: torch.add,
-    Min: torch.minimum,
-    Max: torch.maximum,
-    Product: torch.mul,
-}
 _SCRATCH_BYTES = 128 << 10
 """Sums of three and more tensors are made in parts of this size, which stay in the cache."""
 
@@ -45,25 +37,29 @@ class Rounds:
         self._turn = 0
         """Which of the two sets the current round uses."""
 
+    def abandon(self) -> None:
+        """In a forked process, close its copies of the sockets. Local."""
+        self._mesh.abandon()
+
     def _of(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Return the boxes of the current round, with the length and dtype of `part`."""
         boxes = self._memory.boxes[self._turn].view(part.dtype)
         return list(boxes[:, : len(part)].unbind())
 
-    def _meet(self) -> Steps:
+    def _meet(self) -> CollectiveSteps:
         yield from self._mesh.barrier()
         self._turn = 1 - self._turn
 
-    def allreduce(self, tensor: torch.Tensor, op: int) -> Steps:
+    def allreduce(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
         """Reduce `tensor` (1-D) in place, in the order of the places, so that all members have the same bits."""
         found = yield from self._find_tensors(tensor)
         if found:
-            yield from self._allreduce_in_arenas(found, OPS[op])
+            yield from self._allreduce_in_arenas(found, op)
             return
         for part in tensor.split(self._memory.box_bytes // tensor.element_size()):
-            yield from self._allreduce_in_boxes(part, OPS[op])
+            yield from self._allreduce_in_boxes(part, op)
 
-    def allreduce_small(self, tensor: torch.Tensor, op: int) -> Steps:
+    def allreduce_small(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
         """Do the same in one round. `tensor` must fit a box.
 
         When this member waits for the others, it has done all that they need, unless there are more than two.
@@ -71,9 +67,9 @@ class Rounds:
         boxes = self._of(tensor)
         boxes[self._place].copy_(tensor)
         yield from self._meet()
-        combine_into(tensor, boxes, OPS[op])
+        combine_into(tensor, boxes, op)
 
-    def broadcast(self, tensors: Iterable[torch.Tensor], root: int) -> Steps:
+    def broadcast(self, tensors: Iterable[torch.Tensor], root: int) -> CollectiveSteps:
         """Overwrite `tensors` (1-D, uint8) with those of the member at place `root`, which writes to all boxes."""
         for parts in _batches(tensors, min(_MESSAGE_BYTES, self._memory.boxes[0].nbytes)):
             lengths = [part.numel() for part in parts]
@@ -84,7 +80,7 @@ class Rounds:
             if self._place != root:
                 torch._foreach_copy_(parts, boxes)
 
-    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Steps:
+    def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> CollectiveSteps:
         """Fill `output` ((size * n,), uint8) with every member's `tensor` ((n,), uint8), in the order of the places."""
         start, rows = 0, output.view(self._size, -1) if len(output) else output
         for part in tensor.split(self._memory.box_bytes):
@@ -96,7 +92,7 @@ class Rounds:
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Steps:
+    ) -> CollectiveSteps:
         """Send sent[i] bytes of `tensor` to the member at place i, and receive received[i] bytes from it in `output`.
 
         A box has a slot for each receiver.
@@ -131,17 +127,17 @@ class Rounds:
             return []
         return [self._memory.of_member(place, start, tensor) for place, start in enumerate(starts)]
 
-    def _allreduce_in_arenas(self, tensors: Sequence[torch.Tensor], combine: Combine) -> Steps:
+    def _allreduce_in_arenas(self, tensors: Sequence[torch.Tensor], op: int) -> CollectiveSteps:
         """Reduce where the tensors are: each member writes its share, and then copies those of the others."""
         own, shares = tensors[self._place], self._shares(len(tensors[0]))
         share = shares[self._place]
-        combine_into(own[share], [tensor[share] for tensor in tensors], combine)
+        combine_into(own[share], [tensor[share] for tensor in tensors], op)
         yield from self._meet()
         for place, share in self._others(shares):
             own[share].copy_(tensors[place][share])
         yield from self._meet()  # from here on, the caller may change its tensor
 
-    def _allreduce_in_boxes(self, part: torch.Tensor, combine: Combine) -> Steps:
+    def _allreduce_in_boxes(self, part: torch.Tensor, op: int) -> CollectiveSteps:
         """Reduce a part that fits a box."""
         boxes, shares = self._of(part), self._shares(len(part))
         own = part[shares[self._place]]
@@ -150,7 +146,7 @@ class Rounds:
         yield from self._meet()
         rows = [box[shares[self._place]] for box in boxes]
         rows[self._place] = own
-        combine_into(own, rows, combine)
+        combine_into(own, rows, op)
         results = self._of(part)
         results[self._place][shares[self._place]].copy_(own)
         yield from self._meet()
@@ -183,8 +179,9 @@ def _batches(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterator[list[t
         yield parts
 
 
-def combine_into(into: torch.Tensor, tensors: Sequence[torch.Tensor], combine: Combine) -> None:
+def combine_into(into: torch.Tensor, tensors: Sequence[torch.Tensor], op: int) -> None:
     """Write the reduction of `tensors`, in their order, to `into`, which may be one of them."""
+    combine = REDUCE_OPERATIONS[op].combine
     if len(tensors) == 1:
         if tensors[0].data_ptr() != into.data_ptr():
             into.copy_(tensors[0])
