@@ -1,4 +1,7 @@
-"""The backends. A backend is imported only when it is needed, and only this folder compares the names of backends."""
+"""The backends and their transports. Only this folder compares their names.
+
+A backend is imported only when it is needed, so that commands which only start processes import no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import BackendUnavailableError, ConfigurationError
 from ..types import Launch
-from .base import TRANSPORTS, Backend, Group, Transport, Work, check_transport
 from .horovod.installed import is_imported, is_installed, real_horovod
+
+if TYPE_CHECKING:
+    from .base import Backend
 
 __all__ = (
     "BACKENDS",
@@ -18,10 +25,7 @@ __all__ = (
     "DISTRIBUTED_BACKENDS",
     "HOROVOD_BACKENDS",
     "TRANSPORTS",
-    "Backend",
-    "Group",
     "Transport",
-    "Work",
     "check_transport",
     "choose",
     "load",
@@ -42,6 +46,33 @@ HOROVOD_BACKENDS = ("horovod",)
 """The backends that run Horovod itself, so that Horovod's settings (HOROVOD_FUSION_THRESHOLD, ...) have an effect."""
 
 _INSTALL = {"horovod": "ci/install-horovod", "torch": "pip install torch"}
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What a transport needs."""
+
+    needs_gpus: bool = False
+    """Whether each process needs a GPU of its own."""
+    needs_mpi: bool = False
+    """Whether a launcher that starts MPI must start the processes."""
+
+
+TRANSPORTS = {
+    "nccl": Transport(needs_gpus=True),
+    "xccl": Transport(needs_gpus=True),
+    "gloo": Transport(),
+    "mpi": Transport(needs_mpi=True),
+}
+
+
+def check_transport(transport: str | None) -> None:
+    """Raise ConfigurationError unless `transport` is None or the name of a transport."""
+    if transport not in (None, *TRANSPORTS):
+        raise ConfigurationError(
+            f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
+            "Choose one of these, or leave it out to use the fastest one on this machine."
+        )
 
 
 def load(name: str) -> type[Backend]:

@@ -15,7 +15,6 @@ import os
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -25,36 +24,6 @@ import torch.distributed as dist
 from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
-
-# The transports that carry a backend's data, and what each one needs.
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What a transport needs."""
-
-    needs_gpus: bool = False
-    """Whether each process needs a GPU of its own."""
-    needs_mpi: bool = False
-    """Whether a launcher that starts MPI must start the processes."""
-
-
-TRANSPORTS = {
-    "nccl": Transport(needs_gpus=True),
-    "xccl": Transport(needs_gpus=True),
-    "gloo": Transport(),
-    "mpi": Transport(needs_mpi=True),
-}
-
-
-def check_transport(transport: str | None) -> None:
-    """Raise ConfigurationError unless `transport` is None or the name of a transport."""
-    if transport not in (None, *TRANSPORTS):
-        raise ConfigurationError(
-            f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
-            "Choose one of these, or leave it out to use the fastest one on this machine."
-        )
-
 
 # Environment variables that a backend reads with getenv, set only while it needs them.
 

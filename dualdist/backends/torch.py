@@ -27,7 +27,8 @@ from ..errors import BackendUnavailableError, ConfigurationError, HorovodInterna
 from ..launch import DeviceView, choose_devices, shared_devices
 from ..meeting import own_node
 from ..types import Launch, Settings
-from .base import TRANSPORTS, Backend, Exchange, Group, allow_open_files, temporary_environment
+from . import TRANSPORTS
+from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from .start_watch import StartWatch
 from .store import SharedStore, open_store, share_store
 from .torch_group import abort_process_group, wrapped

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .. import accelerator
 from ..launch import DeviceView, choose_devices
-from .base import TRANSPORTS
+from . import TRANSPORTS
 
 
 def world_group() -> Any:

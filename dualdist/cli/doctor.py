@@ -22,104 +22,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from .. import accelerator
 from ..backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load
-from ..collectives import allgather, allreduce
 from ..errors import ConfigurationError
 from ..launch import LAUNCHERS, detect
 from ..launch.environment import without_launchers
 from ..launch.launchers import mpirun_command
-from ..lifecycle import init, shutdown
 from ..meeting import INTERFACE, LOOPBACK
 from ..meeting.addresses import addresses, candidates
-from ..processes.function import spawn
-from ..types import Launch, Sum
-from ..world.ranks import backend_name, rank, size, transport_name
+from ..types import Launch
 from . import version
-from .world_check import check_world
-
-# The smoke test of `dualdist doctor`: two real processes join a world and exchange a few numbers.
-#
-# If mpirun starts the processes, each of them runs
-#
-#     python -m dualdist.cli.doctor BACKEND TRANSPORT
-
-_SECONDS = 60.0
-_PROCESSES = 2
-
-
-def smoke(combinations: Sequence[str], env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Start each of `combinations` ('backend+transport') and return, for each, the seconds it took and its problem."""
-    results = {}
-    for combination in combinations:
-        start = time.monotonic()
-        backend, _, transport = combination.partition("+")
-        problem = _try(backend, transport, env)
-        results[combination] = {"seconds": round(time.monotonic() - start, 1), "problem": problem}
-    return results
-
-
-def attempt(backend: str, transport: str) -> None:
-    """Join a world of two over `backend` and `transport`, and check the results of collectives. Collective."""
-    init(backend=backend, transport=transport)
-    joined = backend_name(), transport_name(), size()
-    if joined != (backend, transport, _PROCESSES):
-        raise AssertionError(f"joined {joined} instead of {(backend, transport, _PROCESSES)}")
-    total = allreduce(torch.ones(3) * (rank() + 1), op=Sum).tolist()
-    ranks = allgather(torch.tensor([rank()])).tolist()
-    if (total, ranks) != ([3.0] * 3, [0, 1]):
-        raise AssertionError(f"allreduce gave {total} and allgather {ranks}")
-    shutdown()
-
-
-def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
-    """Return what went wrong, None when everything worked."""
-    if TRANSPORTS[transport].needs_gpus and accelerator.count() < _PROCESSES:
-        return f"not tried: {transport} needs a GPU for each of {_PROCESSES} processes"
-    if TRANSPORTS[transport].needs_mpi:
-        return _try_mpirun(backend, transport, env)
-    try:
-        spawn(attempt, (backend, transport), _PROCESSES, timeout=_SECONDS)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _try_mpirun(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
-    command = mpirun_command(_PROCESSES, [sys.executable, "-m", __name__, backend, transport])
-    if command is None:
-        return "not tried: no mpirun on PATH"
-    try:
-        ended = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            stdin=subprocess.DEVNULL,
-            env=without_launchers(env),
-        )
-    except subprocess.TimeoutExpired:
-        return f"did not end within {_SECONDS:.0f} s"
-    if ended.returncode == 0:
-        return None
-    errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
-    return errors[0] if errors else f"exit code {ended.returncode}"
-
-
-if __name__ == "__main__":
-    attempt(*sys.argv[1:])
-
-
-# What `dualdist doctor` collects: the launcher, the installed packages, and what can run here.
 
 _PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")
 _COMMANDS = (*(row.name for row in LAUNCHERS if row.is_command), "ssh")
+_INTERFACES = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 _MPI_SECONDS = 30.0
 _MPI_SOURCE = """\
 from mpi4py import MPI
@@ -127,133 +46,6 @@ levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THRE
           MPI.THREAD_MULTIPLE: "multiple"}
 print(MPI.Get_library_version().split(",")[0].strip("\\0\\n "), levels[MPI.Query_thread()], sep="\\n")
 """
-
-
-def collect(env: Mapping[str, str], backend: str | None, transport: str | None) -> dict[str, Any]:
-    """Return all facts in the types of JSON. Local. backend, transport: as in dualdist.init."""
-    transport = transport or env.get("DUALDIST_TRANSPORT") or None
-    facts: dict[str, Any] = {
-        "launch": {},
-        "chosen": {"backend": None, "transport": transport, "why": None, "problem": None},
-    }
-    try:
-        launch = detect(env)
-        facts["launch"] = _launch(launch)
-        facts["cells"] = _combinations(launch)
-        facts["chosen"] |= _chosen(launch, env, backend, transport)
-    except ConfigurationError as error:
-        facts["chosen"]["problem"] = str(error)
-    return facts | {
-        "versions": _versions(),
-        "network": _network(env),
-        "gpu": _gpu(),
-        "mpi": _mpi(env),
-        "launchers": {name: path for name in _COMMANDS if (path := shutil.which(name))},
-    }
-
-
-def _combinations(launch: Launch) -> dict[str, str | None]:
-    """Return 'backend+transport' -> why the processes of `launch` cannot use it, None if they can."""
-    return {
-        f"{backend}+{transport}": _problem(backend, transport, launch)
-        for backend in DISTRIBUTED_BACKENDS
-        for transport in TRANSPORTS
-    }
-
-
-def _problem(backend: str, transport: str, launch: Launch) -> str | None:
-    try:
-        load(backend).check(transport, launch)
-    except ConfigurationError as error:
-        return str(error)
-    return None
-
-
-def _launch(launch: Launch) -> dict[str, Any]:
-    numbers = ("rank", "size", "local_rank", "local_size")
-    return {
-        "launcher": launch.launcher,
-        **{name: getattr(launch, name) for name in numbers},
-        "sources": {
-            name: source for name, source in launch.sources.items() if getattr(launch, name) is not None
-        },
-        "meets_at": launch.init_method,
-        "starts_mpi": launch.starts_mpi,
-        "ignored": list(launch.ignored),
-    }
-
-
-def _chosen(
-    launch: Launch, env: Mapping[str, str], backend: str | None, transport: str | None
-) -> dict[str, Any]:
-    found, why = choose(backend, transport, launch, env)
-    chosen: dict[str, Any] = {"backend": found.name, "why": why}
-    if transport is not None:
-        chosen["problem"] = _problem(found.name, transport, launch)
-    return chosen
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"dualdist": version(), "python": platform.python_version()}
-    for name in _PACKAGES:
-        found[name] = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _network(env: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        use, problem = candidates(env), None
-    except ConfigurationError as error:
-        use, problem = [], str(error)
-    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    with socket.create_server((LOOPBACK, 0)) as server:
-        free = server.getsockname()[1]
-    return {
-        "host": socket.gethostname(),
-        "interfaces": addresses(),
-        "on_one_host": use[0] if use and env.get(INTERFACE) else LOOPBACK,
-        "between_hosts": use,
-        "problem": problem,
-        "ports": f"free ones of {low}-{high}, such as {free}",
-        "set": {
-            name: env[name]
-            for name in (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
-            if env.get(name)
-        },
-    }
-
-
-def _gpu() -> dict[str, Any]:
-    usable = torch.cuda.is_available()
-    count = torch.cuda.device_count() if usable else 0
-    return {
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(number) for number in range(count)],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if usable else None,
-    }
-
-
-def _mpi(env: Mapping[str, str]) -> dict[str, str | None]:
-    """Start MPI in a new process: under most launchers, starting it in this process would fail."""
-    facts: dict[str, str | None] = {"library": None, "thread_level": None, "problem": None}
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", _MPI_SOURCE],
-            capture_output=True,
-            text=True,
-            timeout=_MPI_SECONDS,
-            check=True,
-            env=without_launchers(env),
-            stdin=subprocess.DEVNULL,
-        )
-        facts["library"], facts["thread_level"] = ended.stdout.splitlines()
-    except subprocess.CalledProcessError as error:
-        facts["problem"] = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-    except subprocess.TimeoutExpired:
-        facts["problem"] = f"MPI did not start within {_MPI_SECONDS:.0f} s"
-    return facts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,68 +76,243 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print what was detected; return the exit code. With --world: collective over the launched processes."""
     if args.world:
+        from .world_check import check_world  # imports torch
+
         bandwidth = args.least_bandwidth * 1e6
         return check_world(os.environ, args.backend, args.transport, bandwidth, args.json)
-    facts = collect(os.environ, args.backend, args.transport)
-    if args.smoke:
-        available = [name for name, problem in facts.get("cells", {}).items() if problem is None]
-        facts["smoke"] = smoke(available, os.environ)
-    sys.stdout.write(f"{json.dumps(facts, indent=2) if args.json else _text(facts)}\n")
-    failed = [result for result in facts.get("smoke", {}).values() if _has_failed(result["problem"])]
-    return int(
-        facts["chosen"]["problem"] is not None or facts["network"]["problem"] is not None or bool(failed)
-    )
+    report: dict[str, Any] = {"launch": {}}
+    for section in _sections(os.environ, args.backend, args.transport, args.smoke):
+        report[section.name] = section.facts
+        if not args.json:
+            lines = [section.title, *(f"  {name:16} {text}" for name, text in section.rows.items()), "", ""]
+            sys.stdout.write("\n".join(lines))
+            sys.stdout.flush()
+    if args.json:
+        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
+    problems = [report["chosen"]["problem"], report["network"]["problem"]]
+    problems += [result["problem"] for result in report.get("smoke", {}).values() if not result["skipped"]]
+    return int(any(problem is not None for problem in problems))
 
 
-def _has_failed(problem: str | None) -> bool:
-    return problem is not None and not problem.startswith("not tried")
+class Section(NamedTuple):
+    """A part of the report."""
+
+    name: str
+    """The key of its facts in the JSON."""
+    facts: Mapping[str, Any]
+    """In the types of JSON."""
+    title: str
+    rows: Mapping[str, str]
+    """What the text shows."""
 
 
-def _text(facts: Mapping[str, Any]) -> str:
-    return "\n".join(line for section in _sections(facts) for line in (*section, "")).rstrip()
+def _sections(
+    env: Mapping[str, str], backend: str | None, transport: str | None, smoke: bool
+) -> Iterator[Section]:
+    """Yield each section as soon as its facts are known: torch is imported after the first one."""
+    transport = transport or env.get("DUALDIST_TRANSPORT") or None
+    chosen: dict[str, str | None] = {"backend": None, "transport": transport, "why": None, "problem": None}
+    cells: dict[str, str | None] = {}
+    try:
+        launch = detect(env)
+        yield _launch(launch)
+        cells = {
+            f"{backend}+{transport}": _problem(backend, transport, launch)
+            for backend in DISTRIBUTED_BACKENDS
+            for transport in TRANSPORTS
+        }
+        found, chosen["why"] = choose(backend, transport, launch, env)
+        chosen["backend"] = found.name
+        if transport is not None:
+            chosen["problem"] = _problem(found.name, transport, launch)
+    except ConfigurationError as error:
+        chosen["problem"] = str(error)
+    name = "+".join(filter(None, (chosen["backend"], transport))) or "nothing"
+    yield Section("chosen", chosen, "Chosen", {name: chosen["problem"] or chosen["why"] or ""})
+    yield _versions()
+    if cells:
+        rows = {name: problem or "yes" for name, problem in cells.items()}
+        yield Section("cells", cells, "Can start here", rows)
+    if smoke:
+        yield _smoke([name for name, problem in cells.items() if problem is None], env)
+    yield _network(env)
+    yield _gpu()
+    yield _mpi(env)
+    launchers = {name: path for name in _COMMANDS if (path := shutil.which(name))}
+    yield Section("launchers", launchers, "Launchers", launchers)
 
 
-def _sections(facts: Mapping[str, Any]) -> Iterator[list[str]]:
-    launch, chosen, network, gpu, mpi = (
-        facts[name] for name in ("launch", "chosen", "network", "gpu", "mpi")
-    )
-    if launch:
-        yield ["Launch", *_launch_lines(launch)]
-    name = "+".join(filter(None, (chosen["backend"], chosen["transport"]))) or "nothing"
-    yield ["Chosen", _line(name, chosen["problem"] or chosen["why"])]
-    yield ["Versions", *(_line(name, found or "not installed") for name, found in facts["versions"].items())]
-    if "cells" in facts:
-        yield ["Can start here", *(_line(name, problem or "yes") for name, problem in facts["cells"].items())]
-    if "smoke" in facts:
-        results = facts["smoke"].items()
-        shown = {name: result["problem"] or f"works ({result['seconds']} s)" for name, result in results}
-        yield ["Two processes", *(_line(name, text) for name, text in shown.items())]
-    yield [
-        "Network of " + network["host"],
-        *(_line(name, address) for name, address in network["interfaces"].items()),
-        _line("on one host", network["on_one_host"]),
-        _line("between hosts", network["problem"] or ", ".join(network["between_hosts"]) or "no address"),
-        _line("ports", network["ports"]),
-        *(_line(name, value) for name, value in network["set"].items()),
-    ]
-    yield [
-        "GPU",
-        _line("devices", ", ".join(gpu["devices"]) or "none"),
-        _line("NCCL", gpu["nccl"] or "not usable"),
-    ]
-    yield ["MPI", _line("library", mpi["problem"] or f"{mpi['library']}, threads: {mpi['thread_level']}")]
-    yield ["Launchers", *(_line(name, path) for name, path in facts["launchers"].items())]
+def _problem(backend: str, transport: str, launch: Launch) -> str | None:
+    """Return why the processes of `launch` cannot use this backend and transport, None if they can."""
+    try:
+        load(backend).check(transport, launch)
+    except ConfigurationError as error:
+        return str(error)
+    return None
 
 
-def _launch_lines(launch: Mapping[str, Any]) -> Iterator[str]:
-    yield _line("launcher", launch["launcher"])
-    for name, source in launch["sources"].items():
-        yield _line(name, f"{launch[name]} (from {source})")
-    if launch["meets_at"]:
-        yield _line("meets at", launch["meets_at"])
-    for variable in launch["ignored"]:
-        yield _line("ignored", f"{variable}: no launcher started this process")
+def _launch(launch: Launch) -> Section:
+    numbers = {name: getattr(launch, name) for name in ("rank", "size", "local_rank", "local_size")}
+    sources = {name: source for name, source in launch.sources.items() if numbers[name] is not None}
+    facts = {
+        "launcher": launch.launcher,
+        **numbers,
+        "sources": sources,
+        "meets_at": launch.init_method,
+        "starts_mpi": launch.starts_mpi,
+        "ignored": list(launch.ignored),
+    }
+    rows = {"launcher": launch.launcher} | {name: launch.describe(name) for name in sources}
+    rows |= {"meets at": launch.init_method} if launch.init_method else {}
+    if launch.ignored:
+        rows["ignored"] = f"{', '.join(launch.ignored)}: no launcher started this process"
+    return Section("launch", facts, "Launch", rows)
 
 
-def _line(name: str, text: str) -> str:
-    return f"  {name:16} {text}"
+def _versions() -> Section:
+    found: dict[str, str | None] = {"dualdist": version(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        found[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    rows = {name: text or "not installed" for name, text in found.items()}
+    return Section("versions", found, "Versions", rows)
+
+
+def _network(env: Mapping[str, str]) -> Section:
+    try:
+        use, problem = candidates(env), None
+    except ConfigurationError as error:
+        use, problem = [], str(error)
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    with socket.create_server((LOOPBACK, 0)) as server:
+        free = server.getsockname()[1]
+    interfaces, on_one_host = addresses(), use[0] if use and env.get(INTERFACE) else LOOPBACK
+    ports = f"free ones of {low}-{high}, such as {free}"
+    is_set = {name: env[name] for name in _INTERFACES if env.get(name)}
+    facts = {
+        "host": socket.gethostname(),
+        "interfaces": interfaces,
+        "on_one_host": on_one_host,
+        "between_hosts": use,
+        "problem": problem,
+        "ports": ports,
+        "set": is_set,
+    }
+    between = problem or ", ".join(use) or "no address"
+    rows = {**interfaces, "on one host": on_one_host, "between hosts": between, "ports": ports, **is_set}
+    return Section("network", facts, f"Network of {socket.gethostname()}", rows)
+
+
+def _gpu() -> Section:
+    import torch
+
+    usable = torch.cuda.is_available()
+    count = torch.cuda.device_count() if usable else 0
+    devices = [torch.cuda.get_device_name(number) for number in range(count)]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if usable else None
+    facts = {"cuda": torch.version.cuda, "devices": devices, "nccl": nccl}
+    rows = {"devices": ", ".join(devices) or "none", "NCCL": nccl or "not usable"}
+    return Section("gpu", facts, "GPU", rows)
+
+
+def _mpi(env: Mapping[str, str]) -> Section:
+    """Start MPI in a new process: under most launchers, starting it in this process would fail."""
+    facts: dict[str, str | None] = {"library": None, "thread_level": None, "problem": None}
+    ended = _run([sys.executable, "-c", _MPI_SOURCE], env, _MPI_SECONDS)
+    if ended is None:
+        facts["problem"] = f"MPI did not start within {_MPI_SECONDS:.0f} s"
+    elif ended.returncode != 0:
+        facts["problem"] = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    else:
+        facts["library"], facts["thread_level"] = ended.stdout.splitlines()
+    text = facts["problem"] or f"{facts['library']}, threads: {facts['thread_level']}"
+    return Section("mpi", facts, "MPI", {"library": text})
+
+
+def _run(
+    command: list[str], env: Mapping[str, str], seconds: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Run `command` without the variables of launchers in `env`; None if it did not end in time."""
+    clean = without_launchers(env)
+    try:
+        return subprocess.run(
+            command, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return None
+
+
+# The smoke test: two real processes join a world and exchange a few numbers.
+#
+# If mpirun starts the processes, each of them runs
+#
+#     python -m dualdist.cli.doctor BACKEND TRANSPORT
+
+_SECONDS = 60.0
+_PROCESSES = 2
+
+
+def _smoke(combinations: list[str], env: Mapping[str, str]) -> Section:
+    """Start each of `combinations` ('backend+transport')."""
+    results: dict[str, dict[str, Any]] = {}
+    for combination in combinations:
+        start = time.monotonic()
+        backend, _, transport = combination.partition("+")
+        missing = _missing(transport)
+        problem = _try(backend, transport, env) if missing is None else f"not tried: {missing}"
+        seconds = round(time.monotonic() - start, 1)
+        results[combination] = {"seconds": seconds, "problem": problem, "skipped": missing is not None}
+    rows = {name: result["problem"] or f"works ({result['seconds']} s)" for name, result in results.items()}
+    return Section("smoke", results, "Two processes", rows)
+
+
+def _missing(transport: str) -> str | None:
+    """Return what two processes need for `transport` and do not have here, None if they have everything."""
+    from .. import accelerator
+
+    if TRANSPORTS[transport].needs_gpus and accelerator.count() < _PROCESSES:
+        return f"{transport} needs a GPU for each of {_PROCESSES} processes"
+    return "no mpirun on PATH" if TRANSPORTS[transport].needs_mpi and not shutil.which("mpirun") else None
+
+
+def _try(backend: str, transport: str, env: Mapping[str, str]) -> str | None:
+    """Return what went wrong, None when everything worked."""
+    if not TRANSPORTS[transport].needs_mpi:
+        import dualdist
+
+        try:
+            dualdist.spawn(attempt, (backend, transport), _PROCESSES, timeout=_SECONDS)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+    command = mpirun_command(_PROCESSES, [sys.executable, "-m", __name__, backend, transport])
+    assert command is not None  # mpirun is there
+    ended = _run(command, env, _SECONDS)
+    if ended is None:
+        return f"did not end within {_SECONDS:.0f} s"
+    if ended.returncode == 0:
+        return None
+    errors = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
+    return errors[0] if errors else f"exit code {ended.returncode}"
+
+
+def attempt(backend: str, transport: str) -> None:
+    """Join a world of two over `backend` and `transport`, and check the results of collectives. Collective."""
+    import torch
+
+    import dualdist as hvd
+
+    hvd.init(backend=backend, transport=transport)
+    joined = hvd.backend_name(), hvd.transport_name(), hvd.size()
+    if joined != (backend, transport, _PROCESSES):
+        raise AssertionError(f"joined {joined} instead of {(backend, transport, _PROCESSES)}")
+    total = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum).tolist()
+    ranks = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+    if (total, ranks) != ([3.0] * 3, [0, 1]):
+        raise AssertionError(f"allreduce gave {total} and allgather {ranks}")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    attempt(*sys.argv[1:])

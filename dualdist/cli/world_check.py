@@ -1,366 +1,43 @@
-"""The processes of a launch meet, measure, and agree on the exit code."""
+"""`dualdist doctor --world`: the processes of a launch meet, measure the links between their hosts, and compare.
+
+One process of each host measures. It listens on the address that the others use, and connects to the hosts 1, 2, 4, ...
+places after its own. First all links are asked for the time, then each host sends data to one host after the other.
+While a host receives, it does not send: on a slow link, its data would delay the acknowledgements, and the other
+direction would look slow, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
+import platform
+import socket
+import socketserver
 import statistics
+import struct
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+
+from .. import accelerator
 from ..backends import choose, load
 from ..backends.store import SharedStore, open_store, store_gather
 from ..errors import ConfigurationError
 from ..launch import DeviceView, choose_devices, detect, shared_devices
-from ..meeting import Gather, mpi, reporting_errors
+from ..meeting import Gather, interface_of, mpi, own_node, reporting_errors
 from ..meeting.mpi import limited_start
 from ..types import Launch
 from ..world.settings import read_settings
-from .world_facts import Link, ProcessFacts, clock_offsets, measure_links, versions
-
-# What is wrong in a world, found by comparing what its processes have reported. Pure functions.
-
-_CLOCK_SECONDS = 1.0
-"""Clocks may differ by this much. torchrun drops a host whose clock is behind, because it compares the times of
-heartbeats (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:_BackendRendezvousStateHolder._sanitize)."""
-_SLOW = 3
-"""A link is slow if it transfers this many times less than the others."""
-_LATE, _SHORTEST_LATE, _LONGEST_GOOD = 5, 1e-3, 5e-3
-"""A link is slow if its round trip is this many times longer than the others' and longer than a millisecond, or longer
-than 5 ms (seconds). Hosts in one data centre need less than 1 ms."""
-_OPEN_FILES, _FILES_PER_RANK = 1024, 4
-"""How many files a process needs, and how many more for each rank: Gloo connects every rank to every other one."""
-_SHARED_MEMORY = 128 << 20
-"""Bytes of /dev/shm for each process: workers of a DataLoader, NCCL and shared-memory allreduces use them."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that is wrong."""
-
-    kind: str
-    hosts: tuple[str, ...]
-    """The names of the hosts on which it is wrong."""
-    ranks: tuple[int, ...]
-    text: str
-    """One or two sentences: what is wrong, and what to do."""
-
-
-@dataclass(frozen=True)
-class WorldFacts:
-    """What all processes have reported."""
-
-    processes: Sequence[ProcessFacts]
-    """In rank order."""
-    versions: Mapping[str, Mapping[str, str]]
-    """Digest -> versions of packages, for each different digest."""
-    links: Sequence[Link]
-
-    @property
-    def hosts(self) -> list[list[ProcessFacts]]:
-        """The processes of each host, in the order of their first ranks."""
-        hosts: dict[str, list[ProcessFacts]] = {}
-        for process in self.processes:
-            hosts.setdefault(process.node, []).append(process)
-        return list(hosts.values())
-
-    @property
-    def clocks(self) -> list[float | None]:
-        """By how many seconds each host's clock is ahead of most others'. With two hosts: of the first one's."""
-        offsets = clock_offsets(self.links, len(self.hosts))
-        known = [offset for offset in offsets if offset is not None]
-        middle = statistics.median_low(known) if len(known) > 2 else 0.0
-        return [None if offset is None else offset - middle for offset in offsets]
-
-
-def find_problems(world: WorldFacts, least_bandwidth: float) -> list[Problem]:
-    """Return what is wrong. least_bandwidth: of a link, in bytes per second."""
-    return [
-        *_backends(world),
-        *_versions(world),
-        *_clocks(world),
-        *_links(world, least_bandwidth),
-        *_gpus(world),
-        *_limits(world),
-    ]
-
-
-def _backends(world: WorldFacts) -> Iterator[Problem]:
-    broken: dict[str, list[ProcessFacts]] = {}
-    for process in world.processes:
-        if not process.usable:
-            broken.setdefault(process.backend, []).append(process)
-    for error, processes in broken.items():
-        yield _problem("backend", processes, f"init() raises an error on {_where(processes)}: {error}")
-    if not broken:
-        usual, others = _split((process.backend, process) for process in world.processes)
-        for backend, processes in others.items():
-            yield _problem(
-                "backend",
-                processes,
-                f"All ranks must choose the same backend, but {_where(processes)} chooses {backend} and the others "
-                f"{usual}. Set DUALDIST_BACKEND for all processes, or install the same packages on all hosts.",
-            )
-
-
-def _versions(world: WorldFacts) -> Iterator[Problem]:
-    names = sorted({name for found in world.versions.values() for name in found})
-    for name in names:
-        usual, others = _split(
-            (world.versions[process.versions].get(name), process) for process in world.processes
-        )
-        for version, processes in others.items():
-            yield _problem(
-                "version",
-                processes,
-                f"{name} must be the same version everywhere, but is {version or 'absent'} on {_where(processes)} and "
-                f"{usual or 'absent'} on the others. Install the same version, or look at PATH and PYTHONPATH there.",
-            )
-
-
-def _clocks(world: WorldFacts) -> Iterator[Problem]:
-    for processes, offset in zip(world.hosts, world.clocks, strict=True):
-        if offset is not None and abs(offset) > _CLOCK_SECONDS:
-            side = "ahead of" if offset > 0 else "behind"
-            others = "the others'" if len(world.hosts) > 2 else f"that of {world.hosts[0][0].host}"
-            yield _problem(
-                "clock",
-                processes,
-                f"The clock of {processes[0].host} is {abs(offset):.1f} s {side} {others}. Start NTP (chrony) there.",
-            )
-
-
-def _links(world: WorldFacts, least_bandwidth: float) -> Iterator[Problem]:
-    rates = [link.bandwidth or 0.0 for link in world.links if not link.problem]
-    trips = [link.round_trip for link in world.links if link.round_trip is not None]
-    usual_rate = statistics.median_high(rates) if rates else 0.0
-    usual_trip = statistics.median_low(trips) if trips else 0.0
-    longest = min(_LONGEST_GOOD, max(_SHORTEST_LATE, _LATE * usual_trip))
-    for link in world.links:
-        ends = [world.hosts[link.source][0], world.hosts[link.target][0]]
-        names = f"{ends[0].host} to {ends[1].host}"
-        if link.problem:
-            fix = "Open the firewall between them, or set DUALDIST_INTERFACE."
-            yield _problem("link", ends, f"There is no connection from {names} at {link.problem}. {fix}")
-            continue
-        rate, trip = link.bandwidth or 0.0, link.round_trip or 0.0
-        if rate < max(least_bandwidth, usual_rate / _SLOW):
-            yield _problem(
-                "link",
-                ends,
-                f"The link from {names} ({ends[0].interface} to {ends[1].interface}) is slow: {rate / 1e6:.1f} MB/s, "
-                f"where {max(least_bandwidth, usual_rate) / 1e6:.1f} MB/s are usual or required. Check cable, switch "
-                "port and MTU, or choose another network with DUALDIST_INTERFACE.",
-            )
-        if trip > longest:
-            yield _problem(
-                "link",
-                ends,
-                f"The link from {names} ({ends[0].interface} to {ends[1].interface}) is slow: a round trip takes "
-                f"{trip * 1e3:.1f} ms, but should take less than {longest * 1e3:.1f} ms.",
-            )
-
-
-def _gpus(world: WorldFacts) -> Iterator[Problem]:
-    for processes in world.hosts:
-        blind = [process for process in processes if process.installed_gpus and not process.devices]
-        if blind:
-            yield _problem(
-                "gpu",
-                blind,
-                f"torch sees no GPU on {_where(blind)}, although the driver lists {blind[0].installed_gpus}. Look at "
-                "CUDA_VISIBLE_DEVICES, and whether this torch supports the driver.",
-            )
-    models = [(_models(processes), processes[0]) for processes in world.hosts]
-    usual, others = _split(models)
-    for found, processes in others.items():
-        yield _problem(
-            "gpu",
-            processes,
-            f"All hosts must have the same GPUs, but {_where(processes, with_ranks=False)} has {found or 'none'} and "
-            f"the others {usual or 'none'}.",
-        )
-    views = [DeviceView(process.node, process.local_rank, process.devices) for process in world.processes]
-    for node, ranks, devices in shared_devices(views, choose_devices(views)):
-        processes = [process for process in world.processes if process.node == node]
-        text = (
-            f"{ranks} processes share {devices} GPUs on {processes[0].host}. Start one process for each GPU."
-        )
-        yield _problem("gpu", processes, text)
-
-
-def _models(processes: Sequence[ProcessFacts]) -> str:
-    """Return the models of all GPUs that the processes of a host see, such as '2 x H100'."""
-    gpus = {pair for process in processes for pair in zip(process.devices, process.models, strict=True)}
-    counts = Counter(model for _, model in gpus)
-    return ", ".join(f"{count} x {model}" for model, count in sorted(counts.items()))
-
-
-def _limits(world: WorldFacts) -> Iterator[Problem]:
-    needed = _OPEN_FILES + _FILES_PER_RANK * max(0, len(world.processes) - _OPEN_FILES // _FILES_PER_RANK)
-    few: dict[int, list[ProcessFacts]] = {}
-    for process in world.processes:
-        if 0 <= process.open_files < needed:
-            few.setdefault(process.open_files, []).append(process)
-    for limit, processes in few.items():
-        yield _problem(
-            "open files",
-            processes,
-            f"A process must be allowed to open {needed} files, but on {_where(processes)} only {limit}. "
-            "Raise the limit there (ulimit -n, LimitNOFILE).",
-        )
-    for processes in world.hosts:
-        free, least = processes[0].shared_memory, _SHARED_MEMORY * len(processes)
-        if free < least:
-            yield _problem(
-                "shared memory",
-                processes,
-                f"/dev/shm of {processes[0].host} must have {least >> 20} MB free for its {len(processes)} processes, "
-                f"but has {free >> 20} MB. Enlarge it (docker run --shm-size), or remove old files.",
-            )
-
-
-def _split(
-    pairs: Iterable[tuple[str | None, ProcessFacts]],
-) -> tuple[str | None, dict[str | None, list[ProcessFacts]]]:
-    """Return the value that most hosts have, and the processes with each other value. Equal numbers: rank 0's value."""
-    processes: dict[str | None, list[ProcessFacts]] = {}
-    for value, process in pairs:
-        processes.setdefault(value, []).append(process)
-    # max returns the first of equals.
-    usual = max(processes, key=lambda value: len({process.node for process in processes[value]}))
-    return usual, {value: found for value, found in processes.items() if value != usual}
-
-
-def _where(processes: Sequence[ProcessFacts], with_ranks: bool = True) -> str:
-    """Return such as 'beta (ranks 2, 3)', or the first of many hosts and their number."""
-    hosts: dict[str, list[int]] = {}
-    for process in processes:
-        hosts.setdefault(process.host, []).append(process.rank)
-    shown = [
-        f"{host} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if with_ranks else host
-        for host, ranks in list(hosts.items())[:8]
-    ]
-    return ", ".join(shown) + (f" and {len(hosts) - 8} other hosts" if len(hosts) > 8 else "")
-
-
-def _problem(kind: str, processes: Sequence[ProcessFacts], text: str) -> Problem:
-    hosts = tuple(dict.fromkeys(process.host for process in processes))
-    return Problem(kind, hosts, tuple(sorted({process.rank for process in processes})), text)
-
-
-# The report of `dualdist doctor --world`, as text and in the types of JSON.
-
-_MOST_LINKS = 16
-"""How many links the text lists. Of more links it shows the slowest."""
-
-
-def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the report. The clocks are in seconds, round trips too, bandwidths in bytes per second."""
-    hosts = [
-        {
-            "host": processes[0].host,
-            "ranks": [process.rank for process in processes],
-            "clock": clock,
-            **{
-                name: getattr(processes[0], name)
-                for name in (
-                    "address",
-                    "interface",
-                    "cpus",
-                    "threads",
-                    "memory",
-                    "shared_memory",
-                    "open_files",
-                )
-            },
-            "gpus": sorted({*zip(processes[0].devices, processes[0].models, strict=True)}),
-        }
-        for processes, clock in zip(world.hosts, world.clocks, strict=True)
-    ]
-    names = [processes[0].host for processes in world.hosts]
-    links = [
-        asdict(link) | {"source": names[link.source], "target": names[link.target]} for link in world.links
-    ]
-    return {
-        "launcher": launcher,
-        "size": len(world.processes),
-        "backend": world.processes[0].backend,
-        "hosts": hosts,
-        "links": links,
-        "problems": [asdict(problem) for problem in problems],
-        "can_train": not problems,
-    }
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """Return the report that `as_json` made, for people."""
-    hosts, problems = report["hosts"], report["problems"]
-    return "\n".join(
-        [
-            f"World of {_count(report['size'], 'process', 'es')} on {_count(len(hosts), 'host')}, started by "
-            f"{report['launcher']}; backend: {report['backend']}",
-            "",
-            *_table(_host_rows(hosts)),
-            "",
-            *([*_table(_link_rows(report["links"])), ""] if report["links"] else []),
-            *(f"WRONG: {problem['text']}" for problem in problems),
-            f"{_count(len(problems), 'problem')} must be solved first."
-            if problems
-            else "This allocation can train.",
-        ]
-    )
-
-
-def _host_rows(hosts: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    yield ["host", "ranks", "address", "clock", "CPUs", "threads", "memory", "/dev/shm", "files", "GPUs"]
-    for host in hosts:
-        first, last = host["ranks"][0], host["ranks"][-1]
-        in_order = host["ranks"] == list(range(first, last + 1))
-        ranks = f"{first}-{last}" if in_order and first != last else ",".join(map(str, host["ranks"]))
-        clock = "?" if host["clock"] is None else f"{host['clock']:+.3f} s"
-        yield [
-            host["host"],
-            ranks,
-            f"{host['address']} ({host['interface'] or '?'})",
-            clock,
-            str(host["cpus"]),
-            str(host["threads"]),
-            f"{host['memory'] / (1 << 30):.1f} GB",
-            f"{host['shared_memory'] / (1 << 30):.1f} GB",
-            str(host["open_files"]),
-            ", ".join(model for _, model in host["gpus"]) or "none",
-        ]
-
-
-def _link_rows(links: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    yield ["link", "round trip", "bandwidth"]
-    for link in sorted(links, key=lambda link: link["bandwidth"] or 0.0)[:_MOST_LINKS]:
-        known = link["round_trip"] is not None
-        yield [
-            f"{link['source']} to {link['target']}",
-            f"{link['round_trip'] * 1e3:.2f} ms" if known else "none",
-            f"{(link['bandwidth'] or 0.0) / 1e6:.1f} MB/s" if known else "none",
-        ]
-    if len(links) > _MOST_LINKS:
-        yield [f"({len(links) - _MOST_LINKS} faster links)", "", ""]
-
-
-def _table(rows: Iterator[list[str]]) -> Iterator[str]:
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield f"  {'  '.join(cells)}".rstrip()
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural * (number != 1)}"
-
 
 _FAREWELL_SECONDS = 5.0
 """How long rank 0, which may serve the store, waits at most for the others to read the result."""
@@ -396,12 +73,113 @@ def check_world(
     code = 0
     if launch.rank == 0:
         report = as_json(launch.launcher, world, find_problems(world, least_bandwidth))
-        sys.stdout.write(f"{json.dumps(report, indent=2) if is_json else as_text(report)}\n")
-        sys.stdout.flush()
+        _print(json.dumps(report, indent=2) if is_json else as_text(report))
         code = int(not report["can_train"])
     code = int(gather(str(code))[0])
     _leave(shared, launch)
     return code
+
+
+def _print_failure(launch: Launch, error: str, is_json: bool) -> None:
+    facts: dict[str, Any] = {"launcher": launch.launcher, "size": launch.size}
+    problem = Problem("arrival", (), (), error)
+    report = facts | {"problems": [problem._asdict()], "can_train": False}
+    _print(json.dumps(report, indent=2) if is_json else f"WRONG: {error}")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _leave(shared: SharedStore, launch: Launch) -> None:
+    """Wait on rank 0 until all others have read the exit code. Collective."""
+    shared.store.set(f"left.{launch.rank}", "")
+    if launch.rank == 0:
+        with contextlib.suppress(RuntimeError):
+            names = [f"left.{rank}" for rank in range(launch.size)]
+            shared.store.wait(names, timedelta(seconds=_FAREWELL_SECONDS))
+
+
+# What the processes report.
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One process, in the types of JSON."""
+
+    rank: int
+    node: str
+    """A name that no other host has (own_node)."""
+    host: str
+    local_rank: int | None
+    address: str
+    """The IPv4 address at which the others reach this process."""
+    interface: str
+    versions: str
+    """The digest of the versions of its packages."""
+    backend: str
+    """The backend that init() would choose, or the error that it would raise."""
+    usable: bool
+    """Whether init() could choose a backend."""
+    devices: Sequence[str]
+    """A name of each device that torch sees; the processes of a host use the same name for a device."""
+    models: Sequence[str]
+    """The model of each device that torch sees."""
+    installed_gpus: int
+    """The GPUs of the host that NVIDIA's driver lists, if torch was built for CUDA."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection from one host to another. source, target: places of the hosts."""
+
+    source: int
+    target: int
+    round_trip: float | None = None
+    """Seconds, the shortest of several; None without a connection."""
+    clock: float | None = None
+    """By how many seconds the clock of `target` is ahead of that of `source`."""
+    bandwidth: float | None = None
+    """Bytes per second from `source` to `target`."""
+    problem: str = ""
+    """Why there is no connection."""
+
+
+@dataclass(frozen=True)
+class WorldFacts:
+    """What all processes have reported."""
+
+    processes: Sequence[ProcessFacts]
+    """In rank order."""
+    versions: Mapping[str, Mapping[str, str]]
+    """Digest -> versions of packages, for each different digest."""
+    links: Sequence[Link]
+
+    @property
+    def hosts(self) -> list[list[ProcessFacts]]:
+        """The processes of each host, in the order of their first ranks."""
+        hosts: dict[str, list[ProcessFacts]] = {}
+        for process in self.processes:
+            hosts.setdefault(process.node, []).append(process)
+        return list(hosts.values())
+
+    @property
+    def clocks(self) -> list[float | None]:
+        """By how many seconds each host's clock is ahead of most others'. With two hosts: of the first one's."""
+        steps = {(link.source, link.target): link.clock for link in self.links}
+        offsets: list[float | None] = [0.0]
+        for place in range(1, len(self.hosts)):
+            # The link over the largest step that ends here and does not start behind host 0.
+            before = place - (1 << (place.bit_length() - 1))
+            start, step = offsets[before], steps.get((before, place))
+            offsets.append(None if start is None or step is None else start + step)
+        known = [offset for offset in offsets if offset is not None]
+        middle = statistics.median_low(known) if len(known) > 2 else 0.0
+        return [None if offset is None else offset - middle for offset in offsets]
+
+
+_GPUS, _DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia/version")
 
 
 def _collect(
@@ -413,18 +191,46 @@ def _collect(
     gather: Gather,
 ) -> WorldFacts:
     """Return what all processes report, the same on every rank. Collective."""
-    found = versions()
+    found = json.dumps(installed_versions(), sort_keys=True)
     chosen, usable = _chosen(launch, env, backend, transport)
-    mine = ProcessFacts.of_this_process(launch, address, chosen, usable, found)
-    processes = [ProcessFacts.from_json(text) for text in gather(mine.to_json())]
-    digests = [process.versions for process in processes]
-    # One rank for each different digest sends the versions.
-    texts = gather(json.dumps(found) if digests.index(mine.versions) == launch.rank else "null")
-    known = {digests[rank]: json.loads(text) for rank, text in enumerate(texts) if text != "null"}
-    nodes = list(dict.fromkeys(process.node for process in processes))
-    measures = [process.node for process in processes].index(mine.node) == launch.rank
-    place = nodes.index(mine.node) if measures else None
-    return WorldFacts(processes, known, measure_links(place, len(nodes), address, gather))
+    devices = accelerator.visible()
+    mine = ProcessFacts(
+        launch.rank,
+        own_node(),
+        socket.gethostname(),
+        launch.local_rank,
+        address,
+        _interface(address),
+        hashlib.sha256(found.encode()).hexdigest()[:16],
+        chosen,
+        usable,
+        devices,
+        [_model(index) for index in range(len(devices))],
+        len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,
+    )
+    processes = [ProcessFacts(**json.loads(text)) for text in gather(json.dumps(asdict(mine)))]
+    digests, nodes = ([getattr(one, name) for one in processes] for name in ("versions", "node"))
+    # One rank for each different digest sends the versions, and the first rank of each host measures its links.
+    texts = gather(found if digests.index(mine.versions) == launch.rank else "")
+    known = {digest: json.loads(text) for digest, text in zip(digests, texts, strict=True) if text}
+    hosts = list(dict.fromkeys(nodes))
+    place = hosts.index(mine.node) if nodes.index(mine.node) == launch.rank else None
+    return WorldFacts(processes, known, _measure_links(place, len(hosts), address, gather))
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the version of Python, of torch's build, of NVIDIA's driver, and of every installed package. Local."""
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        # A package without a name is the rest of an incomplete removal.
+        name = package.metadata["Name"] if package.metadata else None
+        if name:
+            # Python imports the first one on its path.
+            found.setdefault(name.lower().replace("_", "-"), package.version)
+    found |= {"Python": platform.python_version(), "torch": torch.__version__}
+    if _DRIVER.exists():
+        found["NVIDIA driver"] = _DRIVER.read_text().partition("\n")[0]
+    return found
 
 
 def _chosen(
@@ -441,18 +247,376 @@ def _chosen(
     return "+".join(filter(None, (chosen.name, transport))), True
 
 
-def _print_failure(launch: Launch, error: str, is_json: bool) -> None:
-    problem = {"kind": "arrival", "hosts": [], "ranks": [], "text": error}
-    facts: dict[str, Any] = {"launcher": launch.launcher, "size": launch.size}
-    report = facts | {"problems": [problem], "can_train": False}
-    sys.stdout.write(f"{json.dumps(report, indent=2) if is_json else f'WRONG: {error}'}\n")
-    sys.stdout.flush()
+def _interface(address: str) -> str:
+    with contextlib.suppress(ConfigurationError):
+        return interface_of(address)
+    return ""
 
 
-def _leave(shared: SharedStore, launch: Launch) -> None:
-    """Wait on rank 0 until all others have read the exit code. Collective."""
-    shared.store.set(f"left.{launch.rank}", "")
-    if launch.rank == 0:
-        with contextlib.suppress(RuntimeError):
-            names = [f"left.{rank}" for rank in range(launch.size)]
-            shared.store.wait(names, timedelta(seconds=_FAREWELL_SECONDS))
+def _model(index: int) -> str:
+    kind = accelerator.kind()
+    assert kind is not None  # there is a device
+    return str(torch.get_device_module(kind).get_device_name(index))
+
+
+# The links. A request is a length and as many bytes, and the answer to it is the time: without bytes it shows the round
+# trip and the clock, with many bytes the bandwidth. Any program may ask for the time, so no request needs a proof.
+
+_LENGTH, _TIME = struct.Struct("!Q"), struct.Struct("!d")
+_QUESTIONS, _ROUNDS = 20, 3
+"""How often the time is asked for and the bandwidth measured. The best counts: other programs take time of the CPUs."""
+_MEASURED_SECONDS = 0.1
+_SILENCE_SECONDS = 5.0
+"""How long to wait for the other host."""
+_CHUNK = 1 << 16
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    """Answers the requests of one connection."""
+
+    timeout = _SILENCE_SECONDS
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(header := self.rfile.read(_LENGTH.size)) == _LENGTH.size:
+                (left,) = _LENGTH.unpack(header)
+                while left and (data := self.rfile.read(min(left, _CHUNK))):
+                    left -= len(data)
+                self.wfile.write(_TIME.pack(time.time()))
+
+
+@contextlib.contextmanager
+def _answering(address: str) -> Iterator[int]:
+    """Answer other hosts while the block runs, and yield the port."""
+    with socketserver.ThreadingTCPServer((address, 0), _Answers) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _measure_links(place: int | None, num_hosts: int, address: str, gather: Gather) -> list[Link]:
+    """Return the links, the same list on every process. Collective.
+
+    place: that of this host, if this process measures for it. address: the one at which other hosts reach this host.
+    """
+    steps = [1 << power for power in range((num_hosts - 1).bit_length())]
+    with contextlib.ExitStack() as stack:
+        port = None if place is None else stack.enter_context(_answering(address))
+        ends = {end[0]: end[1:] for end in map(json.loads, gather(json.dumps([place, address, port])))}
+        targets = [] if place is None else [(place + step) % num_hosts for step in steps]
+        links = [_ask(Link(place or 0, target), ends[target]) for target in targets]
+        gather("")
+        for number, step in enumerate(steps):
+            for turn in range(2):
+                if place is not None and place // step % 2 == turn:
+                    links[number] = _send(links[number], ends[targets[number]])
+                gather("")
+        texts = gather(json.dumps([asdict(link) for link in links]))
+    return [Link(**link) for text in texts for link in json.loads(text)]
+
+
+def _ask(link: Link, end: tuple[str, int]) -> Link:
+    """Ask the target for the time. The answer with the shortest round trip is the most exact one."""
+    try:
+        with _connected(end) as connection:
+            best = min(_answer(connection, 0) for _ in range(_QUESTIONS))
+        return replace(link, round_trip=best[0], clock=best[1])
+    except OSError as error:
+        return replace(link, problem=f"{end[0]}:{end[1]}: {error}")
+
+
+def _send(link: Link, end: tuple[str, int]) -> Link:
+    """Measure the bandwidth, unless there is no connection."""
+    rates = [0.0]
+    with contextlib.suppress(OSError), _connected(end) as connection:
+        while not link.problem and len(rates) <= _ROUNDS:
+            length, seconds = _CHUNK, 0.0
+            while seconds < _MEASURED_SECONDS:
+                length *= 2
+                seconds, _ = _answer(connection, length)
+            rates.append(length / seconds)
+    return replace(link, bandwidth=max(rates) or None)
+
+
+@contextlib.contextmanager
+def _connected(end: tuple[str, int]) -> Iterator[socket.socket]:
+    with socket.create_connection((end[0], end[1]), _SILENCE_SECONDS) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield connection
+
+
+def _answer(connection: socket.socket, length: int) -> tuple[float, float]:
+    """Send `length` bytes. Return the seconds until the answer, and by how many the other clock is ahead."""
+    sent_at, start = time.time(), time.perf_counter()
+    connection.sendall(_LENGTH.pack(length))
+    for _ in range(length // _CHUNK):
+        connection.sendall(bytes(_CHUNK))
+    answer = connection.recv(_TIME.size, socket.MSG_WAITALL)
+    seconds = time.perf_counter() - start
+    if len(answer) < _TIME.size:
+        raise ConnectionResetError("the other host closed the connection")
+    return seconds, _TIME.unpack(answer)[0] - sent_at - seconds / 2
+
+
+# What is wrong in a world, found by comparing what its processes have reported. Pure functions.
+
+_CLOCK_SECONDS = 1.0
+"""Clocks may differ by this much. torchrun drops a host whose clock is behind, because it compares the times of
+heartbeats (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:_BackendRendezvousStateHolder._sanitize)."""
+_SLOW = 3
+"""A link is slow if it transfers this many times less than the others."""
+_LATE, _SHORTEST_LATE, _LONGEST_GOOD = 5, 1e-3, 5e-3
+"""A link is slow if its round trip is this many times longer than the others' and longer than a millisecond, or longer
+than 5 ms (seconds). Hosts in one data centre need less than 1 ms."""
+
+
+class Problem(NamedTuple):
+    """Something that is wrong."""
+
+    kind: str
+    hosts: tuple[str, ...]
+    """The names of the hosts on which it is wrong."""
+    ranks: tuple[int, ...]
+    text: str
+    """One or two sentences: what is wrong, and what to do."""
+
+
+def find_problems(world: WorldFacts, least_bandwidth: float) -> list[Problem]:
+    """Return what is wrong. least_bandwidth: of a link, in bytes per second."""
+    return [
+        *_backends(world),
+        *_versions(world),
+        *_clocks(world),
+        *_links(world, least_bandwidth),
+        *_gpus(world),
+    ]
+
+
+def _backends(world: WorldFacts) -> Iterator[Problem]:
+    broken: dict[str, list[ProcessFacts]] = {}
+    for process in world.processes:
+        if not process.usable:
+            broken.setdefault(process.backend, []).append(process)
+    for error, processes in broken.items():
+        yield _problem("backend", processes, f"init() raises an error on {_where(processes)}: {error}")
+    if not broken:
+        usual, others = _split((process.backend, process) for process in world.processes)
+        for backend, processes in others.items():
+            yield _problem(
+                "backend",
+                processes,
+                f"All ranks must choose the same backend, but {_where(processes)} chooses {backend} and the others "
+                f"{usual}. Set DUALDIST_BACKEND for all processes, or install the same packages on all hosts.",
+            )
+
+
+def _versions(world: WorldFacts) -> Iterator[Problem]:
+    for name in sorted({name for found in world.versions.values() for name in found}):
+        usual, others = _split(
+            (world.versions[process.versions].get(name), process) for process in world.processes
+        )
+        for version, processes in others.items():
+            yield _problem(
+                "version",
+                processes,
+                f"{name} must be the same version everywhere, but is {version or 'absent'} on {_where(processes)} and "
+                f"{usual or 'absent'} on the others. Install the same version, or look at PATH and PYTHONPATH there.",
+            )
+
+
+def _clocks(world: WorldFacts) -> Iterator[Problem]:
+    for processes, offset in zip(world.hosts, world.clocks, strict=True):
+        if offset is not None and abs(offset) > _CLOCK_SECONDS:
+            side = "ahead of" if offset > 0 else "behind"
+            others = "the others'" if len(world.hosts) > 2 else f"that of {world.hosts[0][0].host}"
+            yield _problem(
+                "clock",
+                processes,
+                f"The clock of {processes[0].host} is {abs(offset):.1f} s {side} {others}. Start NTP (chrony) there.",
+            )
+
+
+def _links(world: WorldFacts, least_bandwidth: float) -> Iterator[Problem]:
+    rates = [link.bandwidth or 0.0 for link in world.links if not link.problem]
+    trips = [link.round_trip for link in world.links if link.round_trip is not None]
+    usual_rate = statistics.median_high(rates) if rates else 0.0
+    usual_trip = statistics.median_low(trips) if trips else 0.0
+    longest = min(_LONGEST_GOOD, max(_SHORTEST_LATE, _LATE * usual_trip))
+    for link in world.links:
+        ends = [world.hosts[link.source][0], world.hosts[link.target][0]]
+        names = f"from {ends[0].host} to {ends[1].host}"
+        if link.problem:
+            fix = "Open the firewall between them, or set DUALDIST_INTERFACE."
+            yield _problem("link", ends, f"There is no connection {names} at {link.problem}. {fix}")
+            continue
+        slow = f"The link {names} ({ends[0].interface} to {ends[1].interface}) is slow:"
+        rate, trip = link.bandwidth or 0.0, link.round_trip or 0.0
+        if rate < max(least_bandwidth, usual_rate / _SLOW):
+            usual = f"{max(least_bandwidth, usual_rate) / 1e6:.1f} MB/s are usual or required"
+            fix = "Check cable, switch port and MTU, or choose another network with DUALDIST_INTERFACE."
+            yield _problem("link", ends, f"{slow} {rate / 1e6:.1f} MB/s, where {usual}. {fix}")
+        if trip > longest:
+            text = (
+                f"a round trip takes {trip * 1e3:.1f} ms, but should take less than {longest * 1e3:.1f} ms."
+            )
+            yield _problem("link", ends, f"{slow} {text}")
+
+
+def _gpus(world: WorldFacts) -> Iterator[Problem]:
+    for processes in world.hosts:
+        blind = [process for process in processes if process.installed_gpus and not process.devices]
+        if blind:
+            yield _problem(
+                "gpu",
+                blind,
+                f"torch sees no GPU on {_where(blind)}, although the driver lists {blind[0].installed_gpus}. Look at "
+                "CUDA_VISIBLE_DEVICES, and whether this torch supports the driver.",
+            )
+    usual, others = _split((_models(processes), processes[0]) for processes in world.hosts)
+    for found, processes in others.items():
+        hosts = ", ".join(process.host for process in processes)
+        yield _problem(
+            "gpu",
+            processes,
+            f"All hosts must have the same GPUs, but {hosts} has {found or 'none'} and the others {usual or 'none'}.",
+        )
+    views = [DeviceView(process.node, process.local_rank, process.devices) for process in world.processes]
+    for node, ranks, devices in shared_devices(views, choose_devices(views)):
+        processes = [process for process in world.processes if process.node == node]
+        text = (
+            f"{ranks} processes share {devices} GPUs on {processes[0].host}. Start one process for each GPU."
+        )
+        yield _problem("gpu", processes, text)
+
+
+def _models(processes: Sequence[ProcessFacts]) -> str:
+    """Return the models of all GPUs that the processes of a host see, such as '2 x H100'."""
+    gpus = {pair for process in processes for pair in zip(process.devices, process.models, strict=True)}
+    counts = Counter(model for _, model in gpus)
+    return ", ".join(f"{count} x {model}" for model, count in sorted(counts.items()))
+
+
+def _split(
+    pairs: Iterable[tuple[str | None, ProcessFacts]],
+) -> tuple[str | None, dict[str | None, list[ProcessFacts]]]:
+    """Return the value that most hosts have, and the processes with each other value. Equal numbers: rank 0's value."""
+    processes: dict[str | None, list[ProcessFacts]] = {}
+    for value, process in pairs:
+        processes.setdefault(value, []).append(process)
+    # max returns the first of equals.
+    usual = max(processes, key=lambda value: len({process.node for process in processes[value]}))
+    return usual, {value: found for value, found in processes.items() if value != usual}
+
+
+def _where(processes: Sequence[ProcessFacts]) -> str:
+    """Return such as 'beta (ranks 2, 3)', or the first of many hosts and their number."""
+    hosts: dict[str, list[int]] = {}
+    for process in processes:
+        hosts.setdefault(process.host, []).append(process.rank)
+    shown = [
+        f"{host} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+        for host, ranks in list(hosts.items())[:8]
+    ]
+    return ", ".join(shown) + (f" and {len(hosts) - 8} other hosts" if len(hosts) > 8 else "")
+
+
+def _problem(kind: str, processes: Sequence[ProcessFacts], text: str) -> Problem:
+    hosts = tuple(dict.fromkeys(process.host for process in processes))
+    return Problem(kind, hosts, tuple(sorted({process.rank for process in processes})), text)
+
+
+# The report, in the types of JSON and as text.
+
+_MOST_LINKS = 16
+"""How many links the text lists. Of more links it shows the slowest."""
+
+
+def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> dict[str, Any]:
+    """Return the report. The clocks are in seconds, round trips too, bandwidths in bytes per second."""
+    names = [processes[0].host for processes in world.hosts]
+    return {
+        "launcher": launcher,
+        "size": len(world.processes),
+        "backend": world.processes[0].backend,
+        "hosts": [
+            {
+                "host": processes[0].host,
+                "ranks": [process.rank for process in processes],
+                "address": processes[0].address,
+                "interface": processes[0].interface,
+                "clock": clock,
+                "gpus": _models(processes),
+            }
+            for processes, clock in zip(world.hosts, world.clocks, strict=True)
+        ],
+        "links": [
+            asdict(link) | {"source": names[link.source], "target": names[link.target]}
+            for link in world.links
+        ],
+        "problems": [problem._asdict() for problem in problems],
+        "can_train": not problems,
+    }
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """Return the report that `as_json` made, for people."""
+    hosts, links, problems = report["hosts"], report["links"], report["problems"]
+    world = f"World of {_count(report['size'], 'process', 'es')} on {_count(len(hosts), 'host')}"
+    return "\n".join(
+        [
+            f"{world}, started by {report['launcher']}; backend: {report['backend']}",
+            "",
+            *_table(_host_rows(hosts)),
+            "",
+            *([*_table(_link_rows(links)), ""] if links else []),
+            *(f"WRONG: {problem['text']}" for problem in problems),
+            f"{_count(len(problems), 'problem')} must be solved first."
+            if problems
+            else "This allocation can train.",
+        ]
+    )
+
+
+def _host_rows(hosts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    yield "host", "ranks", "address", "clock", "GPUs"
+    for host in hosts:
+        ranks = host["ranks"]
+        in_order = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        yield (
+            host["host"],
+            f"{ranks[0]}-{ranks[-1]}" if in_order else ",".join(map(str, ranks)),
+            f"{host['address']} ({host['interface'] or '?'})",
+            "?" if host["clock"] is None else f"{host['clock']:+.3f} s",
+            host["gpus"] or "none",
+        )
+
+
+def _link_rows(links: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    yield "link", "round trip", "bandwidth"
+    for link in sorted(links, key=lambda link: link["bandwidth"] or 0.0)[:_MOST_LINKS]:
+        trip = link["round_trip"]
+        yield (
+            f"{link['source']} to {link['target']}",
+            "none" if trip is None else f"{trip * 1e3:.2f} ms",
+            "none" if trip is None else f"{(link['bandwidth'] or 0.0) / 1e6:.1f} MB/s",
+        )
+    if len(links) > _MOST_LINKS:
+        yield f"({len(links) - _MOST_LINKS} faster links)", "", ""
+
+
+def _table(rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"

@@ -29,8 +29,8 @@ from ..agreement.channel import Channel, Result, StandIn
 from ..agreement.connections import Connections
 from ..agreement.timeline import Timeline
 from ..agreement.watch import Contact, StallWatch
-from ..backends import Backend, check_transport, choose
-from ..backends.base import Exchange, Group
+from ..backends import check_transport, choose
+from ..backends.base import Backend, Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
 from ..launch.copies import add_copies, remove_copies, torchrun_variables
