@@ -12,7 +12,7 @@ from .checks import configuration, flag, integer, items, path, text, wrong
 from .collectives.join import stand_in
 from .errors import ConfigurationError
 from .launch import detect
-from .launch.copies import without_copies
+from .launch.environment import without_copies
 from .meeting import find_addresses, mpi
 from .meeting.addresses import reserved_port
 from .meeting.mpi import ending_late_calls, gather_through_mpi, limited_start

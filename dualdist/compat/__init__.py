@@ -27,7 +27,7 @@ from typing import NoReturn
 from ..backends.horovod.installed import CHILDREN_FOLDER, replace_horovod
 from ..errors import ConfigurationError, NotInitializedError
 from ..launch import detect
-from ..launch.copies import add_copies
+from ..launch.environment import add_copies
 from ..types import World
 
 __all__ = ("MODULES", "HorovodFinder", "export_launch", "export_world", "install")

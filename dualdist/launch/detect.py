@@ -1,8 +1,8 @@
 """Launch detection: a pure function from the environment to this process's rank and world size.
 
 One launcher can start another (a Slurm step that runs torchrun), so an environment may hold the variables of several.
-The innermost launcher wins: the one that may run inside all others that report another rank or size. See launchers.py.
-A process without a launcher trains alone only if it carries no mark of one. See marks.py.
+The innermost launcher wins: the one that may run inside all others that report another rank or size. A process without
+a launcher trains alone only if it carries no mark of one. The tables are in launchers.py.
 """
 
 from __future__ import annotations
@@ -11,156 +11,21 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from ..checks import configuration, integer, text, wrong
 from ..errors import ConfigurationError
 from ..types import Launch
-from .copies import without_copies
-from .environment import registered_launchers, site_launcher
-from .launchers import DUALDIST_RUN, LAUNCHERS, SITE, SPAWN, Launcher
-
-# Slurm's short forms of lists of numbers and of host names.
-
-_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
-
-
-def node_counts(text: str) -> list[int] | None:
-    """Return a number for each node from a list such as 4(x2),3, which is 4, 4, 3. None for any other form."""
-    counts: list[int] = []
-    for entry in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def host_names(text: str) -> list[str]:
-    """Return the names in a list such as node[07-08,20],gpu1, which is node07, node08, node20, gpu1."""
-    entries = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
-    return [name for entry in entries for name in _expanded(entry)]
-
-
-def _expanded(entry: str) -> Iterator[str]:
-    parts = [
-        [number for item in ranges.split(",") for number in _range(item)] if ranges else [text]
-        for ranges, text in _PART.findall(entry)
-    ]
-    return map("".join, itertools.product(*parts))
-
-
-def _range(item: str) -> list[str]:
-    first, _, last = item.partition("-")
-    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-
-
-# Marks: variables that only a launched process has, also of launchers that give no rank and size.
-#
-# A process without a launcher of the table that carries one is one of several processes, and must not train alone.
-# Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
-#
-# Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
-# aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
-# Platform MPI and MPIRUN_RANK, libfabric prov/psm3; hydra and Open MPI, the recorded environments of the
-# tests; SageMaker, the names in sagemaker-training-toolkit; Kubeflow Trainer 2, pkg/constants/constants.go.
-
-_POSITIVE = r"0*[1-9]\d*"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A variable that shows that a launcher started this process."""
-
-    variable: str
-    who: str
-    """What sets it, in a few words."""
-    rows: tuple[str, ...] = ()
-    """Launchers of the table whose processes may have it, also because of what started the launcher."""
-    value: str = ".+"
-    """A regular expression: the values that show it."""
-    unless: str = ""
-    """NAME=VALUE: this setting shows that there is only one process."""
-
-
-_TORCH = ("torchrun", "env")
-_PMI = ("mpiexec", "mpirun_rsh", "jsrun", "srun", "flux", "PALS")
-_OPEN_MPI = ("mpirun", "jsrun")
-_OWN_MARKS = (DUALDIST_RUN, SPAWN)
-# PBS and LSF start the daemons of these.
-_STARTED_BY_TASKS = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
-
-MARKS = (
-    Mark("RANK", "torchrun or a cluster", _TORCH),
-    Mark("LOCAL_RANK", "torchrun or a cluster", _TORCH, _POSITIVE),
-    Mark("GROUP_RANK", "torchrun", _TORCH, _POSITIVE),
-    Mark("NODE_RANK", "a cluster or Ray", _TORCH, _POSITIVE),
-    Mark("PET_NODE_RANK", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("PET_MASTER_ADDR", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
-    Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
-    Mark("DUALDIST_RANK", "`dualdist run` or spawn", _OWN_MARKS),
-    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", _OWN_MARKS),
-    Mark("OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", _OPEN_MPI),
-    Mark("JSM_NAMESPACE_LOCAL_RANK", "jsrun", ("jsrun",)),
-    Mark("MV2_COMM_WORLD_LOCAL_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
-    Mark("MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
-    Mark("SLURM_PROCID", "srun", ("srun",), _POSITIVE),
-    Mark("SLURM_LOCALID", "srun", ("srun",), _POSITIVE),
-    Mark("SLURM_STEP_TASKS_PER_NODE", "srun", ("srun",)),
-    Mark("FLUX_TASK_LOCAL_ID", "flux run", ("flux",)),
-    Mark("PALS_LOCAL_RANKID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("PALS_LOCAL_SIZE", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("PALS_APID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
-    Mark("MPI_LOCALRANKID", "the mpiexec of MPICH or Intel MPI", _PMI),
-    Mark("HYDI_CONTROL_FD", "the mpiexec of MPICH or Intel MPI", _PMI),
-    Mark("PMI_LOCAL_RANK", "an MPI launcher", _PMI),
-    Mark("PMI_FD", "an MPI launcher", _PMI),
-    Mark("PMI_ID", "an MPI launcher", _PMI),
-    Mark("PMI_PORT", "an MPI launcher", _PMI),
-    Mark("PBS_TASKNUM", "pbsdsh", _STARTED_BY_TASKS, r"(?!0*1$).+"),
-    Mark("PBS_NODENUM", "pbsdsh", _STARTED_BY_TASKS, _POSITIVE),
-    Mark("PBS_VNODENUM", "pbsdsh", _STARTED_BY_TASKS, _POSITIVE),
-    Mark("LSF_PM_TASKID", "LSF's blaunch", _STARTED_BY_TASKS),
-    Mark("ALPS_APP_PE", "Cray's aprun"),
-    Mark("MPT_LRANK", "HPE MPI's mpiexec_mpt"),
-    Mark("MPI_RANKID", "Platform MPI's mpirun"),
-)
-
-
-def check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
-    """Raise ConfigurationError when `env`, taken for a world of one, has the mark of another launcher.
-
-    row: the launcher of that world, None for plain python. Marks of launchers that may have started it do not count.
-    """
-    for mark in MARKS:
-        text = env.get(mark.variable, "")
-        if re.fullmatch(mark.value, text) and not _is_explained(mark, row, env):
-            taken = "plain python" if row is None else f"a single process of {row.name}"
-            raise ConfigurationError(
-                f"`{mark.variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
-                "process that it starts. Give init(rank=, world_size=, init_method=), name the variables of rank and "
-                "size in DUALDIST_RANK_FROM and DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single "
-                "process."
-            )
-
-
-def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
-    name, _, value = mark.unless.partition("=")
-    if name and env.get(name) == value:
-        return True
-    return row is not None and not {row.name, *row.inside}.isdisjoint(mark.rows)
-
+from .environment import without_copies
+from .launchers import DUALDIST_RUN, LAUNCHERS, MARKS, SITE, SPAWN, Launcher, Mark, launchers
 
 _OWN = (DUALDIST_RUN, SPAWN)
 _BY_HAND = ("env", SITE)
 """Launchers whose variables a script or a site can set under another launcher."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A launcher whose variables are set: the Launch that they describe, or what is wrong with them."""
 
     row: Launcher
@@ -174,21 +39,19 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
     An allocation or a batch script (SLURM_* outside a step) does not count as a launcher.
     Raises ConfigurationError when a launcher's variables are incomplete, are not numbers or contradict each other, when
     two launchers disagree although neither can have started the other, and when a process that has no launcher, or is
-    alone under one, carries the mark of another (marks.py).
+    alone under one, carries the mark of another.
     """
     env = without_copies(env)
     if _is_said_to_be_alone(env):
         return _world_of_one("DUALDIST_LAUNCHER=python")
-    site = site_launcher(env)
-    candidates = _candidates((*LAUNCHERS, site) if site else LAUNCHERS, env)
-    candidates = candidates or _candidates(registered_launchers(), env)
-    if not candidates:
+    candidates = next(filter(None, (_candidates(rows, env) for rows in launchers(env))), None)
+    if candidates is None:
         return _plain_python(env)
     for candidate in candidates:
         launch = candidate.launch
         if isinstance(launch, Launch) and not _disagreeing(candidate, candidates, env):
             if launch.size == 1 and candidate.row in LAUNCHERS and launch.launcher not in _OWN:
-                check_marks(candidate.row, env)
+                _check_marks(candidate.row, env)
             return _located(launch, candidate.row, env)
     for candidate in candidates:
         if isinstance(candidate.launch, ConfigurationError):
@@ -368,7 +231,7 @@ def _plain_python(env: Mapping[str, str]) -> Launch:
             f"`torchrun` must be the command where PET_NNODES={env['PET_NNODES']} is set, but is absent. "
             "Start the script with torchrun, which reads PET_*, or unset it to run a single process."
         )
-    check_marks(None, env)
+    _check_marks(None, env)
     # Without others, this variable starts no process.
     tasks = env.get("SLURM_NTASKS", "")
     return _world_of_one("plain python", (f"SLURM_NTASKS={tasks}",) if tasks not in ("", "0", "1") else ())
@@ -405,3 +268,145 @@ def _of_node(text: str, node: str) -> str:
     if len(set(sizes)) == 1:
         return str(sizes[0])
     return str(sizes[int(node)]) if node.isdecimal() and int(node) < len(sizes) else ""
+
+
+def _check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
+    """Raise ConfigurationError when `env`, taken for a world of one, has the mark of another launcher.
+
+    row: the launcher of that world, None for plain python. Marks of launchers that may have started it do not count.
+    """
+    for mark in MARKS:
+        text = env.get(mark.variable, "")
+        if re.fullmatch(mark.value, text) and not _is_explained(mark, row, env):
+            taken = "plain python" if row is None else f"a single process of {row.name}"
+            raise ConfigurationError(
+                f"`{mark.variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
+                "process that it starts. Give init(rank=, world_size=, init_method=), name the variables of rank and "
+                "size in DUALDIST_RANK_FROM and DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single "
+                "process."
+            )
+
+
+def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
+    name, _, value = mark.unless.partition("=")
+    if name and env.get(name) == value:
+        return True
+    return row is not None and not {row.name, *row.inside}.isdisjoint(mark.rows)
+
+
+# Slurm's short forms of lists of numbers and of host names.
+
+_PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
+
+
+def node_counts(text: str) -> list[int] | None:
+    """Return a number for each node from a list such as 4(x2),3, which is 4, 4, 3. None for any other form."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def host_names(text: str) -> list[str]:
+    """Return the names in a list such as node[07-08,20],gpu1, which is node07, node08, node20, gpu1."""
+    entries = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
+    return [name for entry in entries for name in _expanded(entry)]
+
+
+def _expanded(entry: str) -> Iterator[str]:
+    parts = [
+        [number for item in ranges.split(",") for number in _range(item)] if ranges else [text]
+        for ranges, text in _PART.findall(entry)
+    ]
+    return map("".join, itertools.product(*parts))
+
+
+def _range(item: str) -> list[str]:
+    first, _, last = item.partition("-")
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+
+
+# A launch that the arguments of `init` describe, alone or on top of what the environment says.
+
+_ARGUMENTS = {"rank": "rank", "size": "world_size", "init_method": "init_method"}
+"""Field of Launch -> argument of `init`."""
+
+
+def launch_from(
+    given: Mapping[str, Any], env: Mapping[str, str], mpi_size: Callable[[], int] | None = None
+) -> Launch:
+    """Return the launch that `env` describes, with the fields of Launch in `given` in their place (None: not given).
+
+    mpi_size: as in `detect`. With `is_part` in `given`, the world has only some of the launched processes: the local
+    numbers and MPI's world are those of another world, and are left out.
+    Rank and world size together need no launcher. Raises ConfigurationError when arguments are missing or
+    contradict each other.
+    """
+    is_part = bool(given.get("is_part"))
+    given = {field: value for field, value in given.items() if field != "is_part"}
+    with configuration():
+        given = _checked({field: value for field, value in given.items() if value is not None})
+    if not given:
+        return detect(env, mpi_size)
+    alone = given.keys() >= {"rank", "size"} and not is_part
+    detected = Launch("init") if alone else detect(env, mpi_size)
+    if detected.launcher == "python" and given.get("init_method") != "env://":
+        missing = [name for field, name in _ARGUMENTS.items() if field not in given]
+        raise ConfigurationError(
+            f"`{missing[0]}` must be given together with {', '.join(_ARGUMENTS[field] for field in given)}, but is "
+            "None instead, and no launcher started this process. Give rank, world_size and init_method, or none."
+        )
+    if not (alone or is_part or "init_method" in given):
+        _check_agreement(given, detected)
+    sources = dict(detected.sources) | {field: f"init({_ARGUMENTS[field]}=)" for field in given}
+    if is_part:
+        detected = dataclasses.replace(
+            detected,
+            local_rank=None,
+            local_size=None,
+            starts_mpi=False,
+            elastic=False,
+            restarts=False,
+            is_part=True,
+        )
+    launch = dataclasses.replace(detected, **given, sources=MappingProxyType(sources))
+    if launch.size > 1 and launch.init_method is None and alone:
+        raise ConfigurationError(
+            "`init_method` must be given together with rank and world_size, but is None instead. Use "
+            "'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
+        )
+    if not 0 <= launch.rank < launch.size:
+        raise ConfigurationError(
+            f"`rank` must be at least 0 and less than world_size={launch.size}, but is {launch.rank} instead. "
+            "Give every process its own rank."
+        )
+    return launch
+
+
+def _check_agreement(given: Mapping[str, Any], detected: Launch) -> None:
+    """Raise ConfigurationError if `given` contradicts the launcher: then two processes may have the same rank."""
+    for field in ("rank", "size"):
+        if field in given and given[field] != getattr(detected, field):
+            raise ConfigurationError(
+                f"`{_ARGUMENTS[field]}` must be the {detected.describe(field)} that {detected.launcher} has set, but "
+                f"is {given[field]} instead. Leave it out, or give rank, world_size and init_method."
+            )
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return `given` with integers as int. Raises TypeError or ValueError."""
+    if "init_method" in given:
+        fix = "Use 'tcp://host:port', 'file:///path' or 'env://', as in torch.distributed."
+        method = text("init_method", given["init_method"], fix)
+        if not method.startswith(("tcp://", "file://", "env://")):
+            raise wrong("init_method", "an address", method, fix)
+    least = {"rank": 0, "size": 1}
+    numbers = {
+        field: integer(_ARGUMENTS[field], given[field], least=least[field])
+        for field in least
+        if field in given
+    }
+    return {**given, **numbers}

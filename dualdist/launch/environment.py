@@ -1,84 +1,22 @@
-"""The environment variables that `dualdist run` and `spawn` give to their processes, here and on other hosts."""
+"""The environment variables of processes: which ones are a launcher's, and which ones dualdist sets.
+
+`dualdist run` and `spawn` give their processes their place in the job. Beside it, they, `init` and dualdist.compat set
+copies of it for scripts that do not use dualdist: the variables of torchrun and horovodrun. Copies are recorded in
+DUALDIST_COPIES, and launch detection ignores them as long as they have the recorded values. A launcher that such a
+process starts sets others, and is detected.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from ..errors import ConfigurationError
-from .copies import COPIES
-from .launchers import DUALDIST_RUN, LAUNCHERS, SITE, SPAWN, Launcher
+from ..types import World
+from .launchers import LAUNCHERS, NAMED_BY, registered_launchers
 
-# Launchers that a site adds to the table: with environment variables, or with a package that registers a row.
-#
-# A package registers a Launcher, or a tuple of them, as an entry point of the group "dualdist.launchers". It is read
-# only where no row of the table describes the process.
-
-NAMED_BY = {
-    "rank": "DUALDIST_RANK_FROM",
-    "size": "DUALDIST_SIZE_FROM",
-    "local_rank": "DUALDIST_LOCAL_RANK_FROM",
-    "local_size": "DUALDIST_LOCAL_SIZE_FROM",
-}
-"""Field of Launcher -> the variable that names the variable with this number."""
-
-_GROUP = "dualdist.launchers"
-
-
-def site_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
-
-    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
-    """
-    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
-    if not names:
-        return None
-    for field in ("rank", "size"):
-        if field not in names:
-            present = NAMED_BY[next(iter(names))]
-            raise ConfigurationError(
-                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
-                f"Set it to the name of the variable with the {field}, or unset {present}."
-            )
-    for field, name in names.items():
-        if not env.get(name):
-            raise ConfigurationError(
-                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
-                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
-            )
-    return Launcher(
-        SITE,
-        rank=names["rank"],
-        size=names["size"],
-        local_rank=names.get("local_rank"),
-        local_size=names.get("local_size"),
-        markers=(NAMED_BY["rank"],),
-        inside=(DUALDIST_RUN, SPAWN),
-        is_command=False,
-    )
-
-
-@functools.cache
-def registered_launchers() -> tuple[Launcher, ...]:
-    """Return the launchers that installed packages register.
-
-    Raises ConfigurationError when an entry point is not a Launcher.
-    """
-    rows: list[Launcher] = []
-    for point in importlib.metadata.entry_points(group=_GROUP):
-        loaded = point.load()
-        for row in loaded if isinstance(loaded, tuple) else (loaded,):
-            if not isinstance(row, Launcher):
-                raise ConfigurationError(
-                    f"`{point.name}` of the entry points {_GROUP!r} must be a dualdist.launch.Launcher or a tuple of "
-                    f"them, but is {type(row).__name__} instead. Correct or uninstall {point.value}."
-                )
-            rows.append(row)
-    return tuple(rows)
-
-
+COPIES = "DUALDIST_COPIES"
+"""The variable with the copies as NAME=VALUE, separated by spaces."""
 RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size")
@@ -118,7 +56,7 @@ def exportable(env: Mapping[str, str]) -> dict[str, str]:
 def process_variables(
     launcher: str, rank: int, size: int, local_rank: int, local_size: int, rendezvous: str, secret: bytes
 ) -> dict[str, str]:
-    """Return the variables that give one process its place in the job. detect.py and rendezvous/ read them."""
+    """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
     return {
         "DUALDIST_LAUNCHER": launcher,
         "DUALDIST_RANK": str(rank),
@@ -138,3 +76,92 @@ def secret_in(env: Mapping[str, str]) -> bytes:
         raise ConfigurationError(
             f"`{_SECRET}` must be hexadecimal digits, but is not. Make one with `openssl rand -hex 32`."
         ) from None
+
+
+# Copies for scripts that do not use dualdist.
+
+_HOROVOD, _PORT = "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+
+
+def copied_variables(
+    world: World,
+    *,
+    host: str,
+    master: tuple[str, int],
+    rendezvous: tuple[str, int] | None,
+    interface: str | None,
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the variables of torchrun and of horovodrun for one process, and DUALDIST_COPIES.
+
+    host: a name of the process's node. master: MASTER_ADDR and MASTER_PORT. rendezvous: address of the HTTP server at
+    which Horovod's Gloo controllers meet (horovod/common/gloo/gloo_context.cc:134-170); None if there is none.
+    interface: the network interface of Horovod's Gloo; None if the process's host finds it. given: variables
+    that the user has set for the processes. A copy never replaces them.
+    """
+    horovod = {f"{_HOROVOD}{name.upper()}": getattr(world, name) for name in World.__dataclass_fields__}
+    if rendezvous is not None:
+        horovod |= {
+            "HOROVOD_CONTROLLER": "gloo",
+            # Otherwise a Horovod that was built with MPI starts MPI.
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous[0],
+            _PORT: rendezvous[1],
+            "HOROVOD_HOSTNAME": host,
+        }
+        horovod |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
+    torch = torchrun_variables(world, master)
+    # Part of a group would contradict the rest that the user has set.
+    kept = [group for group in (torch, horovod) if given.keys().isdisjoint(group)]
+    copies: dict[str, str] = {}
+    add_copies({name: str(value) for group in kept for name, value in group.items()}, copies)
+    return copies
+
+
+def torchrun_variables(world: World, master: tuple[str, int]) -> dict[str, str]:
+    """Return torchrun's variables for one process. master: MASTER_ADDR and MASTER_PORT."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (world.rank, world.size, world.local_rank, world.local_size, *master)
+    return {name: str(value) for name, value in zip(names, values, strict=True)}
+
+
+def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    """Set `variables` in `env`, and record them as copies."""
+    env.update(variables)
+    _record({**_recorded(env), **variables}, env)
+
+
+def remove_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    """Undo `add_copies`, except where a value has changed since."""
+    _record({name: value for name, value in _recorded(env).items() if name not in variables}, env)
+    for name in [name for name, value in variables.items() if env.get(name) == value]:
+        del env[name]
+
+
+def _recorded(env: Mapping[str, str]) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in env.get(COPIES, "").split() if "=" in item)
+
+
+def _record(copies: Mapping[str, str], env: MutableMapping[str, str]) -> None:
+    env[COPIES] = " ".join(f"{name}={value}" for name, value in copies.items())
+    if not copies:
+        del env[COPIES]
+
+
+def names_of_copies(env: Mapping[str, str]) -> set[str]:
+    """Return the names of the variables in `env` that are copies.
+
+    The copies of one launcher count only together: if one has changed, another launcher or the script has set them. Of
+    Horovod's only the port must be the same, or absent as before, because dualdist.compat updates the numbers.
+    """
+    recorded = _recorded(env)
+    horovod = {name for name in recorded if name.startswith(_HOROVOD)}
+    torch = recorded.keys() - horovod
+    are_unchanged = all(env.get(name) == recorded[name] for name in torch)
+    return (torch if are_unchanged else set()) | (horovod if env.get(_PORT) == recorded.get(_PORT) else set())
+
+
+def without_copies(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without the variables that are copies."""
+    copies = names_of_copies(env)
+    return {name: value for name, value in env.items() if name not in copies}

@@ -1,5 +1,8 @@
 """The table of launchers: the environment variables in which each one gives a process its rank and the world's size.
 
+A new launcher is a row of LAUNCHERS, here or in a package that registers it. MARKS are variables that only launched
+processes have, so that none of them trains alone by mistake.
+
 Sources: torchrun, https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; horovodrun,
 horovod/runner/gloo_run.py:66; Open MPI, https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html; MPICH and
 Intel MPI, hydra's PMI; MVAPICH, its user guide 9.8; LSF's jsrun, JSM_NAMESPACE_* (horovod/runner/util/lsf.py and
@@ -9,20 +12,24 @@ prterun, PRRTE src/mca/schizo/prte/schizo_prte.c:setup_fork. tests/unit/environm
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from ..errors import ConfigurationError
 
 ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
 """The variable that names the folder of elastic commits."""
 
 DUALDIST_RUN, SPAWN = "dualdist run", "spawn"
-"""The launchers of dualdist itself."""
+"""The launchers of dualdist itself. They pass on no variable of an outer launcher, so all others run inside them."""
 
 SITE = "site"
-"""The launcher that the variables DUALDIST_RANK_FROM and others describe. See site.py."""
+"""The launcher that the variables DUALDIST_RANK_FROM and others describe."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,6 @@ class Launcher:
     """Whether `name` is also the name of a program."""
 
 
-# These pass on no variable of an outer launcher, so all others run inside them.
 _OUTERMOST = (DUALDIST_RUN, SPAWN)
 _SCHEDULERS = ("jsrun", "srun", "flux", "PALS", *_OUTERMOST)
 _MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
@@ -230,6 +236,153 @@ LAUNCHERS = (
     ),
 )
 """Where several launchers report the same numbers, the first row wins."""
+
+
+# Rows beside the table: one that environment variables describe, and those that packages register.
+
+NAMED_BY = {
+    "rank": "DUALDIST_RANK_FROM",
+    "size": "DUALDIST_SIZE_FROM",
+    "local_rank": "DUALDIST_LOCAL_RANK_FROM",
+    "local_size": "DUALDIST_LOCAL_SIZE_FROM",
+}
+"""Field of Launcher -> the variable that names the variable with this number."""
+
+_GROUP = "dualdist.launchers"
+
+
+def launchers(env: Mapping[str, str]) -> Iterator[tuple[Launcher, ...]]:
+    """Yield the rows that may describe a process with `env`: the known ones, then those that packages register.
+
+    The later ones count only where none of the earlier ones describes the process.
+    """
+    site = _site_launcher(env)
+    yield (*LAUNCHERS, site) if site else LAUNCHERS
+    yield registered_launchers()
+
+
+def _site_launcher(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
+
+    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
+    """
+    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
+    if not names:
+        return None
+    for field in ("rank", "size"):
+        if field not in names:
+            present = NAMED_BY[next(iter(names))]
+            raise ConfigurationError(
+                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
+                f"Set it to the name of the variable with the {field}, or unset {present}."
+            )
+    for field, name in names.items():
+        if not env.get(name):
+            raise ConfigurationError(
+                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
+                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
+            )
+    return Launcher(
+        SITE,
+        rank=names["rank"],
+        size=names["size"],
+        local_rank=names.get("local_rank"),
+        local_size=names.get("local_size"),
+        markers=(NAMED_BY["rank"],),
+        inside=(DUALDIST_RUN, SPAWN),
+        is_command=False,
+    )
+
+
+@functools.cache
+def registered_launchers() -> tuple[Launcher, ...]:
+    """Return the launchers that installed packages register: each entry point is a Launcher or a tuple of them.
+
+    Raises ConfigurationError when an entry point is not a Launcher.
+    """
+    rows: list[Launcher] = []
+    for point in importlib.metadata.entry_points(group=_GROUP):
+        loaded = point.load()
+        for row in loaded if isinstance(loaded, tuple) else (loaded,):
+            if not isinstance(row, Launcher):
+                raise ConfigurationError(
+                    f"`{point.name}` of the entry points {_GROUP!r} must be a dualdist.launch.Launcher or a tuple of "
+                    f"them, but is {type(row).__name__} instead. Correct or uninstall {point.value}."
+                )
+            rows.append(row)
+    return tuple(rows)
+
+
+# Marks: variables that only a launched process has, also of launchers that give no rank and size.
+#
+# A process without a launcher of the table that carries one is one of several processes, and must not train alone.
+# Variables of an allocation or a batch script (SLURM_JOB_ID, PBS_NODEFILE, LSB_HOSTS, FLUX_URI) are no marks.
+#
+# Sources: PBS, pbsdsh(1B) (the batch script is task 1, on node 0); LSF, Open MPI 4 orte/mca/ess/lsf/ess_lsf_module.c;
+# aprun's ALPS_APP_PE, libfabric prov/gni; HPE MPI's MPT_LRANK, https://docs.lammps.org/Run_options.html; MPI_RANKID of
+# Platform MPI and MPIRUN_RANK, libfabric prov/psm3; hydra and Open MPI, the recorded environments of the
+# tests; SageMaker, the names in sagemaker-training-toolkit; Kubeflow Trainer 2, pkg/constants/constants.go.
+
+_POSITIVE = r"0*[1-9]\d*"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A variable that shows that a launcher started this process."""
+
+    variable: str
+    who: str
+    """What sets it, in a few words."""
+    rows: tuple[str, ...] = ()
+    """Launchers of the table whose processes may have it, also because of what started the launcher."""
+    value: str = ".+"
+    """A regular expression: the values that show it."""
+    unless: str = ""
+    """NAME=VALUE: this setting shows that there is only one process."""
+
+
+_TORCH = ("torchrun", "env")
+_PMI = ("mpiexec", "mpirun_rsh", "jsrun", "srun", "flux", "PALS")
+_OPEN_MPI = ("mpirun", "jsrun")
+
+MARKS = (
+    Mark("RANK", "torchrun or a cluster", _TORCH),
+    Mark("LOCAL_RANK", "torchrun or a cluster", _TORCH, _POSITIVE),
+    Mark("GROUP_RANK", "torchrun", _TORCH, _POSITIVE),
+    Mark("NODE_RANK", "a cluster or Ray", _TORCH, _POSITIVE),
+    Mark("PET_NODE_RANK", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("PET_MASTER_ADDR", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
+    Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
+    Mark("DUALDIST_RANK", "`dualdist run` or spawn", _OUTERMOST),
+    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", _OUTERMOST),
+    Mark("OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", _OPEN_MPI),
+    Mark("JSM_NAMESPACE_LOCAL_RANK", "jsrun", ("jsrun",)),
+    Mark("MV2_COMM_WORLD_LOCAL_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
+    Mark("MPIRUN_RANK", "MVAPICH's mpirun_rsh", ("mpirun_rsh",)),
+    Mark("SLURM_PROCID", "srun", ("srun",), _POSITIVE),
+    Mark("SLURM_LOCALID", "srun", ("srun",), _POSITIVE),
+    Mark("SLURM_STEP_TASKS_PER_NODE", "srun", ("srun",)),
+    Mark("FLUX_TASK_LOCAL_ID", "flux run", ("flux",)),
+    Mark("PALS_LOCAL_RANKID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("PALS_LOCAL_SIZE", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("PALS_APID", "PALS (HPE Cray's mpiexec)", ("PALS", "srun", "flux")),
+    Mark("MPI_LOCALRANKID", "the mpiexec of MPICH or Intel MPI", _PMI),
+    Mark("HYDI_CONTROL_FD", "the mpiexec of MPICH or Intel MPI", _PMI),
+    Mark("PMI_LOCAL_RANK", "an MPI launcher", _PMI),
+    Mark("PMI_FD", "an MPI launcher", _PMI),
+    Mark("PMI_ID", "an MPI launcher", _PMI),
+    Mark("PMI_PORT", "an MPI launcher", _PMI),
+    Mark("PBS_TASKNUM", "pbsdsh", _MPI, r"(?!0*1$).+"),
+    Mark("PBS_NODENUM", "pbsdsh", _MPI, _POSITIVE),
+    Mark("PBS_VNODENUM", "pbsdsh", _MPI, _POSITIVE),
+    Mark("LSF_PM_TASKID", "LSF's blaunch", _MPI),
+    Mark("ALPS_APP_PE", "Cray's aprun"),
+    Mark("MPT_LRANK", "HPE MPI's mpiexec_mpt"),
+    Mark("MPI_RANKID", "Platform MPI's mpirun"),
+)
 
 
 # Starting a command under mpirun: for `dualdist doctor`, and for the agents of `dualdist run --start-with mpirun`.

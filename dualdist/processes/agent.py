@@ -315,7 +315,7 @@ def _file_with(source: Any, length: int | None) -> int | None:
 
 
 def _add_interface(env: dict[bytes, bytes], launcher: str) -> None:
-    """Set HOROVOD_GLOO_IFACE and record it as a copy (launch/copies.py).
+    """Set HOROVOD_GLOO_IFACE and record it as a copy (launch/environment.py).
 
     The value is the first existing interface of DUALDIST_INTERFACE, else the one that leads to the address `launcher`.
     """

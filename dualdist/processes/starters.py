@@ -19,8 +19,13 @@ from types import MappingProxyType
 from ..backends.horovod.installed import CHILDREN_FOLDER, is_installed
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN, nodes, topology
-from ..launch.copies import copied_variables
-from ..launch.environment import HOST_VARIABLES, exportable, process_variables, without_launchers
+from ..launch.environment import (
+    HOST_VARIABLES,
+    copied_variables,
+    exportable,
+    process_variables,
+    without_launchers,
+)
 from ..launch.launchers import is_open_mpi
 from ..meeting import LOOPBACK, interface_of
 from ..meeting.addresses import INTERFACE, candidates, own_address, reserved_port

@@ -33,7 +33,7 @@ from ..backends import check_transport, choose
 from ..backends.base import Backend, Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
-from ..launch.copies import add_copies, remove_copies, torchrun_variables
+from ..launch.environment import add_copies, remove_copies, torchrun_variables
 from ..meeting import mpi, own_node
 from ..meeting.addresses import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective

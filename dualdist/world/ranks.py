@@ -10,7 +10,7 @@ import torch
 from .. import accelerator
 from ..backends import choose
 from ..launch import detect
-from ..launch.copies import without_copies
+from ..launch.environment import without_copies
 from ..types import Launch
 from .context import current_or_inherited, is_initialized
 

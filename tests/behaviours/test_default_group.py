@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dualdist as hvd
 from dualdist.launch import detect
-from dualdist.launch.copies import without_copies
+from dualdist.launch.environment import without_copies
 
 from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere

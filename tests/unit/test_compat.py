@@ -11,7 +11,7 @@ from dualdist.compat import export_launch, export_world
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from dualdist.compat.mpi_ops import _cache, is_version_greater_equal_than, num_rank_is_power_2, split_list
 from dualdist.launch import detect
-from dualdist.launch.copies import names_of_copies
+from dualdist.launch.environment import names_of_copies
 from dualdist.types import World
 
 MPIRUN = {

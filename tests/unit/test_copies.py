@@ -6,8 +6,14 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect
-from dualdist.launch.copies import add_copies, copied_variables, remove_copies, without_copies
-from dualdist.launch.environment import process_variables, without_launchers
+from dualdist.launch.environment import (
+    add_copies,
+    copied_variables,
+    process_variables,
+    remove_copies,
+    without_copies,
+    without_launchers,
+)
 from dualdist.types import World
 
 OWN = process_variables("dualdist run", 1, 2, 1, 2, "127.0.0.1:7", b"")

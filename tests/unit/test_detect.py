@@ -9,7 +9,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import LAUNCHERS, detect
-from dualdist.launch.copies import add_copies
+from dualdist.launch.environment import add_copies
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

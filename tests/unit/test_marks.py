@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect, launch_from
-from dualdist.launch.detect import MARKS
 from dualdist.launch.environment import without_launchers
+from dualdist.launch.launchers import MARKS
 from dualdist.types import Launch
 
 RECORDS = {

@@ -9,7 +9,8 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import Launcher, detect
-from dualdist.launch.environment import registered_launchers, without_launchers
+from dualdist.launch.environment import without_launchers
+from dualdist.launch.launchers import registered_launchers
 
 NAMED = {
     "DUALDIST_RANK_FROM": "MY_RANK",

@@ -29,7 +29,7 @@ from ... import accelerator
 from ...errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from ...executor import in_thread
 from ...launch import DeviceView, Place, nodes, topology
-from ...launch.copies import names_of_copies
+from ...launch.environment import names_of_copies
 from ...meeting import LOOPBACK, check_interfaces, find_addresses, interface_of, own_node
 from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
