@@ -21,9 +21,9 @@ from typing import Any
 from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN
-from ..processes.hosts import Host, backend_variables, find_allocation, parse_hostfile, parse_hosts
-from ..processes.job import run_job
-from ..processes.starters import DEFAULT_STARTER, STARTERS, RunOptions
+from ..processes.hosts import Host, backend_variables, find_allocation, parse_hosts, read_hostfile
+from ..processes.job import RunOptions, run_job
+from ..processes.starters import DEFAULT_STARTER, STARTERS
 from ..types import NEVER_SECONDS
 from . import version
 
@@ -254,94 +254,46 @@ def _given(args: argparse.Namespace) -> Iterable[Tuning]:
 _PIPE_CODE = 141
 """The exit code by which a shell reports SIGPIPE."""
 
-_OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-    (("-v", "--version"), {"action": "version", "version": version()}),
-    (
-        ("-np", "--num-proc"),
-        {
-            "dest": "size",
-            "type": int,
-            "metavar": "N",
-            "help": "the number of processes; by default all slots of the hosts",
-        },
-    ),
-    (
-        ("--backend",),
-        {"choices": DISTRIBUTED_BACKENDS, "help": "the backend (DUALDIST_BACKEND)"},
-    ),
-    (
-        ("--transport",),
-        {"choices": TRANSPORTS, "help": "what transfers the backend's data (DUALDIST_TRANSPORT)"},
-    ),
-    (("--gloo",), {"action": "store_const", "const": "gloo", "help": "the same as --transport gloo"}),
-    (
-        ("--output", "--output-filename"),
-        {"type": Path, "metavar": "DIR", "help": "also write the output to DIR/rank.N/stdout and stderr"},
-    ),
-    (
-        ("-prefix-timestamp", "--prefix-output-with-timestamp"),
-        {"dest": "timestamps", "action": "store_true", "help": "write the time before each line"},
-    ),
-    (
-        ("--env",),
-        {
-            "action": "append",
-            "default": [],
-            "metavar": "NAME[=VALUE]",
-            "help": "set this variable in all processes; without VALUE, to its value in this shell; may be repeated",
-        },
-    ),
-    (
-        ("--network-interface", "--network-interfaces"),
-        {
-            "dest": "interfaces",
-            "action": "append",
-            "metavar": "IF",
-            "help": "the network interface to use (DUALDIST_INTERFACE); may be repeated",
-        },
-    ),
-    (
-        ("--start-with",),
-        {
-            "choices": STARTERS,
-            "default": DEFAULT_STARTER,
-            "help": "what reaches the other hosts (ssh); the others need no ssh between the hosts of a job",
-        },
-    ),
-    (("-p", "--ssh-port"), {"type": int, "metavar": "PORT", "help": "the port of ssh on the other hosts"}),
-    (("-i", "--ssh-identity-file"), {"metavar": "FILE", "help": "the private key for ssh"}),
-    (
-        ("--start-timeout",),
-        {
-            "metavar": "SECONDS",
-            "help": "how long to wait for each host to answer (30, or HOROVOD_START_TIMEOUT)",
-        },
-    ),
-    (("--disable-cache",), {"action": "store_true", "help": "no effect: nothing is ever cached"}),
-    (("--verbose",), {"action": "store_true", "help": "report what is started and chosen"}),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist run`."""
     parser.usage = "dualdist run -np N [-H HOST:SLOTS,... | --hostfile FILE] [OPTIONS] COMMAND ..."
-    for flags, how in _OPTIONS:
-        parser.add_argument(*flags, **how)
+    add = parser.add_argument
+    add("-v", "--version", action="version", version=version())
+    text = "the number of processes; by default all slots of the hosts"
+    add("-np", "--num-proc", dest="size", type=int, metavar="N", help=text)
+    add("--backend", choices=DISTRIBUTED_BACKENDS, help="the backend (DUALDIST_BACKEND)")
+    text = "what transfers the backend's data (DUALDIST_TRANSPORT)"
+    add("--transport", choices=TRANSPORTS, help=text)
+    add("--gloo", action="store_const", const="gloo", help="the same as --transport gloo")
+    text = "also write the output to DIR/rank.N/stdout and stderr"
+    add("--output", "--output-filename", type=Path, metavar="DIR", help=text)
+    flags = ("-prefix-timestamp", "--prefix-output-with-timestamp")
+    add(*flags, dest="timestamps", action="store_true", help="write the time before each line")
+    text = "set this variable in all processes; without VALUE, to its value in this shell; may be repeated"
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=text)
+    text = "the network interface to use (DUALDIST_INTERFACE); may be repeated"
+    flags = ("--network-interface", "--network-interfaces")
+    add(*flags, dest="interfaces", action="append", default=[], metavar="IF", help=text)
+    text = "what reaches the other hosts (ssh); the others need no ssh between the hosts of a job"
+    add("--start-with", choices=STARTERS, default=DEFAULT_STARTER, help=text)
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="the port of ssh on the other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
+    text = "how long to wait for each host to answer (30, or HOROVOD_START_TIMEOUT)"
+    add("--start-timeout", metavar="SECONDS", help=text)
+    add("--disable-cache", action="store_true", help="no effect: nothing is ever cached")
+    add("--verbose", action="store_true", help="report what is started and chosen")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOST:SLOTS,...",
-        help="the hosts, which are filled in this order; by default those of the job (Slurm, PBS, LSF, Grid Engine, "
-        "Cobalt, Flux), else this host",
+    text = (
+        "the hosts, which are filled in this order; by default those of the job (Slurm, PBS, LSF, Grid Engine, Cobalt, "
+        "Flux), else this host"
     )
-    where.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="a file with one `host slots=N` per line"
-    )
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help=text)
+    text = "a file with one `host slots=N` per line"
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help=text)
     add_horovodrun_options(parser)
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command that every process runs"
-    )
+    text = "the command that every process runs"
+    add("command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help=text)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -368,7 +320,6 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
         _variables(args, env),
         args.output,
         args.timestamps,
-        ",".join(args.interfaces) if args.interfaces else None,
         args.ssh_port,
         args.ssh_identity_file,
         args.start_with,
@@ -381,10 +332,7 @@ def _hosts(args: argparse.Namespace, env: Mapping[str, str]) -> list[Host]:
     if args.hosts is not None:
         return parse_hosts(args.hosts)
     if args.hostfile is not None:
-        try:
-            return parse_hostfile(Path(args.hostfile).read_text(), args.hostfile)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"`--hostfile` must be a readable file, but is not: {error}.") from error
+        return read_hostfile(Path(args.hostfile), "--hostfile")
     allocation = find_allocation(env)
     if allocation is not None and not (len(allocation.hosts) == 1 and args.size):
         listed = ",".join(f"{host.name}:{host.slots}" for host in allocation.hosts)
@@ -405,7 +353,9 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
                 f"`--gloo` and `--transport {transport}` cannot be given together. Leave one out."
             )
         transport = args.gloo
-    chosen = backend_variables(args.backend, transport, option="--transport", launcher=DUALDIST_RUN)
+    chosen = backend_variables(
+        args.backend, transport, args.interfaces, option="--transport", launcher=DUALDIST_RUN
+    )
     backend = args.backend or env.get("DUALDIST_BACKEND") or DEFAULT_BACKEND
     found, ignored = variables_of(args, backend)
     for option in ignored:
@@ -413,8 +363,6 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
             f"dualdist run: {option} has no effect on the backend {backend}: it is a setting of Horovod.\n"
         )
     found |= chosen
-    if args.interfaces:
-        found["DUALDIST_INTERFACE"] = ",".join(args.interfaces)
     for item in args.env:
         name, given, value = item.partition("=")
         if not name or (not given and name not in env):

@@ -402,6 +402,7 @@ def mpirun_command(size: int, command: Sequence[str]) -> list[str] | None:
     return [mpirun, *options, *command]
 
 
+@functools.cache
 def is_open_mpi(mpirun: str) -> bool:
     """Return whether the program `mpirun` is that of Open MPI."""
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -16,14 +16,20 @@ from pathlib import Path
 from ..backends import TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch.detect import host_names, node_counts
+from ..meeting import INTERFACE
 
-# The variables by which the processes of `dualdist run` and `spawn` choose their backend and transport.
+# The variables by which the processes of `dualdist run` and `spawn` choose their backend, transport and network.
 
 
 def backend_variables(
-    backend: str | None, transport: str | None, *, option: str, launcher: str
+    backend: str | None,
+    transport: str | None,
+    interfaces: Sequence[str] = (),
+    *,
+    option: str,
+    launcher: str,
 ) -> dict[str, str]:
-    """Return the variables that choose `backend` and `transport`; None leaves the choice to `init`.
+    """Return the variables that choose `backend`, `transport` and `interfaces`; None leaves the choice to `init`.
 
     option, launcher: the names, for an error, of the transport's option and of what starts the processes.
     Raises ConfigurationError for a transport that needs MPI, which only other launchers start.
@@ -34,8 +40,12 @@ def backend_variables(
             f"`{option}` must be {' or '.join(possible)}, but is {transport} instead: {launcher} does not start MPI. "
             "Start with mpirun."
         )
-    chosen = {"DUALDIST_BACKEND": backend, "DUALDIST_TRANSPORT": transport}
-    return {name: value for name, value in chosen.items() if value is not None}
+    chosen = {
+        "DUALDIST_BACKEND": backend,
+        "DUALDIST_TRANSPORT": transport,
+        INTERFACE: ",".join(interfaces),
+    }
+    return {name: value for name, value in chosen.items() if value}
 
 
 _NAME = r"(?P<name>(?:[A-Za-z0-9_.][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.%\w]+\]))"
@@ -68,6 +78,14 @@ def parse_hosts(text: str) -> list[Host]:
     Raises ConfigurationError for any other form.
     """
     return merged(parse_host(item.strip(), "-H") for item in text.split(","))
+
+
+def read_hostfile(path: Path, option: str) -> list[Host]:
+    """Return the hosts of the file `path`. Raises ConfigurationError, which names `option`, if it cannot be read."""
+    try:
+        return parse_hostfile(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"`{option}` must be a readable file, but is not: {error}.") from error
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:

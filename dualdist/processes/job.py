@@ -1,7 +1,7 @@
-"""One job of `dualdist run`: the processes on all hosts, their output, and how they end.
+"""One job: the processes on all hosts, their output, and how they end.
 
-When a process fails, all others are ended, and its exit code is that of the job. A signal to the launcher is passed on
-to all processes; a second one kills them. All this works even while nobody reads the output.
+`dualdist run` runs a command in them (run_job), and `run` and `spawn` a function (function.py). Each job has a server
+where its processes meet, an agent on each host, which starts them, and a Supervisor, which ends them everywhere.
 """
 
 from __future__ import annotations
@@ -9,14 +9,237 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 
+from ..backends.horovod.installed import CHILDREN_FOLDER, is_installed
+from ..launch import DUALDIST_RUN, nodes, topology
+from ..launch.environment import copied_variables, exportable, process_variables, without_launchers
+from ..meeting import INTERFACE, LOOPBACK, interface_of
+from ..meeting.addresses import reserved_port
+from ..meeting.http_store import HttpStore, horovods_scopes
+from ..meeting.keyvalue import KeyValueServer
 from .agent import ENDED, STARTED, STDERR, STDOUT
-from .agent_connection import LOST, AgentConnection, Event, Supervisor, describe_exit
+from .agent_connection import AGENT_COMMAND, LOST, Event, HostJob, Process, Supervisor, describe_exit
+from .hosts import Host, Slot, assign
 from .output import Output
-from .starters import RunOptions, prepare
+from .starters import DEFAULT_STARTER, address_of, address_towards, agent_command, is_local
+
+_ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
+"""Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a job of `dualdist run`, `run` or `spawn`."""
+
+    command: Sequence[str]
+    hosts: Sequence[Host]
+    size: int | None = None
+    """None: all slots of the hosts."""
+    variables: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Variables to set for the processes, in addition to the environment or instead of its values."""
+    output: Path | None = None
+    timestamps: bool = False
+    ssh_port: int | None = None
+    ssh_identity: str | None = None
+    start_with: str = DEFAULT_STARTER
+    """What starts the agents of other hosts: a key of STARTERS."""
+    start_timeout: float = 30.0
+    """How many seconds to wait for each host to answer."""
+    verbose: bool = False
+    launcher: str = DUALDIST_RUN
+    """What DUALDIST_LAUNCHER is in the processes."""
+    task: bytes | None = None
+    """See HostJob."""
+    descriptors: tuple[int, int] | None = None
+    """The open files for the processes' output on this host; None: it is sent to the launcher."""
+
+    @property
+    def ssh_options(self) -> list[str]:
+        """The options for ssh."""
+        options = ["-o", f"ConnectTimeout={max(1, int(self.start_timeout) - 1)}"]
+        options += ["-p", str(self.ssh_port)] if self.ssh_port is not None else []
+        return options + (["-i", self.ssh_identity] if self.ssh_identity is not None else [])
+
+
+# What a job needs before its processes start: its servers, and the processes of each host.
+
+
+@contextlib.contextmanager
+def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[HostJob]]:
+    """Run the servers of a job while the block runs, and yield the part of each host. env: of this process.
+
+    Raises ConfigurationError when the options do not fit the hosts.
+    """
+    slots = assign(options.hosts, options.size)
+    remote = [host for host in dict.fromkeys(slot.host for slot in slots) if not is_local(host)]
+    interface = options.variables.get(INTERFACE)
+    address = address_towards(remote[0], env, interface) if remote else LOOPBACK
+    first = address_of(slots[0].host, env) if slots[0].host in remote else None
+    secret = secrets.token_bytes(32)
+    common = _with_alias(without_launchers(env))
+    if options.descriptors is None:
+        # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
+        common = {"PYTHONUNBUFFERED": "1"} | common
+    with (
+        KeyValueServer(address, secret=secret) as server,
+        _serve_unchanged_scripts(slots, address, first, options.variables) as copies,
+    ):
+        processes: dict[str, list[Process]] = defaultdict(list)
+        for slot in slots:
+            numbers = (slot.rank, len(slots), slot.local_rank, slot.local_size)
+            own = process_variables(options.launcher, *numbers, f"{server.host}:{server.port}", secret)
+            processes[slot.host].append(Process(slot.rank, options.command, {**copies[slot.rank], **own}))
+        window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(processes)))
+        yield [
+            HostJob(
+                host,
+                agent_command(options.start_with, host, env, address, options.ssh_options)
+                if host in remote
+                else AGENT_COMMAND,
+                processes[host],
+                (exportable(common) if host in remote else common) | dict(options.variables),
+                local=host not in remote,
+                launcher=address if remote else None,
+                task=options.task,
+                output=None if host in remote else options.descriptors,
+                window=window,
+            )
+            for host in processes
+        ]
+
+
+# What scripts that do not use dualdist need to join the world of `dualdist run` and `spawn`.
+#
+# A script with `import horovod.torch` needs an HTTP server where Horovod's controllers meet; without Horovod installed,
+# dualdist.compat replaces it. A script with torch.distributed needs an address for rank 0's store.
+
+_LOWEST_PORT, _PORTS = 20000, 10000
+"""Ports on other hosts are drawn from these: they are below those that Linux itself assigns."""
+
+
+@contextlib.contextmanager
+def _serve_unchanged_scripts(
+    slots: Sequence[Slot], host: str, first: str | None, given: Mapping[str, str]
+) -> Iterator[list[dict[str, str]]]:
+    """Yield the variables of each rank, while the block runs.
+
+    host: the address of this machine at which all processes reach it. first: the address of rank 0's host; None if it
+    is this machine. given: variables that the user has set for the processes.
+    """
+    names = nodes([(slot.host, slot.local_rank) for slot in slots])
+    worlds = topology([(slot.host, slot.local_rank) for slot in slots])
+    with contextlib.ExitStack() as stack:
+        if first is None:
+            first, port = host, stack.enter_context(reserved_port())
+        else:
+            port = _LOWEST_PORT + secrets.randbelow(_PORTS)
+        rendezvous = None
+        if is_installed():
+            store = stack.enter_context(HttpStore(host, horovods_scopes(names, worlds)))
+            rendezvous = store.host, store.port
+        yield [
+            copied_variables(
+                world,
+                host=name,
+                master=(first, port),
+                rendezvous=rendezvous,
+                interface=interface_of(host) if host == LOOPBACK else None,
+                given=given,
+            )
+            for name, world in zip(names, worlds, strict=True)
+        ]
+
+
+def _with_alias(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env`, in which `import horovod` imports dualdist.compat if Horovod is not installed."""
+    found = dict(env)
+    if not is_installed():
+        folders = [*filter(None, [env.get("PYTHONPATH")]), CHILDREN_FOLDER]
+        found["PYTHONPATH"] = os.pathsep.join(folders)
+    return found
+
+
+# A running job.
+
+
+class Job:
+    """The processes of a running job. Their output is written here, and what else happens to them is reported."""
+
+    def __init__(self, options: RunOptions, output: Output, supervisor: Supervisor) -> None:
+        self.output = output
+        self.supervisor = supervisor
+        self.hosts = {agent.job.host: agent.job for agent in supervisor.agents}
+        self.size = sum(len(host_job.processes) for host_job in self.hosts.values())
+        self.running = set(range(self.size))
+        """The ranks of the processes that have not ended."""
+        self._options = options
+        self._start_by = time.monotonic() + options.start_timeout
+        supervisor.watch(output.reader, output.empty_reader)
+
+    def wait(self, until: float) -> list[Event]:
+        """Wait for something to happen, and return the new events that are no output.
+
+        until: when to stop waiting, on the clock time.monotonic(). Hosts that do not answer in time end it earlier.
+        """
+        now = time.monotonic()
+        if now < self._start_by and not all(agent.greeted for agent in self.supervisor.agents):
+            until = min(until, self._start_by)
+        events = []
+        for event in self.supervisor.wait(max(0.0, until - now)):
+            if event.kind in (STDOUT, STDERR):
+                self.output.write(event.rank, event.kind, event.data)
+                continue
+            events.append(event)
+            if event.kind in (ENDED, LOST):
+                self.running.discard(event.rank)
+                self.output.close_rank(event.rank)
+            elif event.kind == STARTED and self._options.verbose:
+                self._report_start(event)
+        self.output.check()
+        if self.output.has_room():
+            self.supervisor.grant()
+        return events
+
+    def silent_hosts(self, reason: str) -> str | None:
+        """Return which hosts have not answered in time, for `reason`, and what ssh printed; None if all have."""
+        silent = [agent for agent in self.supervisor.agents if not agent.greeted]
+        if not silent or time.monotonic() < self._start_by:
+            return None
+        names = ", ".join(agent.job.host for agent in silent)
+        errors = "; ".join(filter(None, (agent.errors() for agent in silent)))
+        return f"{names} did not answer within {reason}{f': {errors}' if errors else ''}"
+
+    def _report_start(self, event: Event) -> None:
+        threads = event.facts["threads"]
+        chosen = "" if threads is None else f", with OMP_NUM_THREADS={threads} because it was not set"
+        self.output.report(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
+
+
+@contextlib.contextmanager
+def started(options: RunOptions, env: Mapping[str, str]) -> Iterator[Job]:
+    """Start the job of `options`, and end all its processes when the block ends. env: of this process.
+
+    Raises ConfigurationError, before it starts anything, when the options do not fit the hosts.
+    """
+    with _prepared(options, env) as host_jobs:
+        size = sum(len(host_job.processes) for host_job in host_jobs)
+        with (
+            Output(size, options.output, timestamps=options.timestamps) as output,
+            Supervisor(host_jobs) as supervisor,
+        ):
+            yield Job(options, output, supervisor)
+
+
+# `dualdist run`: when a process fails, all others are ended, and its exit code is that of the job. A signal to the
+# launcher is passed on to all processes; a second one kills them. All this works even while nobody reads the output.
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
@@ -29,94 +252,56 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     Must be called in the main thread, because it handles signals. Raises ConfigurationError, before it starts anything,
     when the options do not fit the hosts.
     """
-    with prepare(options, env) as host_jobs:
-        size = sum(len(host_job.processes) for host_job in host_jobs)
-        with (
-            _signals() as received,
-            Output(size, options.output, timestamps=options.timestamps) as output,
-            Supervisor(host_jobs) as supervisor,
-        ):
-            return _Job(options, size, output, supervisor, received).follow()
+    with _signals() as received, started(options, env) as job:
+        return _Ending(job, received, options.start_timeout).follow()
 
 
-class _Job:
-    """Follows the processes until they have ended."""
+class _Ending:
+    """Follows a job until its processes have ended, and finds its exit code."""
 
-    def __init__(
-        self, options: RunOptions, size: int, output: Output, supervisor: Supervisor, signals: _Signals
-    ) -> None:
-        self._options = options
-        self._running = set(range(size))
-        self._output = output
-        self._supervisor = supervisor
+    def __init__(self, job: Job, signals: _Signals, start_timeout: float) -> None:
+        self._job = job
         self._signals = signals
+        self._start_timeout = start_timeout
         self._code: int | None = None
         """The exit code of the job, None until something ends it."""
         self._patience = math.inf
         """Until when to wait for the output to be read, on the clock time.monotonic()."""
+        job.supervisor.watch(signals.reader, self._take_signals)
 
     def follow(self) -> int:
         """Wait until all processes have ended and their output is written; return the exit code."""
-        self._supervisor.watch(self._signals.reader, self._take_signals)
-        self._supervisor.watch(self._output.reader, self._output.empty_reader)
-        start = time.monotonic() + self._options.start_timeout
-        while self._running and self._supervisor.time_left() > 0:
-            silent = [agent for agent in self._supervisor.agents if not agent.greeted]
-            limit = start - time.monotonic() if silent and self._code is None else math.inf
-            if limit <= 0:
-                self._give_up(silent)
-                continue
-            for event in self._supervisor.wait(min(limit, self._supervisor.time_left())):
+        job = self._job
+        while job.running and (left := job.supervisor.time_left()) > 0:
+            for event in job.wait(time.monotonic() + left):
                 self._handle(event)
-            self._output.check()
-            if self._output.has_room():
-                self._supervisor.grant()
-        self._finish_output()
+            silent = job.silent_hosts(f"{self._start_timeout:g} s (see --start-timeout)")
+            if silent is not None:
+                self._fail(1, silent)
+        # After a signal, wait only for a short time until the output is read.
+        job.output.end_lines()
+        self._patience = max(self._patience, time.monotonic() + _LAST_OUTPUT_SECONDS)
+        while job.output.unwritten() and time.monotonic() < self._patience:
+            job.wait(self._patience)
         return self._code or 0
 
-    def _finish_output(self) -> None:
-        """Wait until the output is written. After a signal, only for a short time."""
-        self._output.end_lines()
-        self._patience = max(self._patience, time.monotonic() + _LAST_OUTPUT_SECONDS)
-        while self._output.unwritten() and (left := self._patience - time.monotonic()) > 0:
-            self._supervisor.wait(left)
-            self._output.check()
-
-    def _give_up(self, silent: Sequence[AgentConnection]) -> None:
-        names = ", ".join(agent.job.host for agent in silent)
-        errors = "; ".join(filter(None, (agent.errors() for agent in silent)))
-        seconds = f"{self._options.start_timeout:g} s (see --start-timeout)"
-        self._fail(1, f"{names} did not answer within {seconds}{f': {errors}' if errors else ''}")
-
     def _handle(self, event: Event) -> None:
-        if event.kind in (STDOUT, STDERR):
-            self._output.write(event.rank, event.kind, event.data)
-        elif event.kind == STARTED:
-            self._report_start(event)
-        else:
-            self._running.discard(event.rank)
-            self._output.close_rank(event.rank)
-            self._handle_end(event)
-
-    def _handle_end(self, event: Event) -> None:
-        who, error = f"rank {event.rank} on {event.host}", event.facts["error"]
         if event.kind == LOST:
-            self._fail(255, f"{event.host}, with rank {event.rank}, is lost: {error}")
-            return
-        assert event.kind == ENDED
-        code = int(event.facts["code"])
-        if error is not None:
-            self._fail(code, f"{who} could not be started: {error}")
-        elif code != 0:
-            self._fail(code if code > 0 else 128 - code, f"{who} {describe_exit(code)}")
+            self._fail(255, f"{event.host}, with rank {event.rank}, is lost: {event.facts['error']}")
+        elif event.kind == ENDED:
+            who, code, error = f"rank {event.rank} on {event.host}", event.facts["code"], event.facts["error"]
+            if error is not None:
+                self._fail(code, f"{who} could not be started: {error}")
+            elif code != 0:
+                self._fail(code if code > 0 else 128 - code, f"{who} {describe_exit(code)}")
 
     def _fail(self, code: int, reason: str) -> None:
         """End the job with exit code `code`, unless it is already ending."""
         if self._code is not None:
             return
         self._code = code
-        self._output.report(f"{reason}{'; ending the others' if len(self._running) > 0 else ''}.")
-        self._supervisor.end(signal.SIGTERM)
+        self._job.output.report(f"{reason}{'; ending the others' if self._job.running else ''}.")
+        self._job.supervisor.end(signal.SIGTERM)
 
     def _take_signals(self) -> bool:
         for number in self._signals.take():
@@ -124,17 +309,11 @@ class _Job:
             self._patience = time.monotonic() + (_OUTPUT_SECONDS if first else _LAST_OUTPUT_SECONDS)
             if self._code is None:
                 self._code = 128 + number
-                self._output.report(f"received {signal.Signals(number).name}; ending all processes.")
-                self._supervisor.end(number)
+                self._job.output.report(f"received {signal.Signals(number).name}; ending all processes.")
+                self._job.supervisor.end(number)
             else:
-                self._supervisor.kill()
+                self._job.supervisor.kill()
         return True
-
-    def _report_start(self, event: Event) -> None:
-        if self._options.verbose:
-            threads = event.facts["threads"]
-            chosen = "" if threads is None else f", with OMP_NUM_THREADS={threads} because it was not set"
-            self._output.report(f"rank {event.rank} on {event.host} is process {event.facts['pid']}{chosen}.")
 
 
 class _Signals:

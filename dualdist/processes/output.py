@@ -29,7 +29,7 @@ class Sink:
     """A queue of bytes for the file `descriptor`. `put` never waits."""
 
     def __init__(self, descriptor: int, notify: Callable[[], None]) -> None:
-        """Start the thread. It calls `notify` after each write, and when writing has failed."""
+        """notify: called in the thread after each write, and when writing has failed."""
         self.size = 0
         """Number of bytes that are not written yet."""
         self.error: OSError | None = None
@@ -41,10 +41,11 @@ class Sink:
         self._closed = False
         # A daemon thread: the interpreter can end while a write blocks.
         self._thread = threading.Thread(target=self._work, name=f"dualdist-output-{descriptor}", daemon=True)
-        self._thread.start()
 
     def put(self, data: bytes) -> None:
-        """Write `data` after all that was put before."""
+        """Write `data` after all that was put before. The first call starts the thread."""
+        if self._thread.ident is None:
+            self._thread.start()
         with self._changed:
             self._pending.append(data)
             self.size += len(data)
@@ -52,6 +53,8 @@ class Sink:
 
     def close(self, seconds: float) -> bool:
         """End the thread when it has written everything. Return whether it ended within `seconds`."""
+        if self._thread.ident is None:
+            return True
         with self._changed:
             self._closed = True
             self._changed.notify()

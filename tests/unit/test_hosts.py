@@ -8,6 +8,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.processes.hosts import Host, Slot, assign, parse_hostfile, parse_hosts
+from dualdist.processes.job import RunOptions
 from dualdist.processes.starters import is_local, ssh_command
 
 
@@ -92,9 +93,7 @@ def test_the_ssh_command_is_quoted_for_the_remote_shell() -> None:
         "[fe80::1]",
         ["/a b/python", "-c", "print('$x')"],
         {"DUALDIST_SSH": "ssh -F 'my file'"},
-        port=22,
-        identity="key",
-        timeout=7,
+        RunOptions([], [], ssh_port=22, ssh_identity="key", start_timeout=8).ssh_options,
     )
     assert made[:3] == ["ssh", "-F", "my file"]
     assert made[-3:] == ["--", "fe80::1", """exec '/a b/python' -c 'print('"'"'$x'"'"')'"""]
