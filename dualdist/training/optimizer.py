@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -32,144 +31,6 @@ from ..gradients.options import SyncOptions
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
 from ..world.process_sets import ProcessSet, check_process_set, global_process_set, reporting
 from .sync_batch_norm import check_sync_batch_norms, layers_with
-
-# The arguments of DistributedOptimizer: their checks, the names of parameters, and groups that are sent together.
-
-
-def check_optimizer(
-    optimizer: Any, op: Any, gradient_predivide_factor: Any, compression: Any
-) -> tuple[int, float, Any]:
-    """Return the op, the factor and the compressor, converted. Raises ValueError or TypeError as in Horovod."""
-    fix = "Pass one that is made with the model's parameters."
-    instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
-    try:
-        optimizer.register_step_pre_hook(lambda *_: None).remove()
-    except AttributeError:
-        name = type(optimizer).__name__
-        raise TypeError(
-            f"`optimizer` must have been initialized by torch.optim.Optimizer, but {name}.__init__ does not call "
-            f"super().__init__(). Wrap the optimizer inside it: {name}(DistributedOptimizer(inner))."
-        ) from None
-    op = reduce_op(op)
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(
-            f"`op` must be Average, Sum or Adasum for an optimizer, but is {REDUCE_OP_NAMES[op]} instead."
-        )
-    factor = number("gradient_predivide_factor", gradient_predivide_factor)
-    if factor != 1.0 and op != Average:
-        raise ValueError(
-            f"`gradient_predivide_factor` must be 1 unless `op` is Average, but is {factor} instead."
-        )
-    if factor == 0:
-        raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
-    return op, factor, checked_compression(compression)
-
-
-def check_model(params: Sequence[torch.Tensor]) -> None:
-    """Raise TypeError or ValueError if the model with these parameters cannot be trained by a distributed optimizer."""
-    if any(map(is_dtensor, params)):
-        raise TypeError(
-            "`optimizer` must have plain parameters, but has DTensors. Use it without a wrapper: models that "
-            "fully_shard or parallelize_module has changed exchange gradients themselves."
-        )
-    if any(hasattr(param, "_fsdp_flattened") for param in params):
-        raise TypeError(
-            "`optimizer` must have plain parameters, but has those of a FullyShardedDataParallel, of which each rank "
-            "has another part. Use it without a wrapper: the model exchanges gradients itself."
-        )
-    if any(other.kind is call_kinds.DATA_PARALLEL for other in combiners_of(params)):
-        raise TypeError(
-            f"`optimizer` must not have parameters of a {call_kinds.DATA_PARALLEL}, but does. Use either style, not "
-            "both for one model."
-        )
-    check_sync_batch_norms(layers_with(params))
-
-
-def check_overlap(named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions) -> None:
-    """Raise ValueError if another optimizer combines some of these gradients, too, and that would change them again."""
-    for other in combiners_of([param for _, param in named]):
-        if options.can_repeat and other.can_repeat:
-            continue
-        own = set(map(id, other.params()))
-        name = next(name for name, param in named if id(param) in own)
-        raise ValueError(
-            f"`optimizer` must not have parameters of another DistributedOptimizer unless both average, but has "
-            f"{name!r}, whose gradient would be combined twice. Delete the other one, or use op=Average without a hook."
-        )
-
-
-def check_hook_alone(op: int, factor: float, compression: Any) -> None:
-    """Raise ValueError if options are set that a communication hook replaces."""
-    if (op, factor, compression) != (Average, 1.0, Compression.none):
-        raise ValueError(
-            "`op`, `gradient_predivide_factor` and `compression` must not be set with `comm_hook`, but are. The hook "
-            "decides how gradients are combined."
-        )
-
-
-def named_in(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the optimizer's parameters with their names, in the optimizer's order. Raises ValueError as in Horovod."""
-    own = [param for group in optimizer.param_groups for param in group["params"]]
-    if named_parameters is None:
-        return [entry for place in range(len(optimizer.param_groups)) for entry in numbered(optimizer, place)]
-    rule, fix = "a sequence of tuples (name, parameter)", "Pass model.named_parameters()."
-    named = items("named_parameters", named_parameters, rule, fix)
-    if any(not isinstance(entry, tuple) or len(entry) != 2 for entry in named):
-        raise ValueError(f"`named_parameters` must be {rule}, but has other entries instead. {fix}")
-    names = [name for name, _ in named]
-    for place, name in enumerate(names):
-        if not isinstance(name, str):
-            raise wrong(f"named_parameters[{place}]", "a name and a parameter", name, fix)
-    repeated = (
-        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    )
-    if repeated:
-        raise ValueError(
-            f"`named_parameters` must not repeat names, but has {', '.join(repeated)} more than once."
-        )
-    name_of = {id(param): name for name, param in named}
-    unnamed = [tuple(param.shape) for param in own if id(param) not in name_of]
-    if unnamed:
-        raise ValueError(
-            f"`named_parameters` must name every parameter of the optimizer, but {len(unnamed)} are missing "
-            f"(shapes {unnamed[:5]}). Pass the named_parameters() of all the modules it optimizes."
-        )
-    return [(name_of[id(param)], param) for param in own]
-
-
-def numbered(optimizer: torch.optim.Optimizer, number: int) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters of the group at index `number` with names made of numbers."""
-    params = optimizer.param_groups[number]["params"]
-    return [(f"group{number}.{place}", param) for place, param in enumerate(params)]
-
-
-def grouped(groups: Any, num_groups: Any, params: Sequence[torch.Tensor]) -> list[list[int]] | None:
-    """Return groups of parameter indices; None: by size. Raises ValueError as in Horovod."""
-    fix = "Pass the number of groups, or lists of parameters."
-    num_groups = integer("num_groups", num_groups, least=0, fix="Use `groups` instead.")
-    asked = groups if groups is not None else num_groups or None
-    if asked is None:
-        return None
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        if asked <= 0:
-            raise ValueError(
-                f"`groups` must be a positive number or lists of parameters, but is {asked} instead."
-            )
-        size, remainder = divmod(len(params), asked)
-        ends = [0]
-        for place in range(min(asked, len(params))):
-            ends.append(ends[-1] + size + (place < remainder))
-        return [list(range(start, end)) for start, end in itertools.pairwise(ends) if end > start]
-    if not isinstance(asked, list | tuple) or any(not isinstance(group, list | tuple) for group in asked):
-        raise wrong("groups", "a positive number or a list of lists of parameters", asked, fix)
-    if any(not isinstance(param, torch.Tensor) for group in asked for param in group):
-        raise ValueError(f"`groups` must hold parameters, but holds something else. {fix}")
-    place_of = {id(param): index for index, param in enumerate(params)}
-    members = [[place_of[id(param)] for param in group if id(param) in place_of] for group in asked]
-    flat = [index for group in members for index in group]
-    if len(set(flat)) != len(flat):
-        raise ValueError("`groups` must hold every parameter at most once, but one is in several groups.")
-    return [group for group in members if group]
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
@@ -218,7 +79,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         mapping("param_group", param_group, "params", fix="Pass the parameters to add, and options.")
         super().add_param_group(param_group)
         try:
-            self._combiner.add(numbered(self, len(self.param_groups) - 1))
+            self._combiner.add(_numbered(self, len(self.param_groups) - 1))
         except BaseException:
             del self.param_groups[-1]
             raise
@@ -294,7 +155,7 @@ def DistributedOptimizer(
     with reporting(call_kinds.OPTIMIZER, process_set):  # the other ranks must not wait for this one
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
         check_process_set(process_set, registered=True)
-        op, factor, compression = check_optimizer(optimizer, op, gradient_predivide_factor, compression)
+        op, factor, compression = _check_optimizer(optimizer, op, gradient_predivide_factor, compression)
         if isinstance(optimizer, SynchronizedOptimizer) and not optimizer._is_copy:
             raise TypeError(
                 f"`optimizer` must not be distributed already, but is {type(optimizer).__name__} instead. Wrap it once."
@@ -302,11 +163,14 @@ def DistributedOptimizer(
         passes = integer("backward_passes_per_step", backward_passes_per_step, least=1)
         sparse_as_dense = flag("sparse_as_dense", sparse_as_dense)
         hook = checked_comm_hook(comm_hook)
-        if hook is not None:
-            check_hook_alone(op, factor, compression)
+        if hook is not None and (op, factor, compression) != (Average, 1.0, Compression.none):
+            raise ValueError(
+                "`op`, `gradient_predivide_factor` and `compression` must not be set with `comm_hook`, but are. The "
+                "hook decides how gradients are combined."
+            )
         named = named_in(optimizer, named_parameters)
-        check_model([param for _, param in named])
-        members = grouped(groups, num_groups, [param for _, param in named])
+        _check_model([param for _, param in named])
+        members = _grouped(groups, num_groups, [param for _, param in named])
         if isinstance(optimizer, SynchronizedOptimizer):
             _undistributed(optimizer)
         options = SyncOptions(
@@ -318,7 +182,7 @@ def DistributedOptimizer(
             comm_hook=hook,
             optimizer=type(optimizer).__name__,
         )
-        check_overlap(named, options)
+        _check_overlap(named, options)
     remember_call_site()
     return _distributed(optimizer, named, options, passes)
 
@@ -391,3 +255,130 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 @not_compiled
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer._combiner.after_step()
+
+
+# Arguments: their checks, the names of parameters, and groups that are sent together.
+
+
+def _check_optimizer(
+    optimizer: Any, op: Any, gradient_predivide_factor: Any, compression: Any
+) -> tuple[int, float, Any]:
+    """Return the op, the factor and the compressor, converted. Raises ValueError or TypeError as in Horovod."""
+    fix = "Pass one that is made with the model's parameters."
+    instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"`optimizer` must have been initialized by torch.optim.Optimizer, but {name}.__init__ does not call "
+            f"super().__init__(). Wrap the optimizer inside it: {name}(DistributedOptimizer(inner))."
+        ) from None
+    op = reduce_op(op)
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(
+            f"`op` must be Average, Sum or Adasum for an optimizer, but is {REDUCE_OP_NAMES[op]} instead."
+        )
+    factor = number("gradient_predivide_factor", gradient_predivide_factor)
+    if factor != 1.0 and op != Average:
+        raise ValueError(
+            f"`gradient_predivide_factor` must be 1 unless `op` is Average, but is {factor} instead."
+        )
+    if factor == 0:
+        raise ValueError("`gradient_predivide_factor` must be a number to divide by, but is 0 instead.")
+    return op, factor, checked_compression(compression)
+
+
+def _check_model(params: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError or ValueError if the model with these parameters cannot be trained by a distributed optimizer."""
+    if any(map(is_dtensor, params)):
+        raise TypeError(
+            "`optimizer` must have plain parameters, but has DTensors. Use it without a wrapper: models that "
+            "fully_shard or parallelize_module has changed exchange gradients themselves."
+        )
+    if any(hasattr(param, "_fsdp_flattened") for param in params):
+        raise TypeError(
+            "`optimizer` must have plain parameters, but has those of a FullyShardedDataParallel, of which each rank "
+            "has another part. Use it without a wrapper: the model exchanges gradients itself."
+        )
+    if any(other.kind is call_kinds.DATA_PARALLEL for other in combiners_of(params)):
+        raise TypeError(
+            f"`optimizer` must not have parameters of a {call_kinds.DATA_PARALLEL}, but does. Use either style, not "
+            "both for one model."
+        )
+    check_sync_batch_norms(layers_with(params))
+
+
+def _check_overlap(named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions) -> None:
+    """Raise ValueError if another optimizer combines some of these gradients, too, and that would change them again."""
+    for other in combiners_of([param for _, param in named]):
+        if options.can_repeat and other.can_repeat:
+            continue
+        own = set(map(id, other.params()))
+        name = next(name for name, param in named if id(param) in own)
+        raise ValueError(
+            f"`optimizer` must not have parameters of another DistributedOptimizer unless both average, but has "
+            f"{name!r}, whose gradient would be combined twice. Delete the other one, or use op=Average without a hook."
+        )
+
+
+def named_in(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the optimizer's parameters with their names, in the optimizer's order. Raises ValueError as in Horovod."""
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    if named_parameters is None:
+        return [
+            entry for place in range(len(optimizer.param_groups)) for entry in _numbered(optimizer, place)
+        ]
+    rule, fix = "a sequence of tuples (name, parameter)", "Pass model.named_parameters()."
+    named = items("named_parameters", named_parameters, rule, fix)
+    if any(not isinstance(entry, tuple) or len(entry) != 2 for entry in named):
+        raise ValueError(f"`named_parameters` must be {rule}, but has other entries instead. {fix}")
+    names = [name for name, _ in named]
+    for place, name in enumerate(names):
+        if not isinstance(name, str):
+            raise wrong(f"named_parameters[{place}]", "a name and a parameter", name, fix)
+    if len(set(names)) < len(names):
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(
+            f"`named_parameters` must not repeat names, but has {', '.join(repeated)} more than once."
+        )
+    name_of = {id(param): name for name, param in named}
+    unnamed = [tuple(param.shape) for param in own if id(param) not in name_of]
+    if unnamed:
+        raise ValueError(
+            f"`named_parameters` must name every parameter of the optimizer, but {len(unnamed)} are missing "
+            f"(shapes {unnamed[:5]}). Pass the named_parameters() of all the modules it optimizes."
+        )
+    return [(name_of[id(param)], param) for param in own]
+
+
+def _numbered(optimizer: torch.optim.Optimizer, number: int) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of the group at index `number` with names made of numbers."""
+    params = optimizer.param_groups[number]["params"]
+    return [(f"group{number}.{place}", param) for place, param in enumerate(params)]
+
+
+def _grouped(groups: Any, num_groups: Any, params: Sequence[torch.Tensor]) -> list[list[int]] | None:
+    """Return groups of parameter indices; None: by size. Raises ValueError as in Horovod."""
+    fix = "Pass the number of groups, or lists of parameters."
+    num_groups = integer("num_groups", num_groups, least=0, fix="Use `groups` instead.")
+    asked = groups if groups is not None else num_groups or None
+    if asked is None:
+        return None
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        if asked <= 0:
+            raise ValueError(
+                f"`groups` must be a positive number or lists of parameters, but is {asked} instead."
+            )
+        parts = torch.arange(len(params)).tensor_split(max(1, min(asked, len(params))))
+        return [part.tolist() for part in parts if len(part)]
+    if not isinstance(asked, list | tuple) or any(not isinstance(group, list | tuple) for group in asked):
+        raise wrong("groups", "a positive number or a list of lists of parameters", asked, fix)
+    if any(not isinstance(param, torch.Tensor) for group in asked for param in group):
+        raise ValueError(f"`groups` must hold parameters, but holds something else. {fix}")
+    place_of = {id(param): index for index, param in enumerate(params)}
+    members = [[place_of[id(param)] for param in group if id(param) in place_of] for group in asked]
+    flat = [index for group in members for index in group]
+    if len(set(flat)) != len(flat):
+        raise ValueError("`groups` must hold every parameter at most once, but one is in several groups.")
+    return [group for group in members if group]

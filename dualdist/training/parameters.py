@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, cast
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..agreement import call_kinds
 from ..agreement.verdict import Verdict
@@ -89,7 +88,8 @@ def plan_broadcast_parameters(
 
     def execute(group: Group, verdict: Verdict) -> dict[str, Any]:
         if not any(verdict.payloads):
-            _broadcast_batches(group, tensors, root)
+            for batch in _batches(tensors):
+                _broadcast(group, batch, root)
         elif group.rank != root:
             overwrite(tensors, verdict.payloads[root])
         return extra
@@ -121,12 +121,6 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
             f"`params` must be {rule}, but has an entry that is no (name, tensor) instead. {fix}"
         )
     return named
-
-
-def _broadcast_batches(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
-    """Broadcast `tensors` in place, a batch of messages at a time."""
-    for batch in _batches(tensors):
-        _broadcast(group, batch, root)
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
@@ -184,7 +178,7 @@ def _packed(tensors: Sequence[torch.Tensor], group: Group, root: int) -> torch.T
     if len(tensors) == 1:
         return as_bytes(tensors[0], group)
     if group.rank == root:
-        return as_bytes(_flatten_dense_tensors(tensors), group)
+        return as_bytes(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     return torch.empty(num_bytes, dtype=torch.uint8, device=group.wire_device(tensors[0].device))
 
@@ -194,10 +188,6 @@ def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     if data.data_ptr() == tensors[0].data_ptr():
         return
     flat = from_bytes(data, (-1,), tensors[0])
-    parts = _unflatten_dense_tensors(flat, tensors)
-    # _foreach_copy_ is faster, but rejects some dtypes on a GPU, and tensors with the conjugate or negative bit.
-    if all([tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg() for tensor in tensors]):
-        torch._foreach_copy_(tensors, parts)
-        return
+    parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part)
+        tensor.copy_(part.view(tensor.shape))
