@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,10 +64,9 @@ class DirectGroup(TorchGroup):
 def _mpi_group(store: dist.Store, name: str, place: int, size: int, timeout: timedelta) -> Any:
     from . import mpi
 
-    options = cast(Any, torch._C._distributed_c10d)._DistributedBackendOptions()
-    options.store, options.group_id, options.timeout = store, name, timeout
-    options.group_rank, options.group_size = place, size
-    return mpi.create(options)
+    return mpi.create(
+        SimpleNamespace(store=store, group_id=name, timeout=timeout, group_rank=place, group_size=size)
+    )
 
 
 # Torch's default process group, which programs that call torch.distributed find in every world.

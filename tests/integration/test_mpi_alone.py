@@ -14,9 +14,8 @@ import threading
 import torch, torch.distributed as dist
 import dualdist.backends.mpi
 
-ways = [{"backend": "mpi4py"}, {"backend": "cpu:mpi4py"}, {"backend": "mpi4py", "init_method": "mpi4py://"}]
 for cycle in range(100):
-    dist.init_process_group(**ways[cycle % 3])
+    dist.init_process_group(["mpi4py", "cpu:mpi4py"][cycle % 2], init_method="mpi4py://")
     pair = dist.new_group([0, 1])
     tensor = torch.full((1,), dist.get_rank() + 1.0)
     dist.all_reduce(tensor, group=pair)
@@ -28,7 +27,7 @@ from mpi4py import MPI
 handle = MPI.COMM_WORLD.Dup()
 assert handle.py2f() < 10, handle.py2f()  # communicators are numbered; freed numbers are used again
 
-dist.init_process_group("mpi4py")
+dist.init_process_group("mpi4py", init_method="mpi4py://")
 import dualdist
 dualdist.init()
 assert (dualdist.backend_name(), dualdist.transport_name(), dualdist.size()) == ("torch", "mpi", 2)
@@ -89,7 +88,10 @@ def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
 
 
 def test_a_launcher_of_another_mpi_is_an_error_with_the_fix() -> None:
-    program = "import dualdist.backends.mpi, torch.distributed as dist; dist.init_process_group('mpi4py')"
+    program = (
+        "import dualdist.backends.mpi, torch.distributed as dist; "
+        "dist.init_process_group('mpi4py', init_method='mpi4py://')"
+    )
     ended = finish([sys.executable, "-c", program], {"PMI_RANK": "0", "PMI_SIZE": "2"})
     assert ended.code == 1
     assert "MPI's world has 1 processes while the world size is 2 (from PMI_SIZE)" in ended.output

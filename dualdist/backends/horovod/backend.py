@@ -2,7 +2,7 @@
 
 It guarantees that operations are matched by name, so that any order works, and its coordinator compares what the ranks
 pass under one name. It lacks four things:
-- It starts only under its own launchers. Under the others, rendezvous.py provides what is missing.
+- It starts only under its own launchers. Under the others, `serve_rendezvous` provides what is missing.
 - Its Gloo controller never detects a missing rank. Waiting has a deadline in group.py.
 - It reduces only contiguous tensors of five dtypes. The caller converts all others.
 - `horovod.torch.synchronize` spins. Waiting sleeps in group.py.
@@ -51,7 +51,7 @@ from .group import (
 )
 from .installed import horovods_version, real_horovod
 
-# The environment variables with which Horovod starts, besides those of its Gloo controller: rendezvous.py has them.
+# The environment variables with which Horovod starts, besides those of its Gloo controller.
 
 _FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}
 """Horovod's background thread exchanges messages with the other ranks once in each cycle.
@@ -94,6 +94,7 @@ def start_variables(
 # Horovod's messages about changed hosts, also while `dualdist.compat` has the names of Horovod's modules.
 
 with real_horovod():
+    import horovod.torch as hvd
     from horovod.runner.common.util import network
     from horovod.runner.elastic.worker import WorkerNotificationManager
 
@@ -126,6 +127,7 @@ class Notifications(WorkerNotificationManager):  # type: ignore[misc]
 # Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the store that
 # they share, and every rank sets the variables that hvd.init() reads.
 
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _ERROR_SECONDS = 7
 """How long a rank may need to ask the others what they do, and to raise its error."""
 
@@ -150,8 +152,8 @@ class GlooRendezvous:
 def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective.
 
-    The variables are those of
-    horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with MPI from starting MPI.
+    The variables are those of horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with
+    MPI from starting MPI.
     """
     timeout = settings.start_timeout_seconds
     check_interfaces("HOROVOD_GLOO_IFACE", env)
@@ -175,12 +177,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": shared.addresses.first,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
         "HOROVOD_HOSTNAME": names[launch.rank],
-        "HOROVOD_RANK": str(own.rank),
-        "HOROVOD_SIZE": str(own.size),
-        "HOROVOD_LOCAL_RANK": str(own.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(own.local_size),
-        "HOROVOD_CROSS_RANK": str(own.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(own.cross_size),
+        **{f"HOROVOD_{name.upper()}": str(getattr(own, name)) for name in _NUMBERS},
     }
     return GlooRendezvous(shared, variables, watch, server)
 
@@ -203,10 +200,6 @@ def _gloo_timeout(settings: Settings) -> str:
     `hvd.shutdown()` waits for it.
     """
     return str(math.ceil(min(settings.stall_timeout_seconds, 30) + _ERROR_SECONDS))
-
-
-with real_horovod():
-    import horovod.torch as hvd
 
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 Horovod imports itself by absolute names, so it cannot be imported under another name. Instead, while dualdist.compat
 is installed, Horovod's modules are kept here, and they are in `sys.modules` only inside `real_horovod()`. The backend
 imports all that it needs there. None of the Horovod functions that it calls imports Horovod later, except for
-horovodrun's messages about changed hosts, which are pickled inside it, too (notifications.py), and
+horovodrun's messages about changed hosts, which are pickled inside it, too (`Notifications` in backend.py), and
 horovod.torch.functions.broadcast_optimizer_state, which it does not call.
 """
 

@@ -1,7 +1,7 @@
 """A process group for torch.distributed over mpi4py. It works with a PyTorch that was built without MPI.
 
     import dualdist.backends.mpi
-    torch.distributed.init_process_group("mpi4py")    # under mpirun; rank and size are MPI's
+    torch.distributed.init_process_group("mpi4py", init_method="mpi4py://")    # rank and size are MPI's
 
 Every collective is non-blocking and uses a communicator that belongs to its process group alone. A progress thread
 moves the data while Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are
@@ -14,10 +14,9 @@ and work.py the objects that calls return, with the thread that tests them.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -30,16 +29,12 @@ from ...launch import detect
 from ...meeting import mpi
 from ...types import Launch
 from ..store import open_store
-from .group import MpiProcessGroup, closed
+from .group import NAME, MpiProcessGroup, closed_communicators
 from .work import FORKED, progress
 
-__all__ = ("NAME", "create", "register_rendezvous", "require", "start")
+__all__ = ("NAME", "create", "require", "start")
 
 # The start of MPI, torch.distributed's rendezvous through MPI, and the creation of process groups.
-
-NAME = "mpi4py"
-
-_WORLD_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start(launch: Launch) -> bool:
@@ -71,29 +66,6 @@ def require(launch: Launch) -> None:
     )
 
 
-def register_rendezvous() -> None:
-    """Let `init_process_group` without an `init_method` get rank, size and store from MPI.
-
-    The default `init_method` is env://. torch's handler for it raises when RANK and the other variables are absent, and
-    torch has no public way to replace a handler. Our handler takes its place and calls it, unless these variables are
-    absent and an MPI launcher started this process.
-    """
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    dist.register_rendezvous_handler(NAME, _meet)
-    handlers["env"] = _with_mpi_default(handlers["env"])
-
-
-def _with_mpi_default(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return a rendezvous handler that uses MPI if only MPI can provide the world, else `handler`."""
-
-    def meet(url: str, **options: Any) -> Iterator[Any]:
-        is_given = "rank=" in url or any(name in os.environ for name in _WORLD_NAMES)
-        by_mpi = not mpi.LAUNCHER_VARIABLES.isdisjoint(os.environ)
-        return _meet(url, **options) if by_mpi and not is_given else handler(url, **options)
-
-    return meet
-
-
 def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[Any]:
     """Yield (store, rank, size) once, as a rendezvous handler does. Collective over MPI's world."""
     launch = detect(os.environ, mpi.world_size)
@@ -108,6 +80,8 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> 
 def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
     """Make a process group. Collective over its members, which exchange their MPI ranks through the store.
 
+    options: c10d's DistributedBackendOptions, or an object with the same attributes.
+
     Raises BackendUnavailableError when MPI is not usable, or does not allow calls from the progress thread.
     """
     if progress.forked:
@@ -117,10 +91,10 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
     if library.Query_thread() < library.THREAD_MULTIPLE and isinstance(progress.calls, nullcontext):
         progress.calls = threading.RLock()
     store, world = options.store, library.COMM_WORLD
-    store.set(f"mpi/{options.group_rank}", closed.message(world.Get_rank()))
+    store.set(f"mpi/{options.group_rank}", closed_communicators.message(world.Get_rank()))
     messages = [store.get(f"mpi/{place}") for place in range(options.group_size)]
     with progress.calls:
-        label = closed.meet(messages)
+        label = closed_communicators.meet(messages)
     if len(set(label.ranks)) < len(messages):
         raise BackendUnavailableError(
             f"Every member must have an MPI rank of its own, but they have {[*label.ranks]} instead. Start with mpirun."
@@ -133,7 +107,7 @@ def create(options: Any, backend_options: object = None) -> MpiProcessGroup:
             communicator = world.Create_group(members, tag=tag)
         members.Free()
         all_ranks.Free()
-    return MpiProcessGroup(communicator, label, str(options.group_id), NAME, options.timeout)
+    return MpiProcessGroup(communicator, label, str(options.group_id), options.timeout)
 
 
 def _is_single_threaded(library: Any) -> bool:
@@ -144,4 +118,4 @@ dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 # torch 2.15 attaches its flight recorder to groups with devices, which ends the process if the group is in Python.
 _not_recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
 _not_recorded.add(NAME)
-register_rendezvous()
+dist.register_rendezvous_handler(NAME, _meet)

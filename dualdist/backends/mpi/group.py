@@ -20,6 +20,9 @@ from ...meeting import mpi
 from .communicator import Communicator, Operation
 from .work import FORKED, MpiWork, progress
 
+NAME = "mpi4py"
+"""torch's name for the backend."""
+
 # Communicators of destroyed process groups, until all members know that none of them uses one any more.
 #
 # MPI_Comm_free does not wait for the other members. When one of them has given up a collective, its messages may arrive
@@ -39,7 +42,7 @@ class Label(NamedTuple):
     """Their ranks in MPI's world."""
 
 
-class Closed:
+class ClosedCommunicators:
     """The communicators of this process that it does not use any more."""
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class Closed:
         return Label(tokens[0], tuple(ranks))
 
 
-closed = Closed()
+closed_communicators = ClosedCommunicators()
 """The single instance of this process."""
 
 
@@ -87,7 +90,7 @@ def profiler_range(what: str, inputs: Sequence[torch.Tensor]) -> Any:
     if not torch._C._autograd._profiler_enabled():
         return None
     name = what.split()[0]
-    started = torch._C._autograd._record_function_with_args_enter(f"mpi4py:{_NAMES.get(name, name)}", *inputs)
+    started = torch._C._autograd._record_function_with_args_enter(f"{NAME}:{_NAMES.get(name, name)}", *inputs)
     end: Any = torch.futures.Future()
     torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(started, end)
     return end
@@ -106,14 +109,13 @@ class MpiProcessGroup(dist.ProcessGroup):
     broadcasts_lists = True
     """Whether `broadcast` takes more than one tensor. Gloo's and NCCL's do not."""
 
-    def __init__(self, communicator: Any, label: Label, name: str, backend: str, timeout: timedelta) -> None:
+    def __init__(self, communicator: Any, label: Label, name: str, timeout: timedelta) -> None:
         self._label = label
         self._communicator: Communicator | None = Communicator(communicator)
         # Without a store: torch 2.11 and 2.13 do not construct a subclass in Python with it.
         super().__init__(self._communicator.rank, self._communicator.size)
         self._rank, self._size = self._communicator.rank, self._communicator.size
-        self._name, self._desc = name, "undefined"
-        self._backend_name = backend
+        self._name = name
         self.seconds = timeout.total_seconds()
         self._coalesced: list[MpiWork] | None = None
         """What was started between `_start_coalescing` and `_end_coalescing`; None outside of them."""
@@ -127,28 +129,15 @@ class MpiProcessGroup(dist.ProcessGroup):
         return f"rank {self._rank} of {self._size} in group {self._name!r}"
 
     def getBackendName(self) -> str:
-        return self._backend_name
+        return NAME
 
-    def _get_backend_name(self) -> str:
-        return self._backend_name
-
-    def name(self) -> str:
-        return self._backend_name
-
-    # The base class stores the names in a C++ backend, which this group does not have.
+    # The base class stores the name in a C++ backend, which this group does not have.
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -162,14 +151,14 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Give up the calls in progress. Local. The communicator is freed later (closed.py), or when MPI ends."""
+        """Give up the calls in progress. Local. ClosedCommunicators frees the communicator, or the end of MPI does."""
         communicator, self._communicator = self._communicator, None
         if communicator is None or progress.forked:
             return
         progress.leave(self)
         self.dropped.clear()
         if not self.unsettled and not mpi.is_failing():
-            closed.add(self._label, communicator.comm)
+            closed_communicators.add(self._label, communicator.comm)
 
     def abort(self) -> None:
         """Let calls in progress raise. Local. The communicator is freed when MPI ends."""

@@ -130,8 +130,8 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 ADDRESS_BYTES = 16
-_HELLO = struct.Struct("<i?")
-"""The first message on a connection: the caller's place, and whether it only asks for the memory."""
+_HELLO = struct.Struct("<i")
+"""The first message on a connection: the caller's place."""
 _CREDENTIALS = struct.Struct("3i")
 """Process ID, user ID and group ID of the peer, in SO_PEERCRED."""
 
@@ -155,38 +155,42 @@ class Mesh:
     def connect(self, addresses: list[bytes], descriptor: int | None) -> int:
         """Connect to the other members and return the descriptor of the memory. Collective.
 
-        descriptor: that of place 0, which it passes to all; None on the others. Raises OSError.
+        descriptor: that of place 0, which passes it on in a tree; None on the others. Raises OSError.
         """
-        steps = {(self._place + sign * step) % self._size for step in self._steps for sign in (-1, 1)}
+        peers = {(self._place + sign * step) % self._size for step in self._steps for sign in (-1, 1)}
         deadline = time.monotonic() + self._timeout
-        for peer in sorted(place for place in steps if place > self._place):
-            self._peers[peer] = self._call(addresses[peer], is_request=False)
-        request = None if descriptor is not None else self._call(addresses[0], is_request=True)
-        expected = sum(place < self._place for place in steps)
-        expected += self._size - 1 if descriptor is not None else 0
+        for peer in sorted(place for place in peers if place > self._place):
+            self._peers[peer] = self._call(addresses[peer])
+        expected = sum(place < self._place for place in peers)
         while expected:
-            expected -= self._accept(deadline, descriptor)
+            expected -= self._accept(deadline)
         self._server.close()
-        if request is not None:
-            with request:
-                _, (descriptor, *_), _, _ = socket.recv_fds(request, 1, 1)
+        # In the tree, the parent of a place is the place without its highest bit.
+        child_step = 1 << self._place.bit_length()
+        if descriptor is None:
+            _, received, _, _ = socket.recv_fds(self._peers[self._place - child_step // 2], 1, 1)
+            if not received:
+                raise OSError("a member has left")
+            descriptor = received[0]
+        for step in self._steps:
+            if step >= child_step and self._place + step < self._size:
+                socket.send_fds(self._peers[self._place + step], [b"\0"], [descriptor])
         for connection in self._peers.values():
             connection.setblocking(False)
-        assert descriptor is not None
         return descriptor
 
-    def _call(self, address: bytes, *, is_request: bool) -> socket.socket:
+    def _call(self, address: bytes) -> socket.socket:
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
             connection.settimeout(self._timeout)
             connection.connect(_name(address))
             if not _is_own_user(connection):
                 raise OSError("another user listens at a member's address")
-            connection.sendall(_HELLO.pack(self._place, is_request))
+            connection.sendall(_HELLO.pack(self._place))
             stack.pop_all()
         return connection
 
-    def _accept(self, deadline: float, descriptor: int | None) -> bool:
+    def _accept(self, deadline: float) -> bool:
         """Accept one connection. Return whether it is from a member."""
         self._server.settimeout(max(1e-3, deadline - time.monotonic()))
         connection, _ = self._server.accept()
@@ -195,13 +199,8 @@ class Mesh:
         if len(hello) < _HELLO.size:
             connection.close()
             return False
-        place, is_request = _HELLO.unpack(hello)
-        if not is_request:
-            self._peers[place] = connection
-            return True
-        assert descriptor is not None
-        with connection:
-            socket.send_fds(connection, [b"\0"], [descriptor])
+        (place,) = _HELLO.unpack(hello)
+        self._peers[place] = connection
         return True
 
     @property
