@@ -30,6 +30,9 @@ from ..launch import detect
 from ..launch.environment import add_copies
 from ..types import World
 
+__version__ = "0.28.1"
+"""The release of Horovod whose API dualdist has."""
+
 __all__ = ("MODULES", "HorovodFinder", "export_launch", "export_world", "install")
 
 # HOROVOD_RANK and similar variables, which horovodrun sets and scripts read, set under every launcher.
@@ -66,38 +69,39 @@ def _export(numbers: dict[str, int | None], env: MutableMapping[str, str]) -> No
 
 # The import hook: modules with Horovod's names, which contain dualdist's functions of the same names.
 
-_API = ("dualdist", "dualdist.compat.lifecycle")
+_COMMON, _TORCH, _ELASTIC = "dualdist.compat.common", "dualdist.compat.torch", "dualdist.compat.elastic"
+_API = ("dualdist", f"{_COMMON}:init")
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "horovod": ("dualdist.compat.package",),
+    "horovod": ("dualdist:run", "dualdist.compat:__version__"),
     "horovod.common": (),
-    "horovod.common.basics": ("dualdist.compat.lifecycle",),
-    "horovod.common.elastic": ("dualdist.elastic", "dualdist.compat.elastic", "dualdist.compat.exceptions"),
-    "horovod.common.exceptions": ("dualdist.compat.exceptions",),
+    "horovod.common.basics": (_COMMON,),
+    "horovod.common.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:HorovodInternalError"),
+    "horovod.common.exceptions": (_COMMON,),
     "horovod.common.process_sets": ("dualdist.world.process_sets",),
-    "horovod.common.util": ("dualdist.compat.mpi_ops",),
+    "horovod.common.util": (_COMMON,),
     "horovod.data": ("dualdist.compat.data",),
     "horovod.data.data_loader_base": ("dualdist.compat.data",),
-    "horovod.runner": ("dualdist.compat.package",),
+    "horovod.runner": ("dualdist:run",),
     "horovod.runner.elastic": (),
-    "horovod.runner.elastic.worker": ("dualdist.compat.elastic",),
-    "horovod.torch": (*_API, "dualdist.compat.optimizer", "dualdist.compat.mpi_ops:check_extension"),
-    "horovod.torch.compression": ("dualdist.compat.compression",),
-    "horovod.torch.elastic": (
-        "dualdist.elastic",
-        "dualdist.compat.elastic",
-        "dualdist.compat.lifecycle:init",
-        "dualdist:shutdown",
+    "horovod.runner.elastic.worker": (_ELASTIC,),
+    "horovod.torch": (*_API, _TORCH, f"{_COMMON}:check_extension"),
+    "horovod.torch.compression": (
+        "dualdist:Compression",
+        "dualdist.collectives.compression:Compressor",
+        f"{_TORCH}:FP16Compressor",
+        f"{_TORCH}:NoneCompressor",
     ),
+    "horovod.torch.elastic": ("dualdist.elastic", _ELASTIC, f"{_COMMON}:init", "dualdist:shutdown"),
     "horovod.torch.elastic.sampler": ("dualdist.elastic", "dualdist:rank", "dualdist:size"),
-    "horovod.torch.elastic.state": (*_API, "dualdist.elastic", "dualdist.compat.elastic"),
+    "horovod.torch.elastic.state": (*_API, "dualdist.elastic", _ELASTIC),
     "horovod.torch.functions": _API,
-    "horovod.torch.mpi_ops": (*_API, "dualdist.compat.mpi_ops"),
-    "horovod.torch.optimizer": (*_API, "dualdist.compat.optimizer", "dualdist.compat.mpi_ops:split_list"),
-    "horovod.torch.sync_batch_norm": (*_API, "dualdist.compat.sync_batch_norm"),
+    "horovod.torch.mpi_ops": (*_API, _COMMON, _TORCH),
+    "horovod.torch.optimizer": (*_API, _TORCH, f"{_COMMON}:split_list"),
+    "horovod.torch.sync_batch_norm": (*_API, _TORCH),
 }
-"""Horovod's module -> the modules of dualdist with its names. If two have the same name, the later one wins.
-MODULE:NAME is one name alone."""
+"""Horovod's module -> the modules of dualdist with its names, or MODULE:NAME for one name. If two have the same name,
+the later one wins."""
 
 _INSTEAD = {
     "horovod.spark": "Use dualdist.run, or Spark's TorchDistributor with a function that calls hvd.init().",

@@ -8,8 +8,8 @@ import pytest
 
 from dualdist.compat import __main__ as command_line
 from dualdist.compat import export_launch, export_world
+from dualdist.compat.common import _cache, is_version_greater_equal_than, num_rank_is_power_2, split_list
 from dualdist.compat.data import AsyncDataLoaderMixin, BaseDataLoader
-from dualdist.compat.mpi_ops import _cache, is_version_greater_equal_than, num_rank_is_power_2, split_list
 from dualdist.launch import detect
 from dualdist.launch.environment import names_of_copies
 from dualdist.types import World

@@ -1,35 +1,37 @@
-"""The names of horovod.torch.mpi_ops beside the public functions: `_basics`, and the autograd functions."""
+"""The names of horovod.common: `init` and the queries, exceptions, and what scripts import from its util.
+
+`init` also sets Horovod's environment variables, and opens no default process group.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 import dualdist
 
-from .exceptions import HorovodVersionMismatchError, get_version_mismatch_message
-from .lifecycle import HorovodBasics
+from ..backends.base import temporary_environment
+from ..elastic import HostsUpdatedInterrupt
+from ..errors import HorovodInternalError
+from ..world.context import Context, current, current_or_inherited
+from ..world.process_sets import ProcessSet
+from . import export_world
 
 __all__ = (
     "EXTENSIONS",
-    "_NULL",
-    "HorovodAllgather",
-    "HorovodAllreduce",
-    "HorovodAlltoall",
-    "HorovodBroadcast",
-    "HorovodGroupedAllgather",
-    "HorovodGroupedAllreduce",
-    "HorovodGroupedReducescatter",
-    "HorovodReducescatter",
+    "HorovodBasics",
+    "HorovodInternalError",
     "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
     "_basics",
     "_cache",
     "ccl_built",
@@ -46,6 +48,7 @@ __all__ = (
     "gloo_built",
     "gpu_available",
     "handle_average_backwards_compatibility",
+    "init",
     "is_iterable",
     "is_version_greater_equal_than",
     "mpi_built",
@@ -55,9 +58,92 @@ __all__ = (
     "split_list",
 )
 
-# What scripts import from horovod.common.util: mostly queries of the installation, which work before `init()`.
-
 T = TypeVar("T")
+
+
+@functools.wraps(dualdist.init)
+def init(*args: Any, **kwargs: Any) -> None:
+    Context.opens_process_group = False  # also when elastic training joins again
+    dualdist.init(*args, **kwargs)
+    export_world(current().world, os.environ)
+
+
+class HorovodBasics:
+    """The same functions as methods, as in horovod/common/basics.py. Its arguments name a library and are ignored."""
+
+    HOROVOD_PROCESS_SET_ERROR_INIT = -1
+    HOROVOD_PROCESS_SET_ERROR_DYNAMIC = -2
+    HOROVOD_PROCESS_SET_ERROR_UNKNOWN_SET = -3
+    HOROVOD_PROCESS_SET_ERROR_FOREIGN_SET = -4
+    HOROVOD_PROCESS_SET_ERROR_SHUTDOWN = -5
+    HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
+
+    def __init__(self, pkg_path: str, *args: str) -> None:
+        self.init = init
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(dualdist, name)
+        except AttributeError:
+            raise AttributeError(
+                f"HorovodBasics has no {name!r} under dualdist.compat: there is no compiled library of Horovod. "
+                "Use the functions of horovod.torch."
+            ) from None
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        sets: dict[int, ProcessSet] = current_or_inherited().process_sets
+        return {number: list(process_set.ranks or ()) for number, process_set in sets.items()}
+
+    def _process_set_rank(self, process_set_id: int) -> int | None:
+        return self._process_set(process_set_id).rank()
+
+    def _process_set_size(self, process_set_id: int) -> int | None:
+        return self._process_set(process_set_id).size()
+
+    def _add_process_set_impl(self, ranks: Sequence[int]) -> int | None:
+        if sorted(ranks) in self._get_process_set_ids_and_ranks().values():
+            return None
+        return dualdist.add_process_set(list(ranks)).process_set_id
+
+    def _remove_process_set_impl(self, process_set_id: int) -> int | None:
+        found = current_or_inherited().process_sets.get(process_set_id)
+        return process_set_id if found is not None and dualdist.remove_process_set(found) else None
+
+    @staticmethod
+    def _process_set(process_set_id: int) -> ProcessSet:
+        try:
+            found: ProcessSet = current_or_inherited().process_sets[process_set_id]
+        except KeyError:
+            raise ValueError(
+                f"`process_set_id` must be registered, but is {process_set_id} instead."
+            ) from None
+        return found
+
+
+_basics = HorovodBasics(__file__, "mpi_lib_v2")
+
+
+# Exceptions.
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str | None) -> str:
+    """Return the message of HorovodVersionMismatchError."""
+    return (
+        f"Framework {name} installed with version {installed_version} but found version {version}. "
+        "This can result in unexpected behavior including runtime errors."
+    )
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Never raised here: dualdist is not compiled against a version of torch."""
+
+    def __init__(self, name: str, version: str, installed_version: str | None) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version), name=name)
+        self.version = version
+        self.installed_version = installed_version
+
+
+# The util of horovod.common: mostly queries of the installation, which work before `init()`.
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 """Horovod's extensions. Only torch's is available."""
@@ -129,32 +215,12 @@ def is_iterable(x: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def env(**kwargs: str | None) -> Iterator[None]:
+def env(**kwargs: str | None) -> contextlib.AbstractContextManager[None]:
     """Set environment variables in the `with` block, except those that are None."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    return temporary_environment({name: value for name, value in kwargs.items() if value is not None})
 
 
-def _cache(f: Callable[..., T]) -> Callable[..., T]:
-    """Return `f` with its results kept by its arguments, which must be hashable."""
-    results: dict[Any, T] = {}
-
-    def wrapper(*args: Any, **kwargs: Any) -> T:
-        key = (args, frozenset(kwargs.items()))
-        if key not in results:
-            results[key] = f(*args, **kwargs)
-        return results[key]
-
-    return wrapper
+_cache = functools.cache
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
@@ -163,16 +229,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         raise ValueError(f"`ver` and `target` must be strings, but are {ver!r} and {target!r} instead.")
     if len(target.split(".")) != 3:
         raise ValueError(f"`target` must be major.minor.patch, but is {target!r} instead.")
-    return _release(ver) >= _release(target)
-
-
-def _release(version: str) -> tuple[list[int], bool]:
-    """Return the numbers of a version without trailing zeros, and whether it is no pre-release (PEP 440)."""
-    release, rest = re.fullmatch(r"v?(\d+(?:\.\d+)*)(.*)", version.strip()).groups()  # type: ignore[union-attr]
-    numbers = [int(part) for part in release.split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return numbers, not re.match(r"[._-]?(a|b|c|rc|alpha|beta|pre|preview|dev)", rest)
+    return bool(TorchVersion(ver) >= target)
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
@@ -193,56 +250,4 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
     return handle
 
 
-_NULL = ""
-_basics = HorovodBasics(__file__, "mpi_lib_v2")
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(dualdist)
-
-
-def _function(name: str, call: Callable[..., Any], *parameters: str, grouped: bool = False) -> Any:
-    """Return a class like those of Horovod: `apply` has the parameters of Horovod's `forward`, the tensors included."""
-
-    @classmethod  # type: ignore[misc]
-    def apply(cls: type, *args: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False))
-        tensors = list(args[len(parameters) :]) if grouped else given.pop("tensor")
-        result = call(tensors, **given)
-        return tuple(result) if grouped else result
-
-    doc = f"The differentiable `{call.__name__}`, as an autograd function."
-    return type(name, (torch.autograd.Function,), {"apply": apply, "__doc__": doc, "__module__": __name__})
-
-
-_scales = ("prescale_factor", "postscale_factor")
-HorovodAllreduce = _function(
-    "HorovodAllreduce", dualdist.allreduce, "tensor", "average", "name", "op", *_scales, "process_set"
-)
-HorovodGroupedAllreduce = _function(
-    "HorovodGroupedAllreduce",
-    dualdist.grouped_allreduce,
-    "average",
-    "name",
-    "op",
-    *_scales,
-    "process_set",
-    grouped=True,
-)
-HorovodAllgather = _function("HorovodAllgather", dualdist.allgather, "tensor", "name", "process_set")
-HorovodGroupedAllgather = _function(
-    "HorovodGroupedAllgather", dualdist.grouped_allgather, "name", "process_set", grouped=True
-)
-HorovodBroadcast = _function(
-    "HorovodBroadcast", dualdist.broadcast, "tensor", "root_rank", "name", "process_set"
-)
-HorovodAlltoall = _function("HorovodAlltoall", dualdist.alltoall, "tensor", "splits", "name", "process_set")
-HorovodReducescatter = _function(
-    "HorovodReducescatter", dualdist.reducescatter, "tensor", "name", "op", "process_set", *_scales
-)
-HorovodGroupedReducescatter = _function(
-    "HorovodGroupedReducescatter",
-    dualdist.grouped_reducescatter,
-    "name",
-    "op",
-    "process_set",
-    *_scales,
-    grouped=True,
-)
