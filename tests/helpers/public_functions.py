@@ -115,10 +115,6 @@ def sampler() -> hvd.DistributedSampler:
     return made
 
 
-def scores() -> metrics.Sum:
-    return metrics.Sum((2,))
-
-
 def classes() -> dict[str, Any]:
     return {"predicted": torch.zeros(6, dtype=torch.int64), "targets": torch.zeros(6, dtype=torch.int64)}
 
