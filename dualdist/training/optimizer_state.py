@@ -44,12 +44,13 @@ def broadcast_optimizer_state(
             root's. Then the other ranks raise RuntimeError.
         HorovodInternalError: as for `broadcast`.
     """
-    root_rank = _check(optimizer, root_rank)
-    is_root = channel_of(global_process_set).group.rank == root_rank
-    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail
+    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail, too
+        fix = "Pass the optimizer of this rank."
+        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
+        root_rank, _ = check_root(root_rank, global_process_set)
+        is_root = channel_of(global_process_set).group.rank == root_rank
         state = optimizer.state_dict() if is_root else None
-        # By id, so that a tensor that occurs several times is one tensor on the other ranks, too.
-        sent = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
+        sent = _tensors_in(state)
         stand_ins = {
             key: _alike(_empty(leaf, "meta"), leaf) if _is_plain(leaf) else leaf.detach().cpu()
             for key, leaf in sent.items()
@@ -71,32 +72,22 @@ def broadcast_optimizer_state(
     template, are_on_cpu = unpickled_on_all_ranks(receive)
     if is_root:
         broadcast_parameters([leaf.detach().cpu() for leaf in sent.values() if _is_plain(leaf)], root_rank)
-    else:
-        _receive(optimizer, template, are_on_cpu, root_rank)
-
-
-def _receive(
-    optimizer: torch.optim.Optimizer, template: Any, are_on_cpu: Sequence[bool], root_rank: int
-) -> None:
-    """Load the root's state, in which tensors on the device meta still have to be received."""
-    leaves = {id(leaf): leaf for leaf in tree_leaves(template) if isinstance(leaf, torch.Tensor)}
+        return
+    leaves = _tensors_in(template)
     tensors = {key: _empty(leaf, "cpu") if leaf.is_meta else leaf for key, leaf in leaves.items()}
     broadcast_parameters([tensors[key] for key, leaf in leaves.items() if leaf.is_meta], root_rank)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    device = next(param.device for group in optimizer.param_groups for param in group["params"])
     found = {
-        key: _alike(tensors[key] if is_on_cpu else tensors[key].to(params[0].device), leaf)
+        key: _alike(tensors[key] if is_on_cpu else tensors[key].to(device), leaf)
         for (key, leaf), is_on_cpu in zip(leaves.items(), are_on_cpu, strict=True)
     }
     state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
     load_optimizer_state(optimizer, state, keeps_cpu=True)
 
 
-def _check(optimizer: Any, root_rank: Any) -> int:
-    """Return `root_rank` as an int. If an argument is wrong on this rank, the other ranks get an error, too."""
-    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):
-        fix = "Pass the optimizer of this rank."
-        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
-        return check_root(root_rank, global_process_set)[0]
+def _tensors_in(state: Any) -> dict[int, torch.Tensor]:
+    """Return the tensors by id, so that one that occurs several times stays one tensor on the other ranks, too."""
+    return {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

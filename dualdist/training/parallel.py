@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -133,16 +134,14 @@ class DistributedDataParallel(torch.nn.Module):
             named = checked_module(module, ignored)
             check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
             mixed_precision = checked_mixed_precision(mixed_precision)
-            devices = checked_device_ids(device_ids, {param.device for _, param in named})
+            device = checked_device_ids(device_ids, {param.device for _, param in named})
             copies_first, copies = checked_buffers(broadcast_buffers, forward_sync_buffers)
             init_sync = flag("init_sync", init_sync)
             if bucket_cap_mb is not None:
                 number("bucket_cap_mb", bucket_cap_mb, above=0, fix="Pass None for 25.")
             caps = checked_caps(bucket_cap_mb_list)
         self.module = module
-        self.device_ids = devices or None
-        self.output_device = output_device
-        self.dim = dim
+        self.device_ids = None if device is None else [device]
         self.device = named[0][1].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({param.device for _, param in named}) > 1
@@ -151,13 +150,18 @@ class DistributedDataParallel(torch.nn.Module):
         self._casts: MixedPrecision | None = None
         self.forward_sync_buffers = copies
         self.parameters_to_ignore = ignored
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
-        self.require_forward_param_sync = True
+        # Attributes of torch's class, without effect here.
+        self.__dict__.update(
+            output_device=output_device,
+            dim=dim,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+            require_forward_param_sync=True,
+        )
         self.bucket_bytes_cap_default = bucket_cap_mb is None
         self.bucket_bytes_cap = BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in caps]
@@ -407,7 +411,15 @@ class DistributedDataParallel(torch.nn.Module):
     )
     _get_data_parallel_params: Any = staticmethod(TorchDataParallel._get_data_parallel_params)
     _register_fused_optim: Any = TorchDataParallel._register_fused_optim
+    join_device, join_process_group = TorchDataParallel.join_device, TorchDataParallel.join_process_group
     _join_config: Any
+
+    reducer = SimpleNamespace(
+        prepare_for_forward=lambda: None,
+        prepare_for_backward=lambda outputs: None,
+        _rebuild_buckets=lambda: False,
+    )
+    """What frameworks call on torch's Reducer before a backward that must average. It has nothing to do here."""
 
     broadcast_bucket_size = 250 << 20
     """In bytes. torch's functions that copy modules to all ranks take it."""
@@ -491,9 +503,9 @@ class DistributedDataParallel(torch.nn.Module):
             "backend_name": context.backend.transport,
             "broadcast_buffers": int(self.forward_sync_buffers),
             "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
+            "find_unused_parameters": int(bool(self.find_unused_parameters)),
+            "gradient_as_bucket_view": int(bool(self.gradient_as_bucket_view)),
+            "static_graph": int(bool(self.static_graph)),
             "has_sync_bn": int(any(isinstance(part, batch_norms) for part in self.module.modules())),
             "num_parameter_tensors": len(params),
             "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
@@ -555,21 +567,6 @@ class DistributedDataParallel(torch.nn.Module):
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepted as in torch, without effect: outputs are never cloned."""
 
-    @property
-    def reducer(self) -> Any:
-        """What frameworks call on torch's Reducer before a backward that must average. It has nothing to do here."""
-        return _NoReducer()
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group, for torch.distributed.algorithms.Join."""
-        return self.process_group
-
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
@@ -605,15 +602,15 @@ class DistributedDataParallel(torch.nn.Module):
                 "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
                 "instead. Copy its `module`."
             )
-        local = [
+        local = {
             "_combiner",
             "_process_set",
             "_process_group",
             "_torch_join",
             "_join_config",
             "_requires_sync",
-        ]
-        local += ["_wrapped", "_parts", "_recorded", "_in_backward"]
+        }
+        local |= {"_wrapped", "_parts", "_recorded", "_in_backward"}
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -622,19 +619,6 @@ class DistributedDataParallel(torch.nn.Module):
         self._requires_sync = True
         self._enter()
         self._combine_gradients(self._named(), compares_late=True)
-
-
-class _NoReducer:
-    """Has the methods of torch's Reducer that frameworks call. dualdist decides in backward whether to combine."""
-
-    def prepare_for_forward(self) -> None:
-        pass
-
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None) -> None:

@@ -77,8 +77,8 @@ def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.P
     return named
 
 
-def checked_device_ids(device_ids: Any, own: set[torch.device]) -> list[torch.device]:
-    """Return the devices in `device_ids`: one or none. own: where the module's parameters are.
+def checked_device_ids(device_ids: Any, own: set[torch.device]) -> torch.device | None:
+    """Return the device in `device_ids`, if any. own: where the module's parameters are.
 
     As in torch (torch/nn/parallel/distributed.py), a module on the CPU or on several devices takes none. The CPU itself
     is accepted for a module there, because `[hvd.device()]` is right on every host.
@@ -87,21 +87,19 @@ def checked_device_ids(device_ids: Any, own: set[torch.device]) -> list[torch.de
     devices = items("device_ids", () if device_ids is None else device_ids, rule, fix)
     if len(devices) > 1:
         raise ValueError(f"`device_ids` must be {rule}, but has {len(devices)} instead. {fix}")
+    if not devices:
+        return None
     kinds = {device.type for device in own}
-    checked = []
-    for device in devices:
-        is_elsewhere = type(device) is int and kinds == {
-            "cpu"
-        }  # torch knows no numbers without an accelerator
-        if not is_elsewhere:
-            checked.append(checked_device("device_ids[0]", device))
-            is_elsewhere = len(own) > 1 or kinds != {checked[0].type}
-        if is_elsewhere:
-            raise ValueError(
-                f"`device_ids` must be None unless it is where the module is, but is [{device}] instead, and its "
-                f"parameters are on {', '.join(sorted(map(str, own)))}. Leave it out, or move the module first."
-            )
-    return checked
+    is_elsewhere = type(devices[0]) is int and kinds == {
+        "cpu"
+    }  # torch knows no numbers without an accelerator
+    device = torch.device("cpu") if is_elsewhere else checked_device("device_ids[0]", devices[0])
+    if is_elsewhere or len(own) > 1 or kinds != {device.type}:
+        raise ValueError(
+            f"`device_ids` must be None unless it is where the module is, but is [{devices[0]}] instead, and its "
+            f"parameters are on {', '.join(sorted(map(str, own)))}. Leave it out, or move the module first."
+        )
+    return device
 
 
 def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
