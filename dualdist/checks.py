@@ -15,14 +15,13 @@ from types import UnionType
 from typing import Any, TypeVar, cast
 
 from .errors import ConfigurationError
-from .types import REDUCE_OP_NAMES, Average, Max, Min, Product, Sum
+from .types import REDUCE_OP_NAMES, TORCH_OP_NAMES
 
 T = TypeVar("T")
 
 _LONGEST = 100
 """How many characters of a value a message shows."""
 
-_TORCH_OPS = {"SUM": Sum, "AVG": Average, "MIN": Min, "MAX": Max, "PRODUCT": Product}
 _TORCH_MODULES = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
 """Where the classes of torch's ops are. They are recognised by name, because torch.distributed may be missing."""
 
@@ -201,8 +200,8 @@ def reduce_op(op: Any) -> int:
         return op
     is_torch_op = type(op).__module__ in _TORCH_MODULES and type(op).__name__ in ("ReduceOp", "RedOpType")
     name = getattr(op, "op", op).name if is_torch_op else None
-    if name in _TORCH_OPS:
-        return _TORCH_OPS[name]
+    if is_torch_op and name in TORCH_OP_NAMES:
+        return TORCH_OP_NAMES.index(name)
     raise ValueError(
         f"`op` must be {', '.join(REDUCE_OP_NAMES[:-1])} or {REDUCE_OP_NAMES[-1]}, but is "
         f"{f'torch.distributed.ReduceOp.{name}' if name else shown(op)} instead. Pass hvd.Sum and so on, or SUM, AVG, "

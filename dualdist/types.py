@@ -10,6 +10,7 @@ from typing import Any, Protocol
 __all__ = (
     "NEVER_SECONDS",
     "REDUCE_OP_NAMES",
+    "TORCH_OP_NAMES",
     "Adasum",
     "Average",
     "Launch",
@@ -26,6 +27,8 @@ __all__ = (
 # Plain integers with Horovod's values (horovod/common/basics.py), so that scripts may store and compare them.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 REDUCE_OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+TORCH_OP_NAMES = ("AVG", "SUM", None, "MIN", "MAX", "PRODUCT")
+"""Their names in torch.distributed.ReduceOp, in the same order."""
 
 
 class TorchOp(Protocol):

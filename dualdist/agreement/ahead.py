@@ -15,60 +15,11 @@ from typing import Any, TypeVar
 from ..backends.base import Group
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from .call import Call
-from .guard import Guard, in_turn
+from .guard import in_turn
 from .verdict import Verdict
-
-# The order of calls that repeats in each step, see ahead.py.
 
 _LONGEST = 10_000
 """How many calls of a step are remembered. More are made only where no step ends."""
-
-
-class KnownOrder:
-    """The calls that one rank has made since a step ended, and those of earlier steps."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Start over: the ranks agree on every call of the next step."""
-        self._ended: Hashable = None
-        """What ended the last step."""
-        self._earlier: dict[Hashable, list[tuple[object, ...]]] = {}
-        """What ended a step -> the calls of the last step after it."""
-        self._made: list[tuple[object, ...]] = []
-        self._count = 0
-        self._digest = b""
-
-    def expects(self, call: Call) -> bool:
-        """Return whether the last such step made `call` at this place."""
-        earlier = self._earlier.get(self._ended, [])
-        return self._count < len(earlier) and earlier[self._count] == call.identity
-
-    def add(self, call: Call) -> None:
-        """Add `call` to the step."""
-        if self._count < _LONGEST:
-            self._made.append(call.identity)
-        self._count += 1
-        self._digest = hashlib.blake2b(self._digest + repr(call.identity).encode(), digest_size=4).digest()
-
-    def describe(self) -> str:
-        """Return the number and a digest of the calls of this step, equal on ranks that have made the same.
-
-        "" if there are none.
-        """
-        if not self._count:
-            return ""
-        return f"{self._count} calls ({self._digest.hex()})"
-
-    def end_step(self, reason: Hashable) -> None:
-        """End the step after the ranks have compared `describe`. reason: equal on all ranks."""
-        self._earlier[self._ended] = self._made
-        self._earlier.setdefault(reason, self._made)  # most programs have one kind of step
-        self._ended = reason
-        self._made, self._count, self._digest = [], 0, b""
-
-
 _DESCRIPTION_BYTES = 32
 """The length of what a rank reports of its calls."""
 
@@ -81,22 +32,30 @@ class Ahead:
 
     def __init__(
         self,
-        name: str,
         run: Callable[[Call, Execute[Any]], Any],
-        guard: Guard,
+        guard: Callable[[Call, Callable[[], Any]], Any],
         make_group: Callable[[], Group] | None,
     ) -> None:
         """Prepare. Local.
 
         Args:
-            name: under which the watch knows the calls.
             run: runs a call with an agreement.
+            guard: returns what the function returns, watched for a stall of the call.
             make_group: makes the group of the calls; collective over the members. None: every call has an agreement.
         """
-        self._name, self._run, self._guard, self._make_group = name, run, guard, make_group
+        self._run, self._guard, self._make_group = run, guard, make_group
         # A group of its own: other threads use the groups of the channel.
         self._group: Group | None = None
-        self._order = KnownOrder()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._last_end: Hashable = None
+        """The call that ended the last step."""
+        self._earlier: dict[Hashable, list[tuple[object, ...]]] = {}
+        """The call that ended a step -> the calls of the last step after it."""
+        self._made: list[tuple[object, ...]] = []
+        """The calls since then."""
+        self._count, self._digest = 0, b""
 
     def run(self, call: Call, execute: Execute[T]) -> T:
         """Run `call` as Channel.run does, but without an agreement if the last step made it at this place.
@@ -105,12 +64,16 @@ class Ahead:
         """
         if self._make_group is None:
             return self._run(call, execute)  # type: ignore[no-any-return]
-        if self._order.expects(call):
-            result = in_turn(call, lambda: self._execute(call, execute, Verdict(call)))
+        earlier = self._earlier.get(self._last_end, [])
+        if earlier[self._count : self._count + 1] == [call.identity]:
+            result = in_turn(call, self._execute, call, execute, Verdict(call))
         else:
-            known = replace(call, arguments=(*call.arguments, ("calls_before", self._order.describe())))
+            known = replace(call, arguments=(*call.arguments, ("calls_before", self._description())))
             result = self._run(known, lambda group, verdict: self._execute(call, execute, verdict))
-        self._order.add(call)
+        if self._count < _LONGEST:
+            self._made.append(call.identity)
+        self._count += 1
+        self._digest = hashlib.blake2b(self._digest + repr(call.identity).encode(), digest_size=4).digest()
         return result
 
     def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
@@ -118,7 +81,11 @@ class Ahead:
             assert self._make_group is not None
             self._group = self._make_group()
         group = self._group
-        return self._guard.run(self._name, call, lambda: execute(group, verdict))
+        return self._guard(call, lambda: execute(group, verdict))  # type: ignore[no-any-return]
+
+    def _description(self) -> str:
+        """Return the number and a digest of the calls of this step; "" if there are none."""
+        return f"{self._count} calls ({self._digest.hex()})" if self._count else ""
 
     def end_step(self, call: Call, execute: Execute[T]) -> T:
         """Run `call` as Channel.run does, and compare the calls before it. The step ends.
@@ -127,7 +94,7 @@ class Ahead:
         """
         if self._make_group is None:
             return self._run(call, execute)  # type: ignore[no-any-return]
-        made = self._order.describe()
+        made = self._description()
         own = made.encode().ljust(_DESCRIPTION_BYTES)
 
         def compare_first(group: Group, verdict: Verdict) -> tuple[T | None, Sequence[bytes]]:
@@ -150,12 +117,15 @@ class Ahead:
                 "the same layers in the same order on all ranks."
             )
         if made:
-            self._order.end_step(call.identity)
+            self._earlier[self._last_end] = self._made
+            self._earlier.setdefault(call.identity, self._made)  # most programs have one kind of step
+            self._last_end = call.identity
+            self._made, self._count, self._digest = [], 0, b""
         return result  # type: ignore[no-any-return]
 
     def forget(self) -> None:
         """Start over after members have made different calls: those that only some have made would never end. Local."""
-        self._order.forget()
+        self._start_over()
         self.abort()
         self._group = None
 

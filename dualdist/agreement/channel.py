@@ -4,8 +4,8 @@ For each call the members first agree to make it, and then send its data. They r
 each rank's oldest pending call is the same, one exchange of digests suffices (verdict.py). Otherwise the members
 exchange all their pending calls (matching.py), and wait for each other's news where nothing matches yet.
 
-A synchronous call runs in the caller's thread when nothing else is pending. An asynchronous call, and every call made
-while one is pending, runs in one worker thread.
+A call is a request. The thread that holds `_running` runs the pending ones, in rounds: a synchronous call's own thread
+when nothing else is pending, else one worker thread.
 """
 
 from __future__ import annotations
@@ -33,105 +33,85 @@ from .ahead import Ahead
 from .call import Call, call_site
 from .call_kinds import Data, Kind, WhenJoined
 from .connections import Connections
-from .guard import Guard, in_turn
+from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import Match, Standing, match
 from .timeline import Timeline
-from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
-from .watch import StallWatch, awaited, is_blocked, waiting_for
-
-# The result of a call that runs in another thread.
+from .verdict import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
+from .watch import StallWatch
 
 T = TypeVar("T")
+
+Execute = Callable[[Group, Verdict], T]
+"""Moves the data of a call over the group, after the agreement; returns the result."""
+StandIn = Callable[[Call, Group, Verdict], None]
+"""What a rank that has called `join` runs when the other ranks call a collective."""
 
 _WAIT_SECONDS = 0.5
 """A signal that arrives just before a wait or in another thread does not interrupt it: its handler runs afterwards."""
 
 
-class Result(Generic[T]):
-    """What `compute` returns or raises, once `run` has called it in another thread.
+class Request(Generic[T]):
+    """A call of this rank, and its result.
 
     Python runs signal handlers between any two instructions of the main thread. `concurrent.futures.Future` holds a
     lock in some of them: a handler that waits there for a later call stops the thread that runs both. Here only the
     wait itself holds a lock, for no instruction of Python.
     """
 
-    def __init__(self, compute: Callable[..., T]) -> None:
-        self._compute: Callable[..., T] | None = compute
-        self._value: T
-        self._error: BaseException | None = None
-        self._ended = False
-        self._running = threading.Lock()
-        self._running.acquire()
-
-    def run(self, *arguments: Any) -> None:
-        """Compute the result from `arguments`. Never raises."""
-        assert self._compute is not None
-        try:
-            self._value = self._compute(*arguments)
-        except BaseException as error:
-            self._error = error
-        self._end()
-
-    def fail(self, error: BaseException) -> None:
-        """Let `get` raise `error`, unless the result is there already."""
-        if not self._ended:
-            self._error = error
-            self._end()
-
-    def _end(self) -> None:
-        self._compute = None  # it may hold tensors
-        self._ended = True
-        self._running.release()
-
-    def done(self) -> bool:
-        """Return whether `get` would return at once."""
-        return self._ended
-
-    def get(self) -> T:
-        """Wait for the result, and return it or raise its exception."""
-        while not self._ended:
-            if self._running.acquire(timeout=_WAIT_SECONDS):
-                self._running.release()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
-# A call of this rank that waits for the other members.
-
-
-class Request(Result[T]):
-    """A pending call and its result."""
-
-    def __init__(self, entry: Entry, compute: Callable[[Any], T], on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: int,
+        call: Call,
+        execute: Execute[T] | None = None,
+        error: str = "",
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         """Make the request.
 
         Args:
-            entry: what this rank contributes to the agreements.
-            compute: returns the result, from the verdict of the members.
+            state: ACTIVE, JOINED or FAILED.
+            execute: None for a call that only takes part in the agreements.
+            error: for FAILED: the error that this rank raised.
             on_wait: called when a thread begins to wait for the result.
         """
-        super().__init__(compute)
-        self.entry = entry
-        self._issued = time.time_ns()
+        self.state, self.call, self.execute = state, call, execute
+        self.issued = time.time_ns()
+        self.ended = False
+        self._failure_text = error
         self._on_wait = on_wait
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._running = threading.Lock()
+        self._running.acquire()
 
     @functools.cached_property
-    def listed(self) -> Entry:
-        """The entry as other members see it in a list of pending calls: without its data."""
-        return self.entry._replace(call=replace(self.entry.call, payload=b""), issued=self._issued)
+    def listed(self) -> PendingCall:
+        """What other members see of it in a list of pending calls: without its data."""
+        return PendingCall(self.state, replace(self.call, payload=b""), self._failure_text, self.issued)
 
-    @property
-    def call(self) -> Call:
-        """The call of the entry."""
-        return self.entry.call
+    def end(self, value: T | None = None, error: BaseException | None = None) -> None:
+        """Let `get` return `value` or raise `error`, unless the result is there already."""
+        if not self.ended:
+            self._value, self._error = value, error
+            self.execute = None  # it may hold tensors
+            self.ended = True
+            self._running.release()
+
+    def done(self) -> bool:
+        """Return whether `get` would return at once."""
+        return self.ended
 
     def get(self) -> T:
-        if self.done():
-            return super().get()
-        with waiting_for(self):
-            self._on_wait()
-            return super().get()
+        """Wait for the result, and return it or raise its exception."""
+        if not self.ended:
+            with waiting_for(self):
+                self._on_wait()
+                while not self._running.acquire(timeout=_WAIT_SECONDS):
+                    pass
+                self._running.release()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[no-any-return]
 
 
 # Wakes the thread that runs a channel when the script makes a call or begins to wait for one.
@@ -182,11 +162,6 @@ _LAST_CALLS_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 0.25
 """While a thread waits for a call: how often to check whether the other threads of the script have ended."""
 
-Execute = Callable[[Group, Verdict], T]
-"""Moves the data of a call over the group, after the agreement; returns the result."""
-StandIn = Callable[[Call, Group, Verdict], None]
-"""What a rank that has called `join` runs when the other ranks call a collective."""
-
 
 class Channel:
     """Runs the collectives of one process set, in the same order on all members."""
@@ -213,6 +188,8 @@ class Channel:
         self._stand_in = stand_in
         self._running = threading.Lock()
         """Held by the thread that runs calls."""
+        self._own: Request[Any] | None = None
+        """The call of that thread itself; None if it is the worker thread."""
         self._pending: list[Request[Any]] = []
         """In the order in which the calls were made. Only the thread that runs calls removes them."""
         self._named: weakref.WeakValueDictionary[object, Request[Any]] = weakref.WeakValueDictionary()
@@ -224,15 +201,14 @@ class Channel:
         self._worker: threading.Thread | None = None
         self._joined: frozenset[int] = frozenset()
         """Places (indices in the process set) of the members that had joined at the last agreement."""
-        self._watch = watch
         for group in (data, gradients):
             group.has_lost_member = connections.has_lost_peer
         pending = lambda: [request.call for request in list(self._pending)]  # noqa: E731
-        self._guard = Guard(watch, connections, pending, self._abort)
-        self._gradients_name, ahead_name = f"{name}, gradients", f"{name}, ahead"
-        self.ahead = Ahead(ahead_name, self.run, self._guard, make_ahead)
-        for watched in (name, self._gradients_name, ahead_name):
-            watch.add_channel(watched, data.ranks)
+        self._guard = Guard(connections, self._abort)
+        self._watched = watch.add_channel(name, data.ranks, pending)
+        self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
+        watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
+        self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
 
     @property
     def num_joined(self) -> int:
@@ -258,52 +234,45 @@ class Channel:
         the same thread.
         """
         try:
-            return in_turn(call, self._run, call, execute)
+            return in_turn(call, self._run, Request(ACTIVE, call, execute, on_wait=self._news.give))
         except CollectiveMismatchError:
             self.ahead.forget()
             raise
 
-    def _run(self, call: Call, execute: Execute[T]) -> T:
-        if not self._pending and self._running.acquire(blocking=False):
-            try:
-                return self._run_here(call, execute)
-            finally:
-                self._running.release()
-        return self._enqueue(Entry(ACTIVE, call), functools.partial(self._perform, call, execute)).get()
-
-    def submit(self, call: Call, execute: Execute[T]) -> Result[T]:
+    def submit(self, call: Call, execute: Execute[T]) -> Request[T]:
         """Queue `call` and return at once."""
-        perform = functools.partial(self._perform, call, execute)
-        return in_turn(call, lambda: self._enqueue(Entry(ACTIVE, call), perform))
+        return in_turn(call, self._enqueue, Request(ACTIVE, call, execute, on_wait=self._news.give))
+
+    def fail(self, kind: Kind, error: Exception) -> None:
+        """Report to the other members that this rank could not make its call. Does not wait for them."""
+        request: Request[None] = Request(FAILED, Call(kind, site=call_site()), error=text_of(error))
+        in_turn(request.call, self._enqueue, request)
+
+    def join(self) -> int:
+        """Take part in the other members' collectives until all have joined; return the rank that joined last."""
+        request: Request[int] = Request(
+            JOINED, Call(call_kinds.JOIN, site=call_site()), on_wait=self._news.give
+        )
+        return in_turn(request.call, lambda: self._enqueue(request).get())
 
     def receive(self, call: Call, step: Callable[[], T]) -> T:
         """Return `step()`, which waits for what the members send over `gradients`. Collective over the process set.
 
         Raises StallError and HorovodInternalError as `run` does.
         """
-        return self._guard.run(self._gradients_name, call, step)
+        return self._guard.run(self._watched_gradients, call, step)
 
     def report_failure(self, step: str, text: str) -> None:
         """Let `failure(step)` return `text` on the other members, which may be waiting. Takes a few seconds at most."""
-        self._watch.report_failure(self._gradients_name, step, text)
+        self._watched_gradients.report_failure(step, text)
+
+    def failure(self, step: str) -> str | None:
+        """Return what another member has reported about `step` of the exchange over `gradients`. Local."""
+        return self._watched_gradients.failures.get(step)
 
     def deadline(self) -> float:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""
         return self._connections.deadline()
-
-    def failure(self, step: str) -> str | None:
-        """Return what another member has reported about `step` of the exchange over `gradients`. Local."""
-        return self._watch.failure(self._gradients_name, step)
-
-    def fail(self, kind: Kind, error: Exception) -> None:
-        """Report to the other members that this rank could not make its call. Does not wait for them."""
-        entry = Entry(FAILED, Call(kind, site=call_site()), text_of(error))
-        in_turn(entry.call, lambda: self._enqueue(entry, lambda verdict: None))
-
-    def join(self) -> int:
-        """Take part in the other members' collectives until all have joined; return the rank that joined last."""
-        entry = Entry(JOINED, Call(call_kinds.JOIN, site=call_site()))
-        return in_turn(entry.call, lambda: self._enqueue(entry, lambda last: int(last)).get())
 
     def close(self) -> None:
         """End the worker thread after the pending calls, but wait at most 1 s for it, and close the connections."""
@@ -325,10 +294,9 @@ class Channel:
 
     # Pending calls
 
-    def _enqueue(self, entry: Entry, compute: Callable[[Any], T]) -> Request[T]:
-        request = Request(entry, compute, self._news.give)
-        if entry.call.name is not None:
-            self._named[entry.call.key] = request
+    def _enqueue(self, request: Request[T]) -> Request[T]:
+        if request.call.name is not None:
+            self._named[request.call.key] = request
         if self._worker is None:
             self._start_worker()
         self._pending.append(request)
@@ -349,100 +317,73 @@ class Channel:
         """Run calls. device: the current one of the thread that has made the first call; a new thread has the first."""
         if device is not None:
             accelerator.bind(device)
+        run_calls_of_others()
         while self._wake.get():
             with self._running:
                 while self._pending:
-                    self._serve(self._pending[0])
+                    oldest = self._pending[0]
+                    try:
+                        in_turn(oldest.call, self._run_round, oldest)
+                    except BaseException as error:
+                        oldest.end(error=error)
+                        self._forget(oldest)
 
-    def _serve(self, oldest: Request[Any]) -> None:
-        """Run a round of calls. If it fails, so does the oldest call."""
+    def _run(self, request: Request[T]) -> T:
+        """Run `request` in this thread if nothing else is pending, else in the worker thread. Return its result."""
+        if self._pending or not self._running.acquire(blocking=False):
+            return self._enqueue(request).get()
+        self._pending.append(request)
+        self._own = request
         try:
-            in_turn(oldest.call, lambda: self._run_round(oldest))
-        except BaseException as error:
-            oldest.fail(error)
-            self._forget(oldest)
+            while not request.ended:
+                self._run_round(self._pending[0])
+        except BaseException:
+            self._forget(request)
+            raise
+        finally:
+            self._own = None
+            self._running.release()
+        return request.get()
 
     def _forget(self, request: Request[Any]) -> None:
         if request in self._pending:
             self._pending.remove(request)
 
-    # Running calls. The caller holds `_running`.
-
-    def _run_here(self, call: Call, execute: Execute[T]) -> T:
-        """Run `call` in the thread that made it."""
-        verdict = self._agree(Entry(ACTIVE, call))
-        if verdict.call is not None:
-            return self._perform(call, execute, verdict)
-        request = Request(
-            Entry(ACTIVE, call), functools.partial(self._perform, call, execute), self._news.give
-        )
-        self._pending.insert(0, request)
-        try:
-            with waiting_for(request):
-                self._match(request)
-                while not request.done():
-                    self._run_round(self._pending[0])
-        finally:
-            self._forget(request)
-        return request.get()
+    # A round: an agreement, and the calls that run after it. The caller holds `_running`.
 
     def _run_round(self, oldest: Request[Any]) -> None:
         """Run the oldest call if it is that of all members, else those that match."""
-        verdict = self._agree(oldest.entry)
-        if verdict.call is None:
-            self._match(oldest)
+        verdict, match_of_all = self._guard.run(self._watched, oldest.call, self._exchange, oldest)
+        if match_of_all is not None:
+            self._end_matched(*match_of_all, oldest)
+            return
+        if not oldest.ended:
+            oldest.end(self._execute(oldest.call, oldest.execute, verdict))
+        self._pending.remove(oldest)
+
+    def _exchange(self, oldest: Request[Any]) -> tuple[Verdict, tuple[list[Request[Any]], Match] | None]:
+        """Do the part of a round in which the members wait for each other."""
+        call = oldest.call
+        if not self._timeline.is_open:
+            verdict = agree(self._connections, oldest.state, call, oldest.issued)
         else:
-            oldest.run(verdict)
-            self._pending.remove(oldest)
+            with self._timeline.negotiation(self._name, self.group.ranks, call) as mark_arrivals:
+                verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=True)
+                mark_arrivals(verdict.arrivals)
+        if verdict.call is None:
+            with waiting_for(self._own):
+                return verdict, self._find_match()
+        self._joined = frozenset()
+        if _has_more_data(call, verdict):
+            oldest.end(self._execute(call, oldest.execute, verdict))
+        return verdict, None
 
-    def _perform(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
-        kind = call.kind
-        has_data = kind.when_joined is not WhenJoined.NOTHING
-        if not has_data or (kind.data is Data.AFTER and any(verdict.payloads)):
-            return self._execute(call, execute, verdict)  # the members exchange nothing more
-        return self._guarded(call, functools.partial(self._execute, call, execute, verdict))
-
-    def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+    def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
+        assert execute is not None
         if not self._timeline.is_open:
             return execute(self.group, verdict)
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)
-
-    def _guarded(self, call: Call, step: Callable[[], T]) -> T:
-        return self._guard.run(self._name, call, step)
-
-    # Agreement
-
-    def _agree(self, entry: Entry) -> Verdict:
-        negotiate = self._negotiate if self._timeline.is_open else agree
-        step = functools.partial(negotiate, self._connections, entry)
-        verdict = self._guard.run(self._name, entry.call, step)
-        if verdict.call is not None:
-            self._joined = frozenset()
-        return verdict
-
-    def _negotiate(self, connections: Connections, entry: Entry) -> Verdict:
-        with self._timeline.negotiation(self._name, self.group.ranks, entry.call) as mark_arrivals:
-            verdict = agree(connections, entry, needs_times=True)
-            mark_arrivals(verdict.arrivals)
-        return verdict
-
-    def _match(self, oldest: Request[Any]) -> None:
-        """End some pending calls: exchange those of all members until some match or must raise."""
-        requests, found = self._guarded(oldest.call, self._find_match)
-        before, self._joined = self._joined, found.joined
-        if found.drained:
-            self._guarded(oldest.call, lambda: self._drain(found, requests))
-        for step in found.steps:
-            index = step.entries[self.group.rank]
-            self._take_part(step.verdict, None if index is None else requests[index], oldest)
-        if found.is_over:
-            self._joined = frozenset()
-            last = self.group.ranks[max(found.joined - before)]
-            for request in requests:
-                if request.entry.state == JOINED:
-                    request.run(last)
-                    self._pending.remove(request)
 
     def _find_match(self) -> tuple[list[Request[Any]], Match]:
         """Return this rank's requests, and what the members do about them. Waits until they do something."""
@@ -451,7 +392,8 @@ class Channel:
             requests, standing = self._standing()
             messages = self._connections.allgather_messages(pickle.dumps(standing))
             found = match([pickle.loads(message) for message in messages], self.group.ranks)
-            if found.steps or found.is_over:
+            if found.outcomes or found.is_over:
+                self._drain(found, requests)
                 return requests, found
             self._wait_for_news(standing, deadline)
             self._connections.alert()
@@ -465,7 +407,10 @@ class Channel:
         )
 
     def _wait_for_news(self, known: Standing, deadline: float) -> None:
-        """Wait until this rank's standing is not as `known` to the members, or until a member has news."""
+        """Wait until this rank has a call or is blocked, unlike in `known`, or until a member signals that it has news.
+
+        known: what the members know of this rank.
+        """
         with self._news.listening() as signal:
             while self._standing()[1] == known:
                 seconds = deadline - time.monotonic()
@@ -484,18 +429,47 @@ class Channel:
             if call.identity not in own:
                 self._stand_in(call, self.group, Verdict(None, found.joined))
 
-    def _take_part(self, verdict: Verdict, request: Request[Any] | None, oldest: Request[Any]) -> None:
-        """Do what the members have agreed about one call. request: this rank's, which ends; None if it has none."""
-        if verdict.call is not None and request is not oldest:
-            with self._timeline.negotiation(self._name, self.group.ranks, verdict.call) as mark_arrivals:
-                mark_arrivals(verdict.arrivals)
-        if request is None:
-            if verdict.call is not None:
-                stand_in = functools.partial(self._stand_in, verdict.call)
-                self._perform(verdict.call, stand_in, verdict)
-            return
+    def _end_matched(self, requests: list[Request[Any]], found: Match, oldest: Request[Any]) -> None:
+        """End the calls about which the members have agreed. requests: this rank's."""
+        before, self._joined = self._joined, found.joined
+        for outcome in found.outcomes:
+            index, verdict = outcome.entries[self.group.rank], outcome.verdict
+            request = None if index is None else requests[index]
+            if verdict.call is not None and request is not oldest:
+                with self._timeline.negotiation(self._name, self.group.ranks, verdict.call) as mark_arrivals:
+                    mark_arrivals(verdict.arrivals)
+            if request is not None:
+                self._end_request(request, verdict)
+                self._pending.remove(request)
+            elif verdict.call is not None:  # this rank has joined
+                self._perform(verdict.call, functools.partial(self._stand_in, verdict.call), verdict)
+        if found.is_over:
+            self._joined = frozenset()
+            last = self.group.ranks[max(found.joined - before)]
+            for request in requests:
+                if request.state == JOINED:
+                    request.end(last)
+                    self._pending.remove(request)
+
+    def _end_request(self, request: Request[Any], verdict: Verdict) -> None:
         if self.group.rank in verdict.raising:
-            request.fail(CollectiveMismatchError(verdict.error))
+            request.end(error=CollectiveMismatchError(verdict.error))
+        elif verdict.call is None:  # this rank has failed in the call
+            request.end()
         else:
-            request.run(verdict)
-        self._pending.remove(request)
+            try:
+                request.end(self._perform(request.call, request.execute, verdict))
+            except BaseException as error:
+                request.end(error=error)
+
+    def _perform(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
+        """Do what `_run_round` does with a call after the agreement."""
+        if not _has_more_data(call, verdict):
+            return self._execute(call, execute, verdict)
+        return self._guard.run(self._watched, call, self._execute, call, execute, verdict)
+
+
+def _has_more_data(call: Call, verdict: Verdict) -> bool:
+    """Return whether the members send data in `call` after they have agreed on it."""
+    has_data = call.kind.when_joined is not WhenJoined.NOTHING
+    return has_data and not (call.kind.data is Data.AFTER and any(verdict.payloads))

@@ -1,37 +1,58 @@
-"""Runs the steps of a channel: watches each for a stall, and stops the channel when the backend fails."""
+"""What holds for each call of a thread: it is the thread's only one, the others may wait for it, and it may stall."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from typing import ParamSpec, TypeVar
 
 from ..errors import HorovodInternalError, StallError
 from .call import Call
 from .connections import Connections
 from .verdict import shown_ranks
-from .watch import StallWatch
-
-# One call at a time in a thread, also when a signal handler interrupts the call.
-#
-# A handler runs in the main thread, inside the call that it interrupts. A second call there would wait for the first
-# one, and the first one for the handler.
+from .watch import WatchedChannel
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class _Turn(threading.local):
-    call: Call | None = None
+class _CallingThread:
+    """A thread that has made a call."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        """The call that it is making."""
+        self.request: object | None = None
+        """The request for which it waits."""
+        _calling_threads[threading.current_thread()] = self
 
 
-_turn = _Turn()
-"""The call that this thread is making."""
+class _ThisThread(threading.local):
+    def __init__(self) -> None:
+        self.state = _CallingThread()
+
+
+_calling_threads: weakref.WeakKeyDictionary[threading.Thread, _CallingThread] = weakref.WeakKeyDictionary()
+_this_thread = _ThisThread()
+
+
+def run_calls_of_others() -> None:
+    """Let this thread not count as one that makes calls: it only runs those of other threads."""
+    _this_thread.state = _CallingThread()
+    del _calling_threads[threading.current_thread()]
 
 
 def in_turn(call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return `step(*args, **kwargs)`, which makes `call`. Raises RuntimeError if this thread is in another call."""
-    interrupted = _turn.call
+    """Return `step(*args, **kwargs)`, which makes `call`. Raises RuntimeError if this thread is in another call.
+
+    A signal handler runs in the main thread, inside the call that it interrupts. A second call there would wait for the
+    first one, and the first one for the handler.
+    """
+    thread = _this_thread.state
+    interrupted = thread.call
     if interrupted is not None:
         raise RuntimeError(
             f"{call.kind} must not be called in a signal handler or destructor that interrupts {interrupted} at "
@@ -39,75 +60,122 @@ def in_turn(call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
             "step. CheckpointManager(signals=) saves a checkpoint and ends the run in this way."
         )
     try:
-        _turn.call = call  # inside `try`: a handler that raises may run before any instruction
+        thread.call = call  # inside `try`: a handler that raises may run before any instruction
         return step(*args, **kwargs)
     finally:
-        _turn.call = None
+        thread.call = None
+
+
+# Which threads of the script wait for a call, and whether any of them could make another one.
+#
+# A rank is blocked when no thread of its script can make another call until a pending one ends. When all ranks are
+# blocked and no call is pending on all of them, no call can ever run.
+
+
+@contextlib.contextmanager
+def waiting_for(request: object) -> Iterator[None]:
+    """In the `with` block, also inside another such block, this thread waits for `request`."""
+    thread = _this_thread.state
+    former, thread.request = thread.request, request
+    try:
+        yield
+    finally:
+        thread.request = former
+
+
+def awaited() -> frozenset[object]:
+    """Return the requests for which threads wait."""
+    found = (_calling_threads.get(thread) for thread in threading.enumerate())
+    return frozenset(known.request for known in found if known is not None and known.request is not None)
+
+
+def is_blocked(pending: Collection[object]) -> bool:
+    """Return whether each thread that could make another call waits for a request in `pending`.
+
+    These are the main thread, each thread that has made a call, and each that runs a function of the script. A thread
+    of a library, such as an idle thread of a pool, is assumed to make no call before its first one. A thread that C++
+    has started runs hooks of a backward, as on GPUs. The main thread waits for it.
+    """
+    threads = {thread: _calling_threads.get(thread) for thread in threading.enumerate()}
+    waiting = {thread for thread, known in threads.items() if known is not None and known.request in pending}
+    in_backward = any(_is_native(thread) for thread in waiting)
+    for thread in threads.keys() - waiting:
+        if thread is threading.main_thread():
+            if not in_backward:
+                return False
+        elif not _is_native(thread) and (threads[thread] is not None or _runs_script(thread)):
+            return False
+    return True
+
+
+def _is_native(thread: threading.Thread) -> bool:
+    """Return whether a library in C++ has started the thread, as autograd does for each GPU."""
+    return isinstance(thread, threading._DummyThread)
+
+
+def _runs_script(thread: threading.Thread) -> bool:
+    function = getattr(thread, "_target", None) or type(thread)
+    module = getattr(function, "__module__", None) or "builtins"
+    if module.partition(".")[0] in (__package__.partition(".")[0], *sys.stdlib_module_names):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
 
 
 class Guard:
-    """Guards the steps of one channel. Members must run the same steps under the same name."""
+    """Watches the calls of one channel for a stall, and stops the channel when the backend fails."""
 
-    def __init__(
-        self,
-        watch: StallWatch,
-        connections: Connections,
-        pending: Callable[[], Iterable[Call]],
-        abort: Callable[[], None],
-    ) -> None:
+    def __init__(self, connections: Connections, abort: Callable[[], None]) -> None:
         """abort: ends the collectives in progress after a failure, once the other members can notice it."""
         self._abort = abort
-        self._watch = watch
         self._connections = connections
-        self._pending = pending
-        """Returns the pending calls of the channel."""
         self._broken: str | None = None
         """Why no call can run any more; None while calls can run."""
 
-    def run(self, name: str, call: Call, step: Callable[[], T]) -> T:
-        """Return `step()`, watched for a stall. After a failure of the backend, every later call raises.
+    def run(
+        self, channel: WatchedChannel, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return `step(*args, **kwargs)`, watched for a stall. Members must run the same steps on the same channel.
 
-        name: under which the watch knows the channel.
+        After a failure of the backend, every later call raises.
         """
         if self._broken is not None:
             raise HorovodInternalError(
                 f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
             )
-        number = self._watch.begin(name, call, self._pending)
+        channel.begin(call)
         try:
-            return step()
+            return step(*args, **kwargs)
         except HorovodInternalError as error:
             if self._broken is not None:  # a step inside this one has failed
                 raise
-            raise self._failure(call, name, number, error) from error.__cause__
+            raise self._failure(channel, call, error) from error.__cause__
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             self._broken = f"{call.brief} was interrupted: {error!r}."
-            self._watch.interrupt(name, repr(error))
+            channel.interrupt(repr(error))
             self._connections.close()
             self._abort()
             raise
         finally:
-            self._watch.end(name)
+            channel.end()
 
     def _failure(
-        self, call: Call, name: str, number: int, error: HorovodInternalError
+        self, channel: WatchedChannel, call: Call, error: HorovodInternalError
     ) -> HorovodInternalError:
         """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
         found, succeeded = None, self._connections.peers_that_succeeded()
-        if isinstance(error, StallError) or self._watch.is_crossed(name):
-            survey = self._watch.survey(name, number, call.key)
-            self._watch.give_notice(name, survey)
-            found = self._watch.partners_notice(name) or str(survey)
+        if isinstance(error, StallError) or channel.is_crossed:
+            found = channel.give_up()
         self._connections.close()  # so that no member waits for this rank
         self._abort()
-        found = found or self._watch.notice(name)
+        found = found or channel.notice
         if found is not None:
             stalled = f"{call.brief} stalled; {found}"
             self._broken = stalled.splitlines()[0]
             return StallError(stalled)
         failed = self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
         text = f"{failed} Look for the first error of another rank, or for a failure of the network"
-        survey = self._watch.survey(name, number, call.key, has_failed=True)
+        survey = channel.survey(has_failed=True)
         if not survey.missing:
             return HorovodInternalError(f"{text}.")
         if set(survey.missing) <= set(succeeded):

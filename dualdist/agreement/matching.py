@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from .call import Call
 from .call_kinds import Data, WhenJoined
-from .verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, shown_ranks
+from .verdict import ACTIVE, FAILED, JOINED, PendingCall, Verdict, shown_ranks
 
 # The messages of errors that the members raise because their calls do not match.
 
@@ -60,7 +60,7 @@ def nothing_matches(awaited: Mapping[int, Sequence[Call]], others: Mapping[int, 
     )
 
 
-def calls_failed(failed: Mapping[int, Entry]) -> str:
+def calls_failed(failed: Mapping[int, PendingCall]) -> str:
     """Return the message for calls, by rank, that failed before they could start."""
     rows = [f"  rank {rank} failed in {entry.call.brief}: {entry.error}" for rank, entry in failed.items()]
     return "\n".join(["The call failed on another rank before it could start:", *rows])
@@ -116,7 +116,7 @@ def _shortened(call: Call, argument: str, entry: int) -> Call:
 
 Key = tuple[tuple[str, str | None], int]
 """What matches a call: `Call.key`, and how many older pending calls of the member have the same."""
-Pending = dict[int, Entry]
+Pending = dict[int, PendingCall]
 """Pending entries of one member, by their index in its Standing."""
 
 
@@ -124,7 +124,7 @@ Pending = dict[int, Entry]
 class Standing:
     """What one member waits for."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PendingCall, ...]
     """Its pending calls in the order in which it made them."""
     awaited: frozenset[int] = frozenset()
     """Indices of the entries for which threads of its script wait."""
@@ -133,56 +133,56 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Step:
+class Outcome:
     """What the members do about one call."""
 
     verdict: Verdict
     entries: tuple[int | None, ...]
-    """For each member the index of its entry that ends with this step; None: no entry."""
+    """For each member the index of its entry that ends with it; None: no entry."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """What all members do next, the same on every member. Without steps, they wait unless `is_over`."""
+    """What all members do next, the same on every member. Without outcomes, they wait unless `is_over`."""
 
-    steps: tuple[Step, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
     joined: frozenset[int] = frozenset()
     """Places (indices in the process set) of the members that have joined."""
     drained: tuple[Call, ...] = ()
     """Calls that raise, but have sent their data before: the members that did not make them must receive it."""
 
     is_over: bool = False
-    """Whether all members have joined: after the steps, `join` returns."""
+    """Whether all members have joined: after the outcomes, `join` returns."""
 
 
 def match(standings: Sequence[Standing], ranks: Sequence[int]) -> Match:
     """Return what the members do about the calls in `standings`. ranks: the members' global ranks, for messages."""
     failures = _failures(standings, ranks)
     pending = [dict(enumerate(standing.entries)) for standing in standings]
-    steps = [failure for failure in failures if None not in failure.entries]
+    outcomes = [failure for failure in failures if None not in failure.entries]
     for failure in failures:
-        _remove(failure, pending, ends=failure in steps)
+        _remove(failure, pending, ends=failure in outcomes)
     joined = frozenset(
         place for place, own in enumerate(pending) if any(entry.state == JOINED for entry in own.values())
     )
     active = [place for place in range(len(ranks)) if place not in joined]
-    steps += _match_calls(pending, active, ranks)
-    if not steps:
-        steps = _without_partners(failures, standings)
-    if not steps and active and all(standings[place].blocked for place in active):
-        steps = _end_all(pending, active, standings, ranks)
+    outcomes += _match_calls(pending, active, ranks)
+    if not outcomes:
+        outcomes = _without_partners(failures, standings)
+    if not outcomes and active and all(standings[place].blocked for place in active):
+        outcomes = _end_all(pending, active, standings, ranks)
     raising = [
         standings[place].entries[index].call
-        for step in steps
-        for place, index in enumerate(step.entries)
-        if place in step.verdict.raising and index is not None
+        for outcome in outcomes
+        for place, index in enumerate(outcome.entries)
+        if place in outcome.verdict.raising and index is not None
     ]
     drained = {call.identity: call for call in raising if call.kind.data is Data.BEFORE}
-    return Match(tuple(steps), joined, tuple(drained.values()), is_over=not active)
+    return Match(tuple(outcomes), joined, tuple(drained.values()), is_over=not active)
 
 
-def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Step]:
-    """Return a step for each failed call, with the entries of the members that made a call from its line."""
+def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Outcome]:
+    """Return an outcome for each failed call, with the entries of the members that made a call from its line."""
     by_line: dict[tuple[tuple[str, int], int], dict[int, int]] = defaultdict(dict)
     for place, standing in enumerate(standings):
         older: dict[tuple[str, int], int] = defaultdict(int)
@@ -190,18 +190,18 @@ def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Step]
             if entry.state != JOINED:
                 by_line[entry.call.site, older[entry.call.site]][place] = index
                 older[entry.call.site] += 1
-    steps = []
+    outcomes = []
     for found in by_line.values():
         entries = {place: standings[place].entries[index] for place, index in found.items()}
         failed = {ranks[place]: entry for place, entry in entries.items() if entry.state == FAILED}
         if failed:
             partners = frozenset(place for place, entry in entries.items() if entry.state == ACTIVE)
             verdict = Verdict(None, error=calls_failed(failed), raising=partners)
-            steps.append(Step(verdict, tuple(found.get(place) for place in range(len(ranks)))))
-    return steps
+            outcomes.append(Outcome(verdict, tuple(found.get(place) for place in range(len(ranks)))))
+    return outcomes
 
 
-def _remove(failure: Step, pending: Sequence[Pending], ends: bool) -> None:
+def _remove(failure: Outcome, pending: Sequence[Pending], ends: bool) -> None:
     """Remove from `pending` what cannot be matched otherwise because of `failure`.
 
     ends: whether the failure ends now. If not, later calls of its member wait: those without a name would be matched
@@ -217,7 +217,7 @@ def _remove(failure: Step, pending: Sequence[Pending], ends: bool) -> None:
                 del pending[place][other]
 
 
-def _without_partners(failures: Sequence[Step], standings: Sequence[Standing]) -> list[Step]:
+def _without_partners(failures: Sequence[Outcome], standings: Sequence[Standing]) -> list[Outcome]:
     """Return the first failure that ends although some members have not made the call: they wait for other calls."""
     return [
         failure
@@ -233,15 +233,17 @@ def _waits(standing: Standing) -> bool:
     return bool(standing.awaited) or any(entry.state == JOINED for entry in standing.entries)
 
 
-def _match_calls(pending: Sequence[Pending], active: Sequence[int], ranks: Sequence[int]) -> Iterable[Step]:
-    """Yield a step for each call that all active members have made, in the order of the first of them."""
+def _match_calls(
+    pending: Sequence[Pending], active: Sequence[int], ranks: Sequence[int]
+) -> Iterable[Outcome]:
+    """Yield an outcome for each call that all active members have made, in the order of the first of them."""
     keyed = [_keyed(own) for own in pending]
     candidates = keyed[active[0]] if active else {key: 0 for own in keyed for key in own}
     for key in candidates:
         if all(key in keyed[place] for place in active):
             found = {place: own[key] for place, own in enumerate(keyed) if key in own}
             calls = {place: pending[place][index] for place, index in found.items()}
-            yield Step(_judge(calls, ranks), tuple(found.get(place) for place in range(len(ranks))))
+            yield Outcome(_judge(calls, ranks), tuple(found.get(place) for place in range(len(ranks))))
 
 
 def _keyed(own: Pending) -> dict[Key, int]:
@@ -255,7 +257,7 @@ def _keyed(own: Pending) -> dict[Key, int]:
     return keyed
 
 
-def _judge(entries: Mapping[int, Entry], ranks: Sequence[int]) -> Verdict:
+def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
     """Return the verdict on `entries` with the same key, by place. The other members have joined."""
     calls = {place: entry.call for place, entry in entries.items()}
     everyone, first = frozenset(calls), next(iter(calls.values()))
@@ -281,8 +283,8 @@ def _judge(entries: Mapping[int, Entry], ranks: Sequence[int]) -> Verdict:
 
 def _end_all(
     pending: Sequence[Pending], active: Sequence[int], standings: Sequence[Standing], ranks: Sequence[int]
-) -> list[Step]:
-    """Return steps in which all pending calls of the active members raise, so that they are in step again."""
+) -> list[Outcome]:
+    """Return outcomes in which all pending calls of the active members raise, so that they are in step again."""
     awaited: dict[int, list[Call]] = defaultdict(list)
     others: dict[int, list[Call]] = defaultdict(list)
     ended: list[tuple[int, int]] = []
@@ -293,7 +295,7 @@ def _end_all(
             ended.append((place, index))
     text = nothing_matches(awaited, others)
     return [
-        Step(
+        Outcome(
             Verdict(None, error=text, raising=frozenset([place])),
             tuple(index if other == place else None for other in range(len(ranks))),
         )

@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from ..backends.base import Backend, Work
@@ -139,9 +138,6 @@ _ACTIVITIES = {"BROADCAST": "BCAST", "ADASUM": "ADASUM_ALLREDUCE"}
 MarkArrivals = Callable[[Sequence[int]], None]
 """Takes the time of each member's call, in nanoseconds since the epoch by that member's clock."""
 
-_NO_MARKS: AbstractContextManager[MarkArrivals] = contextlib.nullcontext(lambda arrivals: None)
-_NO_SPAN: AbstractContextManager[None] = contextlib.nullcontext()
-
 
 class Timeline:
     """Records the collectives of one world. Does nothing while no file is open; only rank 0 ever opens one."""
@@ -149,6 +145,7 @@ class Timeline:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._file: TraceFile | None = None
+        self.is_open = False
         self._mark_cycles = False
         self._rows: dict[str, int] = {}
         """Channel -> its row (tid) in each track."""
@@ -170,29 +167,22 @@ class Timeline:
                 f"The timeline must be a file that can be written, but is {path!r} instead: {error.strerror}. "
                 "Choose another one in HOROVOD_TIMELINE or start_timeline()."
             ) from error
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a file is open."""
-        return self._file is not None
+        self.is_open = True
 
     def close(self) -> None:
         """Close the file, if one is open."""
-        file, self._file = self._file, None
+        file, self._file, self.is_open = self._file, None, False
         self._recorded.clear()
         if file is not None:
             file.close()
 
-    def negotiation(
-        self, channel: str, ranks: Sequence[int], call: Call
-    ) -> AbstractContextManager[MarkArrivals]:
-        """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
-        return _NO_MARKS if self._file is None else self._negotiation(self._file, channel, ranks, call)
-
     @contextlib.contextmanager
-    def _negotiation(
-        self, file: TraceFile, channel: str, ranks: Sequence[int], call: Call
-    ) -> Iterator[MarkArrivals]:
+    def negotiation(self, channel: str, ranks: Sequence[int], call: Call) -> Iterator[MarkArrivals]:
+        """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
+        file = self._file
+        if file is None:
+            yield lambda arrivals: None
+            return
         if self._mark_cycles:
             file.mark_everywhere("CYCLE_START")
         pid, tid = file.track(_track_name(call)), self._row_of(channel)
@@ -208,14 +198,13 @@ class Timeline:
         finally:
             file.end(pid, tid)
 
-    def operation(self, channel: str, call: Call) -> AbstractContextManager[None]:
-        """Record the `with` block as the time in which the data of `call` is sent."""
-        if self._file is None or call.kind.data is not Data.AFTER:
-            return _NO_SPAN
-        return self._operation(self._file, channel, call)
-
     @contextlib.contextmanager
-    def _operation(self, file: TraceFile, channel: str, call: Call) -> Iterator[None]:
+    def operation(self, channel: str, call: Call) -> Iterator[None]:
+        """Record the `with` block as the time in which the data of `call` is sent."""
+        file = self._file
+        if file is None or call.kind.data is not Data.AFTER:
+            yield
+            return
         pid, tid, event = file.track(_track_name(call)), self._row_of(channel), _event_name(call)
         device = dict(call.arguments).get("device", "cpu")
         file.begin(pid, tid, event, self._activity(event, device))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-import time
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -32,8 +31,8 @@ _PAYLOAD_BYTES = 2048
 _PAYLOAD_BYTES_OF_ALL = 64 << 10
 
 
-class Entry(NamedTuple):
-    """What one member contributes to an agreement."""
+class PendingCall(NamedTuple):
+    """A call of one member that has not ended, as it contributes to agreements."""
 
     state: int
     call: Call
@@ -69,36 +68,32 @@ def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
     return min(most, _PAYLOAD_BYTES_OF_ALL // size)
 
 
-def agree(connections: Connections, entry: Entry, *, needs_times: bool = False) -> Verdict:
-    """Return the verdict if the entries of all members are the same call, else one without a call. Collective.
+def agree(
+    connections: Connections, state: int, call: Call, issued: int, *, needs_times: bool = False
+) -> Verdict:
+    """Return the verdict if all members are ACTIVE with the same call, else one without a call. Collective.
 
-    needs_times: whether this member needs `Verdict.arrivals`; it may differ between members.
+    issued: as in PendingCall. needs_times: whether this member needs `Verdict.arrivals`; it may differ between members.
     """
-    state, call, now = entry.state, entry.call, time.time_ns()
     digest, is_small = _digest(call.identity), connections.size <= _SMALL_WORLD
-    message = _MESSAGE.pack(digest, state, call.flag, call.count, now if is_small else needs_times)
+    message = _MESSAGE.pack(digest, state, call.flag, call.count, issued if is_small else needs_times)
     messages = connections.allgather_messages(message + call.payload)
-    if not (is_small or needs_times) and state == ACTIVE and _are_equal(messages):
+    are_equal = messages.count(messages[0]) == len(messages)
+    if not (is_small or needs_times) and state == ACTIVE and are_equal:
         every = connections.size
         return Verdict(
             call, counts=(call.count,) * every, flags=(call.flag,) * every, payloads=(call.payload,) * every
         )
     digests, states, flags, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
-    if not is_small:
-        arrivals = _gathered_times(connections, now) if any(arrivals) else ()
+    if not is_small and any(arrivals):
+        times = connections.allgather_messages(_TIME.pack(issued))
+        arrivals = tuple([time for message in times for (time,) in [_TIME.unpack(message)]])
+    elif not is_small:
+        arrivals = ()
     if set(states) == {ACTIVE} and set(digests) == {digest}:
         payloads = tuple([other[_MESSAGE.size :] for other in messages])
         return Verdict(call, counts=counts, flags=flags, payloads=payloads, arrivals=arrivals)
     return Verdict(None, arrivals=arrivals)
-
-
-def _are_equal(messages: Sequence[bytes]) -> bool:
-    return messages.count(messages[0]) == len(messages)
-
-
-def _gathered_times(connections: Connections, own: int) -> tuple[int, ...]:
-    messages = connections.allgather_messages(_TIME.pack(own))
-    return tuple([time for message in messages for (time,) in [_TIME.unpack(message)]])
 
 
 @functools.lru_cache(maxsize=1024)

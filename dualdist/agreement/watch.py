@@ -2,14 +2,12 @@
 
 A rank that has waited for `stall_warn_seconds` reports this to rank 0, which asks all members what they are doing and
 logs which ranks are missing for which call. One thread per rank does this, so collectives do not slow down. When a call
-fails, its rank asks the members itself, for the error. Another thread answers; see status.py.
+fails, its rank asks the members itself, for the error. Another thread answers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import hmac
 import json
 import logging
@@ -17,55 +15,17 @@ import math
 import secrets
 import select
 import socket
-import sys
-import sysconfig
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from ..types import Settings
 from .call import LONGEST_TEXT, Call
 from .verdict import shown_ranks
-
-# Notices that no thread of Python could run for a while, as in a process that was stopped (SIGSTOP).
-
-
-class Suspension:
-    """Measures how late the regular ticks of a thread come."""
-
-    def __init__(self, seconds: float) -> None:
-        """seconds: how long a suspension lasts at least."""
-        self._seconds = seconds
-        self._next = math.inf
-        self._last, self._ended = 0.0, -math.inf
-        """How long the last suspension was, and when it ended."""
-
-    def expect_tick(self, pause: float) -> None:
-        """Expect `tick` after `pause` seconds. A suspension before the next `tick` delays it."""
-        self._next = time.monotonic() + pause
-
-    def tick(self) -> None:
-        """Take note of the delay. Until the next `expect_tick`, none is measured."""
-        now = time.monotonic()
-        if now - self._next >= self._seconds:
-            self._last, self._ended = now - self._next, now
-        self._next = math.inf
-
-    @property
-    def recent(self) -> float | None:
-        """How long the last suspension was, in seconds; None without one, or if it ended some time ago."""
-        now = time.monotonic()
-        if now - self._next >= self._seconds:  # the thread has not had the time to tick
-            return now - self._next
-        return self._last if now - self._ended < 2 * self._seconds else None
-
 
 # Questions between ranks that are answered at any time, such as what a rank is doing.
 #
@@ -198,40 +158,26 @@ BEHIND, INTERRUPTED, SUSPENDED = "behind", "interrupted", "suspended"
 process did not run for so long that the others gave up."""
 
 
-@dataclass(frozen=True)
-class State:
+class Doing(NamedTuple):
     """What one rank is doing."""
 
     kind: str
+    text: str
     call: str = ""
-    """The call in which the rank waits, if it waits; for INTERRUPTED, the exception."""
-    seconds: float = 0.0
-    """For SUSPENDED: how long its process did not run."""
-
-    def __str__(self) -> str:
-        if self.kind == SILENT:
-            return "no answer: stopped, or cut off from the network"
-        if self.kind == ENDED:
-            return "process ended, or called shutdown()"
-        if self.kind == INTERRUPTED:
-            return f"interrupted by an exception: {self.call}"
-        where = f"waiting in {self.call}" if self.call else "in no collective"
-        if self.kind == SUSPENDED:
-            return f"did not run for {self.seconds:.0f} s: stopped, or a thread kept Python's global lock; now {where}"
-        return f"done with this call, {where}" if self.kind == LEFT else where
+    """The call in which the rank waits, if it waits."""
 
 
 @dataclass(frozen=True)
 class Survey:
     """What each member is doing, by its global rank."""
 
-    states: Mapping[int, State]
+    members: Mapping[int, Doing]
     has_failed: bool = False
     """Whether the backend has failed, so that the call did not wait for ranks that are late."""
 
     def ranks(self, *kinds: str) -> list[int]:
-        """Return the ranks whose state is of one of `kinds`."""
-        return [rank for rank, state in self.states.items() if state.kind in kinds]
+        """Return the ranks that do one of `kinds`."""
+        return [rank for rank, doing in self.members.items() if doing.kind in kinds]
 
     @property
     def missing(self) -> list[int]:
@@ -249,12 +195,12 @@ class Survey:
 
     def __str__(self) -> str:
         """Return what errors show: the missing ranks, then a row for each thing that ranks are doing."""
-        groups: dict[State, list[int]] = defaultdict(list)
-        present = [rank for rank in self.ranks(BEHIND, WAITING, LEFT) if rank not in self.missing]
-        for rank in [*self.missing, *present]:
-            groups[self.states[rank]].append(rank)
-        rows = [f"  {shown_ranks(members)}: {state}" for state, members in groups.items()]
-        return "\n".join([f"missing ranks: {self.missing}.", *rows])
+        missing = self.missing
+        groups: dict[Doing, list[int]] = defaultdict(list)
+        for rank in [*missing, *(rank for rank in self.ranks(BEHIND, WAITING, LEFT) if rank not in missing)]:
+            groups[self.members[rank]].append(rank)
+        rows = [f"  {shown_ranks(ranks)}: {doing.text}" for doing, ranks in groups.items()]
+        return "\n".join([f"missing ranks: {missing}.", *rows])
 
 
 logger = logging.getLogger("dualdist")
@@ -270,18 +216,84 @@ Key = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
 
 
-class _Wait(NamedTuple):
-    """The call for which a rank waits on a channel."""
+class WatchedChannel:
+    """What this rank does on one channel, for itself and for the other members, which may ask."""
 
-    number: int
-    call: Call
-    since: float
-    pending: Callable[[], Iterable[Call]]
-    """Returns the other calls that have begun on the channel."""
+    def __init__(
+        self, watch: StallWatch, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]]
+    ) -> None:
+        self._watch, self.name, self.ranks, self._pending = watch, name, ranks, pending
+        self.number = 0
+        """How many calls began. Equal on all members when they are in step."""
+        self.wait: tuple[int, Call, float] | None = None
+        """The call for which this rank waits, its number, and since when."""
+        self.reported = 0
+        """The number of the last call of which this rank has reported that it waits too long."""
+        self.gave_up = False
+        """Whether `wait` stalled. It is kept: other members give up at the same time, and their errors show it."""
+        self.interrupted: str | None = None
+        """The error that has ended a call on this rank alone."""
+        self.notice: str | None = None
+        """What another rank found when it gave up its call."""
+        self._is_from_partner = False
+        """Whether `notice` is from a rank for which this one was not missing: it waited for the same call."""
+        self.is_crossed = False
+        """Whether another rank gave up its call while this rank waited for another one."""
+        self.failures: dict[str, str] = {}
+        """Step -> what another rank was the first to report with `report_failure`."""
 
-    def has(self, key: Key) -> bool:
-        """Return whether a call with `key` has begun."""
-        return any(call.key == key for call in (self.call, *self.pending()))
+    def begin(self, call: Call) -> None:
+        """Start watching `call`. The members wait for it, or for another pending one."""
+        self.number += 1
+        self.wait = self.number, call, time.monotonic()
+
+    def end(self) -> None:
+        """Stop watching the call."""
+        if not self.gave_up:
+            self.wait = None
+
+    def interrupt(self, error: str) -> None:
+        """Record that `error` ends the call on this rank alone."""
+        self.interrupted = error[:LONGEST_TEXT]
+
+    def survey(self, *, has_failed: bool = False) -> Survey:
+        """Return what the members are doing, seen from the current call.
+
+        has_failed: the backend has failed; otherwise the call has stalled.
+        """
+        assert self.wait is not None
+        number, call, _ = self.wait
+        return self._watch.survey(self, number, call.key, has_failed=has_failed)
+
+    def give_up(self) -> str:
+        """Return why the current call has stalled, and let the ranks that answer know that this rank gives it up."""
+        survey = self.survey()
+        self.gave_up = True
+        self._watch.tell(
+            survey.ranks(WAITING, LEFT, ABSENT, BEHIND, SUSPENDED),
+            ["notice", self.name, str(survey), survey.missing],
+        )
+        # A partner may have left the world since its notice, so that this rank would find that it has ended.
+        return self.notice if self.notice is not None and self._is_from_partner else str(survey)
+
+    def take_notice(self, text: str, is_missing: bool) -> None:
+        """Record what another rank found when it gave up its call. is_missing: whether this rank was missing."""
+        if not self._is_from_partner:
+            self.notice, self._is_from_partner = text, not is_missing
+        self.is_crossed |= is_missing and self.wait is not None
+
+    def report_failure(self, step: str, text: str) -> None:
+        """Let `failures[step]` be `text` on the other members. Waits a few seconds at most."""
+        self._watch.tell(self.ranks, ["failure", self.name, step, text])
+
+    def position(self, key: Key) -> tuple[int, bool, str, str | None]:
+        """Return how many calls began, whether one with `key` waits, the call that waits, and what interrupted one."""
+        wait = self.wait
+        if wait is None:
+            return self.number, False, "", self.interrupted
+        number, call, _ = wait
+        has_key = any(begun.key == key for begun in (call, *self._pending()))
+        return number, has_key, call.brief, self.interrupted
 
 
 class StallWatch:
@@ -290,32 +302,16 @@ class StallWatch:
     def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
         self._rank = rank
         self._settings = settings
-        self._numbers: dict[str, int] = {}
-        """Channel -> how many calls began on it. Equal on all members when they are in step."""
-        self._waiting: dict[str, _Wait] = {}
-        """By channel."""
-        self._given_up: dict[str, _Wait] = {}
-        """By channel: calls that stalled. Other members give up at the same time, and their errors show this one."""
-        self._interrupted: dict[str, str] = {}
-        """Channel -> the error that has ended a call there on this rank alone."""
-        self._members: dict[str, tuple[int, ...]] = {}
-        """Channel -> its global ranks."""
-        self._reported: set[tuple[str, int]] = set()
-        """(channel, number) of the calls that this rank has reported."""
+        self._channels: dict[str, WatchedChannel] = {}
         self._due: dict[tuple[str, int, Key], float] = {}
         """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
         """
-        self._crossed: set[str] = set()
-        """Channels on which another rank gave up its call while this rank waited for another one."""
-        self._notices: dict[str, str] = {}
-        """Channel -> what another rank found when it gave up its call."""
-        self._partners_notices: dict[str, str] = {}
-        """The same from ranks for which this one was not missing: they waited for the same call."""
-        self._failures: dict[tuple[str, str], str] = {}
-        """(channel, step) -> what another rank was the first to report with `report_failure`."""
         shortest = min(settings.stall_warn_seconds, settings.stall_timeout_seconds)
         self._pause = min(5.0, max(0.02, shortest / 8))
-        self._suspension = Suspension(settings.stall_timeout_seconds)
+        self._next_tick = math.inf
+        """When the thread should check again; infinite while it checks."""
+        self._suspension, self._suspension_end = 0.0, -math.inf
+        """How long no thread could run, as in a process that was stopped (SIGSTOP), and until when."""
         self._stopping = threading.Event()
         self._server = StatusServer(address, self._answer) if size > 1 else None
         self._contacts: Sequence[Contact] = ()
@@ -332,73 +328,27 @@ class StallWatch:
         if self._server is not None:
             self._thread.start()
 
-    def add_channel(self, channel: str, ranks: tuple[int, ...]) -> None:
-        """Add `channel`, whose members have the global ranks `ranks`."""
-        self._members[channel] = ranks
+    def add_channel(
+        self, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]] = tuple
+    ) -> WatchedChannel:
+        """Add a channel, whose members have the global ranks `ranks`. pending: returns the calls that have begun."""
+        channel = self._channels[name] = WatchedChannel(self, name, ranks, pending)
+        return channel
 
-    def begin(self, channel: str, call: Call, pending: Callable[[], Iterable[Call]] = tuple) -> int:
-        """Start watching `call`, and return its number among the calls of `channel`.
-
-        pending: returns the other calls that have begun on the channel. The members wait for any of them.
-        """
-        number = self._numbers[channel] = self._numbers.get(channel, 0) + 1
-        self._waiting[channel] = _Wait(number, call, time.monotonic(), pending)
-        return number
-
-    def end(self, channel: str) -> None:
-        """Stop watching the call of `channel`."""
-        self._waiting.pop(channel, None)
-
-    def interrupt(self, channel: str, error: str) -> None:
-        """Record that `error` ends the call of `channel` on this rank alone."""
-        self._interrupted[channel] = error[:LONGEST_TEXT]
-
-    def survey(self, channel: str, number: int, key: Key, *, has_failed: bool = False) -> Survey:
-        """Return what the members of `channel` are doing, seen from a call with this number and key.
-
-        has_failed: the backend has failed; otherwise the call has stalled.
-        """
-        members = self._members[channel]
+    def survey(self, channel: WatchedChannel, number: int, key: Key, *, has_failed: bool = False) -> Survey:
+        """Return what the members of `channel` are doing, seen from a call with this number and key."""
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
-        with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(members)), "dualdist-survey") as pool:
-            states = pool.map(lambda rank: self._state(rank, channel, number, key, seconds), members)
-            return Survey(dict(zip(members, states, strict=True)), has_failed)
+        with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(channel.ranks)), "dualdist-survey") as pool:
+            found = pool.map(lambda rank: self._doing(rank, channel, number, key, seconds), channel.ranks)
+            return Survey(dict(zip(channel.ranks, found, strict=True)), has_failed)
 
-    def give_notice(self, channel: str, survey: Survey) -> None:
-        """Let the ranks that answered know that this rank gives up its call on `channel`, and why."""
-        if channel in self._waiting:
-            self._given_up[channel] = self._waiting[channel]
-        notice = ["notice", channel, str(survey), survey.missing]
-        for rank in survey.ranks(WAITING, LEFT, ABSENT, BEHIND, SUSPENDED):
-            if rank != self._rank:
-                self._try_to_ask(rank, notice)
-
-    def notice(self, channel: str) -> str | None:
-        """Return what another rank found when it gave up its call on `channel`; None if no rank did."""
-        return self._notices.get(channel)
-
-    def partners_notice(self, channel: str) -> str | None:
-        """Return what a rank found that waited for the same call of `channel` and gave it up; None if no rank did.
-
-        It may have left the world since then, so that this rank would find that it has ended.
-        """
-        return self._partners_notices.get(channel)
-
-    def report_failure(self, channel: str, step: str, text: str) -> None:
-        """Let `failure(channel, step)` return `text` on the other members of `channel`. Waits a few seconds at most."""
-        others = [rank for rank in self._members[channel] if rank != self._rank]
-        pool = ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-report")
+    def tell(self, ranks: Iterable[int], message: Any) -> None:
+        """Send `message` to those of the other `ranks` that answer. Waits a few seconds at most."""
+        others = [rank for rank in ranks if rank != self._rank]
+        pool = ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-tell")
         with pool, contextlib.suppress(RuntimeError):  # the interpreter ends, and the connections with it
-            pool.map(lambda rank: self._try_to_ask(rank, ["failure", channel, step, text]), others)
-
-    def failure(self, channel: str, step: str) -> str | None:
-        """Return what another member of `channel` was the first to report about `step`; None if nothing."""
-        return self._failures.get((channel, step))
-
-    def is_crossed(self, channel: str) -> bool:
-        """Return whether another rank gave up its call on `channel` while this rank waited for another call there."""
-        return channel in self._crossed
+            pool.map(lambda rank: self._try_to_ask(rank, message), others)
 
     def close(self) -> None:
         """End the watch."""
@@ -413,65 +363,58 @@ class StallWatch:
         if self._server is not None:
             self._server.abandon()
 
-    def _state(self, rank: int, channel: str, number: int, key: Key, seconds: float) -> State:
+    def _doing(self, rank: int, channel: WatchedChannel, number: int, key: Key, seconds: float) -> Doing:
+        question = ["position", channel.name, key]
         try:
-            own = rank == self._rank
-            began, has_key, call, elsewhere, interrupted, suspended = (
-                self._position(channel, key)
-                if own
-                else ask(self._contacts[rank], ["position", channel, key], seconds)
+            answer = (
+                self._answer(question) if rank == self._rank else ask(self._contacts[rank], question, seconds)
             )
         except ConnectionError:
-            return State(ENDED)
+            return Doing(ENDED, "process ended, or called shutdown()")
         except OSError:
-            return State(SILENT)
+            return Doing(SILENT, "no answer: stopped, or cut off from the network")
+        (began, has_key, call, interrupted), elsewhere, suspended = answer
+        where = f"waiting in {call or elsewhere}" if call or elsewhere else "in no collective"
         if interrupted is not None:
-            return State(INTERRUPTED, interrupted)
-        has_left = began > number or (began == number and not call)
-        if has_left:
-            return State(LEFT, call or elsewhere)
+            return Doing(INTERRUPTED, f"interrupted by an exception: {interrupted}")
+        if began > number or (began == number and not call):
+            return Doing(LEFT, f"done with this call, {where}")
         if suspended is not None:
-            return State(SUSPENDED, call or elsewhere, suspended)
-        if began == number and has_key:
-            return State(WAITING, call)
-        return State(BEHIND, call) if call else State(ABSENT, elsewhere)
+            how_long = f"did not run for {suspended:.0f} s"
+            return Doing(
+                SUSPENDED, f"{how_long}: stopped, or a thread kept Python's global lock; now {where}"
+            )
+        if not call:
+            return Doing(ABSENT, where)
+        return Doing(WAITING if began == number and has_key else BEHIND, where, call)
 
-    def _try_to_ask(self, rank: int, question: Any) -> None:
+    def _try_to_ask(self, rank: int, question: Any) -> bool:
         with contextlib.suppress(OSError):
             ask(self._contacts[rank], question, _FAILED_SECONDS)
+            return True
+        return False
 
     def _answer(self, question: Any) -> Any:
-        about, channel, *rest = question
+        about, name, *rest = question
+        channel = self._channels.get(name) or WatchedChannel(self, name, (), tuple)  # not added yet
         if about == "report":
-            number, (kind, name) = rest
-            self._make_due(channel, number, (kind, name))
+            number, (kind, call_name) = rest
+            self._make_due(name, number, (kind, call_name))
         elif about == "notice":
-            self._notices[channel], missing = rest
-            if self._rank not in missing:
-                self._partners_notices[channel] = self._notices[channel]
-            elif channel in self._waiting:
-                self._crossed.add(channel)
+            text, missing = rest
+            channel.take_notice(text, self._rank in missing)
         elif about == "failure":
             step, text = rest
-            self._failures.setdefault((channel, step), text)  # a later one may be a consequence
+            channel.failures.setdefault(step, text)  # a later one may be a consequence
         elif about == "position":
-            ((kind, name),) = rest
-            return self._position(channel, (kind, name))
+            ((kind, call_name),) = rest
+            elsewhere = (
+                f"{wait[1].brief} of process {other.name.split(',')[0]}"
+                for other in list(self._channels.values())
+                if other is not channel and (wait := other.wait) is not None and not other.gave_up
+            )
+            return channel.position((kind, call_name)), next(elsewhere, ""), self._suspended_seconds()
         return None
-
-    def _position(self, channel: str, key: Key) -> tuple[int, bool, str, str, str | None, float | None]:
-        """Return how many calls began on `channel`, whether one with `key` waits, a call there, and one elsewhere.
-
-        Then follow the error that has ended a call on `channel` on this rank alone, and for how many seconds this
-        process has not run recently; None without one.
-        """
-        waits = dict(self._waiting)
-        here = waits.pop(channel, self._given_up.get(channel))
-        elsewhere = (f"{wait.call.brief} of process {name.split(',')[0]}" for name, wait in waits.items())
-        number, call = self._numbers.get(channel, 0), "" if here is None else here.call.brief
-        has_key = here is not None and here.has(key)
-        interrupted, suspended = self._interrupted.get(channel), self._suspension.recent
-        return number, has_key, call, next(elsewhere, ""), interrupted, suspended
 
     def _check_repeatedly(self) -> None:
         while not self._ends_after_pause():
@@ -480,32 +423,47 @@ class StallWatch:
 
     def _ends_after_pause(self) -> bool:
         """Wait for one pause. Return whether the watch has ended meanwhile."""
-        self._suspension.expect_tick(self._pause)
+        self._next_tick = time.monotonic() + self._pause
         ends = self._stopping.wait(self._pause)
-        self._suspension.tick()
+        now = time.monotonic()
+        late, self._next_tick = now - self._next_tick, math.inf
+        if late >= self._settings.stall_timeout_seconds:
+            self._suspension, self._suspension_end = late, now
         return ends
+
+    def _suspended_seconds(self) -> float | None:
+        """Return how long no thread could run recently; None if not for as long as the others wait."""
+        now, most = time.monotonic(), self._settings.stall_timeout_seconds
+        if now - self._next_tick >= most:  # the thread has not had the time to notice it
+            return now - self._next_tick
+        return self._suspension if now - self._suspension_end < 2 * most else None
 
     def _report(self) -> None:
         """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""
-        for channel, (number, call, since, _) in list(self._waiting.items()):
-            too_long = time.monotonic() - since >= self._settings.stall_warn_seconds
-            if not too_long or (channel, number) in self._reported:
+        for channel in list(self._channels.values()):
+            wait = channel.wait
+            if wait is None or channel.gave_up:
                 continue
-            self._reported.add((channel, number))
-            if self._rank != 0:
-                with contextlib.suppress(OSError):
-                    ask(self._contacts[0], ["report", channel, number, call.key], _FAILED_SECONDS)
-                    continue
-            self._make_due(channel, number, call.key)
+            number, call, since = wait
+            is_late = time.monotonic() - since >= self._settings.stall_warn_seconds
+            if not is_late or number == channel.reported:
+                continue
+            channel.reported = number
+            report = channel.name, number, call.key
+            if self._rank == 0 or not self._try_to_ask(0, ["report", *report]):
+                self._make_due(*report)
 
     def _make_due(self, channel: str, number: int, key: Key) -> None:
         self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:
         now = time.monotonic()
-        for key in [key for key, due in list(self._due.items()) if due <= now]:
-            self._due[key] = math.inf
-            survey = self.survey(*key)
+        for report in [report for report, due in list(self._due.items()) if due <= now]:
+            self._due[report] = math.inf
+            name, number, key = report
+            if name not in self._channels:  # this rank is late in adding it
+                continue
+            survey = self.survey(self._channels[name], number, key)
             waiting = survey.ranks(WAITING)
             # Without a missing rank, the late one has arrived since the report.
             if not waiting or not survey.missing or self._rank not in (0, waiting[0]):
@@ -514,109 +472,6 @@ class StallWatch:
                 "Stalled for %g s: ranks %s wait in %s; missing ranks: %s.",
                 self._settings.stall_warn_seconds,
                 waiting,
-                survey.states[waiting[0]].call,
+                survey.members[waiting[0]].call,
                 survey.missing,
             )
-
-
-# Which threads of the script wait for a call, and whether any of them could make another one.
-#
-# A rank is blocked when no thread of its script can make another call until a pending one ends. When all ranks are
-# blocked and no call is pending on all of them, no call can ever run.
-
-_waiting: dict[int, object] = {}
-"""Thread -> the request for which it waits."""
-
-_one_at_a_time = threading.RLock()
-
-_LIBRARIES = (
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")),
-    str(Path(__file__).resolve().parents[1]),
-    "<frozen ",
-)
-
-
-class waiting_for:
-    """A context manager: in its block, also inside another such block, this thread waits for `request`."""
-
-    def __init__(self, request: object) -> None:
-        self._request = request
-        self._former: object | None = None
-
-    def __enter__(self) -> None:
-        thread = threading.get_ident()
-        self._former = _waiting.get(thread)
-        _waiting[thread] = self._request
-
-    def __exit__(self, *raised: object) -> None:
-        thread = threading.get_ident()
-        if self._former is None:
-            _waiting.pop(thread, None)
-        else:
-            _waiting[thread] = self._former
-
-
-def awaited() -> frozenset[object]:
-    """Return the requests for which threads wait."""
-    return frozenset(list(_waiting.values()))
-
-
-def is_blocked(pending: Collection[object]) -> bool:
-    """Return whether each thread that could make another call waits for a request in `pending`.
-
-    The main thread and threads that run code of the script can make calls. Threads that run only library code, such as
-    idle threads of a pool, are assumed to wait for these; a timer is not.
-    """
-    with _no_garbage_collection():
-        frames = sys._current_frames()
-        stuck = {thread for thread in frames if _waiting.get(thread) in pending}
-        in_backward = any(_is_native(thread) for thread in stuck)
-        for thread in frames.keys() - stuck:
-            if in_backward and _runs_backward(frames[thread]):
-                continue
-            if thread == threading.main_thread().ident or _runs_script(thread, frames[thread]):
-                return False
-        return True
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in the block.
-
-    `f_back` creates a frame. Until Python 3.12 that can begin a collection, in which other threads run and may leave
-    the frame that is being created. One segmentation fault in the walk was seen; this is a possible cause, not proven.
-    sys._current_frames collects nothing either (github.com/python/cpython/issues/106883, a deadlock). The text of
-    faulthandler is no replacement: it crashed beside Horovod, whose thread creates a thread state without the GIL when
-    it drops a tensor, and faulthandler reads the half-made state.
-    """
-    with _one_at_a_time:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
-
-
-def _is_native(thread: int) -> bool:
-    """Return whether a library in C++ has started the thread, as autograd does for each GPU."""
-    return isinstance(threading._active.get(thread), threading._DummyThread | None)  # type: ignore[attr-defined]
-
-
-def _runs_backward(frame: FrameType) -> bool:
-    """Return whether the thread waits for the threads of autograd: for CUDA, hooks run in these."""
-    return frame.f_code.co_name == "_engine_run_backward"
-
-
-def _runs_script(thread: int, frame: FrameType | None) -> bool:
-    if isinstance(threading._active.get(thread), threading.Timer):  # type: ignore[attr-defined]
-        return True
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame is not None
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file

@@ -1,7 +1,7 @@
 """The collectives, under Horovod's names, on any backend: one file per collective.
 
-Public functions are in the files here. plans/ defines what they do, and autograd.py defines their gradients.
-reduction.py and movement.py do the work on a Group, with tensors in the format of wire.py.
+Each file has the plan of its collective, the public functions, and the gradient. plan.py says what a plan is;
+reduction.py and wire.py do the work on a Group.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .allreduce import (
 from .alltoall import alltoall, alltoall_async
 from .broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from .gather import gather, scatter
+from .handles import poll, synchronize
 from .join import barrier, join
 from .reduce import reduce
 from .reducescatter import (
@@ -30,7 +31,6 @@ from .reducescatter import (
     reducescatter_async,
 )
 from .sparse import sparse_allreduce_async
-from .synchronize import poll, synchronize
 
 __all__ = (
     "allgather",

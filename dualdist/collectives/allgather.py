@@ -12,12 +12,11 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
-from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
+from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allreduce import Allreduce, Tensors, plan_allreduce
-from .movement import allgather_rows
-from .plan import Plan, ReductionArguments, check_tensors, dtype_name, make_call, planned, record
-
-# The plan of allgather and grouped_allgather.
+from .plan import Plan, check_tensors, make_call, planned, record
+from .reduction import Reduction
+from .wire import allgather_rows, dtype_name
 
 
 @planned(call_kinds.ALLGATHER)
@@ -74,7 +73,7 @@ def allgather(
             failed.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
-    (gathered,) = record(Allgather, plan, [tensor], process_set, gradient)
+    (gathered,) = record(Allgather, plan, process_set, gradient)
     return gathered
 
 
@@ -94,10 +93,8 @@ def grouped_allgather(
     gradient: int = Average,
 ) -> tuple[torch.Tensor, ...]:
     """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable."""
-    with reporting(call_kinds.GROUPED_ALLGATHER, process_set):
-        tensors = check_tensors(tensors, grouped=True)
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
-    return record(Allgather, plan, tensors, process_set, gradient)
+    return record(Allgather, plan, process_set, gradient)
 
 
 def grouped_allgather_async(
@@ -128,8 +125,8 @@ class Allgather(torch.autograd.Function):
         rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes])
         (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
         starts = table[: process_set.rank()].sum(dim=0).tolist()
-        plan = plan_allreduce(grads, ReductionArguments(ctx.gradient), grouped=True, process_set=process_set)
-        totals = record(Allreduce, plan, grads, process_set)
+        plan = plan_allreduce(grads, Reduction(ctx.gradient), grouped=True, process_set=process_set)
+        totals = record(Allreduce, plan, process_set)
         own = [
             total.narrow(0, start, count).reshape(shape)
             for total, start, count, shape in zip(totals, starts, rows.tolist(), ctx.shapes, strict=True)

@@ -8,57 +8,68 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
+from ..agreement.call import warn_deprecated
 from ..agreement.verdict import Verdict
 from ..backends.base import Group
+from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Average, Max, Min, Op, Product, Sum
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .compression import Compression, Compressor, compressed
-from .plan import (
-    Plan,
-    ReductionArguments,
-    check_reduction,
-    check_tensors,
-    describe_reduction,
-    make_call,
-    planned,
-    record,
-)
+from .plan import Plan, check_tensors, make_call, planned, record
 from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 
-# The plan of allreduce and grouped_allreduce.
+Tensors = tuple[torch.Tensor, ...]
 
 
 @planned(call_kinds.ALLREDUCE)
 def plan_allreduce(
     tensors: Sequence[torch.Tensor],
-    arguments: ReductionArguments,
+    reduction: Reduction,
     name: str | None = None,
     *,
+    average: bool | None = None,
+    compression: type[Compressor] | Compressor = Compression.none,
     in_place: bool = False,
     grouped: bool = False,
     process_set: ProcessSet,
-) -> Plan[tuple[torch.Tensor, ...]]:
+) -> Plan[Tensors]:
     """Return the plan of an allreduce. Its result: `tensors` themselves, or new tensors of the same shapes."""
-    channel, reduction = channel_of(process_set), arguments.reduction(default=Average)
-    tensors = check_tensors(tensors, grouped=grouped)
-    check_reduction(tensors, reduction, process_set)
-    payload = payload_of(channel.group, tensors, reduction)
+    channel = channel_of(process_set)
+    if average is not None or reduction.op is None:
+        reduction = reduction._replace(op=_op_of_average(average, reduction.op))
+    reduction = reduction.checked()
+    sent, restore = compressed(check_tensors(tensors, grouped=grouped), compression)
+    reduction.check(sent, channel.group.size)
+    payload = payload_of(channel.group, sent, reduction)
     kind = call_kinds.GROUPED_ALLREDUCE if grouped else call_kinds.ALLREDUCE
-    call = make_call(kind, name, payload=payload, **describe_reduction(tensors, reduction))
+    call = make_call(kind, name, payload=payload, **reduction.describe(sent))
 
-    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
-        outputs = tuple(tensors) if in_place else tuple(tensor.detach().clone() for tensor in tensors)
+    def execute(group: Group, verdict: Verdict) -> Tensors:
+        outputs = tuple(sent) if in_place else tuple([tensor.detach().clone() for tensor in sent])
         if any(verdict.payloads):
             reduce_payloads(group, verdict.payloads, outputs, reduction)
         else:
             reduce_tensors(group, outputs, reduction)
         return outputs
 
-    return Plan(channel, call, execute, tensors)
+    return Plan(channel, call, execute, sent, restore)
 
 
-Tensors = tuple[torch.Tensor, ...]
+def _op_of_average(average: Any, op: Op | None) -> int:
+    """Return the op that the deprecated argument `average` means; Average without one.
+
+    Warns as Horovod does (horovod/common/util.py:214). A string is a name in its place, as in
+    `allreduce(tensor, "loss")`. Horovod averages then, too.
+    """
+    if average is None:
+        return Average
+    if not isinstance(average, bool | str):  # such as an op in its place
+        raise wrong("average", "True, False or None", average, "Use `op=` instead.", TypeError)
+    if op is not None:
+        raise ValueError("`average` must not be given together with `op`. Use `op` alone.")
+    warn_deprecated("`average` is deprecated; use `op` instead.")
+    return Average if average else Sum
 
 
 def allreduce(
@@ -93,11 +104,11 @@ def allreduce(
         ValueError: an argument is wrong on this rank (dtype, op, name in use, not a member).
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
-    sent, (ctx,) = compressed([tensor], compression, call_kinds.ALLREDUCE, process_set)
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce(sent, arguments, name, process_set=process_set)
-    (reduced,) = record(Allreduce, plan, sent, process_set)
-    return compression.decompress(reduced, ctx)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce(
+        [tensor], reduction, name, average=average, compression=compression, process_set=process_set
+    )
+    return _only(record(Allreduce, plan, process_set))
 
 
 def allreduce_async(
@@ -113,8 +124,8 @@ def allreduce_async(
 
     `tensor` must not change until then. Otherwise as `allreduce`.
     """
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce([tensor], arguments, name, process_set=process_set)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce([tensor], reduction, name, average=average, process_set=process_set)
     return plan.then(_only).submit()
 
 
@@ -128,8 +139,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` in place over the ranks and return it. Not differentiable. Otherwise as `allreduce`."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    return _only(plan_allreduce([tensor], arguments, name, in_place=True, process_set=process_set).run())
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
+    return _only(plan.run())
 
 
 def allreduce_async_(
@@ -142,8 +154,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start an `allreduce_` and return a handle; `synchronize` returns `tensor` itself."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce([tensor], arguments, name, in_place=True, process_set=process_set)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
     return plan.then(_only).submit()
 
 
@@ -166,11 +178,18 @@ def grouped_allreduce(
 
     The tensors may differ in shape and dtype but not in device. Otherwise as `allreduce`.
     """
-    sent, contexts = compressed(tensors, compression, call_kinds.GROUPED_ALLREDUCE, process_set, grouped=True)
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce(sent, arguments, name, grouped=True, process_set=process_set)
-    reduced = record(Allreduce, plan, sent, process_set)
-    return [compression.decompress(output, ctx) for output, ctx in zip(reduced, contexts, strict=True)]
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce(
+        tensors,
+        reduction,
+        name,
+        average=average,
+        compression=compression,
+        grouped=True,
+        process_set=process_set,
+    )
+    outputs = record(Allreduce, plan, process_set)
+    return list(outputs)
 
 
 def grouped_allreduce_async(
@@ -183,8 +202,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    return plan_allreduce(tensors, arguments, name, grouped=True, process_set=process_set).submit()
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce(tensors, reduction, name, average=average, grouped=True, process_set=process_set)
+    return plan.submit()
 
 
 def grouped_allreduce_(
@@ -197,8 +217,10 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does)."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce(tensors, arguments, name, in_place=True, grouped=True, process_set=process_set)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce(
+        tensors, reduction, name, average=average, in_place=True, grouped=True, process_set=process_set
+    )
     return plan.run()
 
 
@@ -212,8 +234,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor, average)
-    plan = plan_allreduce(tensors, arguments, name, in_place=True, grouped=True, process_set=process_set)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_allreduce(
+        tensors, reduction, name, average=average, in_place=True, grouped=True, process_set=process_set
+    )
     return plan.submit()
 
 
@@ -236,35 +260,28 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        reduction, process_set = ctx.reduction, ctx.process_set
-        if reduction.op not in (Min, Max, Product):
-            arguments = ReductionArguments(
-                reduction.op, reduction.prescale_factor, reduction.postscale_factor
-            )
-            plan = plan_allreduce(grads, arguments, grouped=len(grads) > 1, process_set=process_set)
-            return None, None, *record(Allreduce, plan, grads, process_set)
-        factor = reduction.prescale_factor * reduction.postscale_factor
-        arguments = ReductionArguments(Sum, postscale_factor=factor)
-        plan = plan_allreduce(grads, arguments, grouped=len(grads) > 1, process_set=process_set)
-        totals = plan.run()
-        share = _product_of_others if reduction.op == Product else _share_of_extreme
-        shares = [
-            share(tensor.detach() * reduction.prescale_factor, reduction.op, process_set)
-            for tensor in ctx.saved_tensors
-        ]
+        reduction, process_set, grouped = ctx.reduction, ctx.process_set, len(grads) > 1
+        op, prescale, postscale = reduction
+        if op not in (Min, Max, Product):
+            plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
+            return None, None, *record(Allreduce, plan, process_set)
+        summed = Reduction(Sum, postscale_factor=prescale * postscale)
+        totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
+        share = _product_of_others if op == Product else _share_of_extreme
+        shares = [share(tensor.detach() * prescale, op, process_set) for tensor in ctx.saved_tensors]
         return None, None, *(total * part for total, part in zip(totals, shares, strict=True))
 
 
 def _share_of_extreme(tensor: torch.Tensor, op: int, process_set: ProcessSet) -> torch.Tensor:
-    (extreme,) = plan_allreduce([tensor], ReductionArguments(op), process_set=process_set).run()
+    (extreme,) = plan_allreduce([tensor], Reduction(op), process_set=process_set).run()
     mine = (tensor == extreme).to(tensor.dtype)
-    (holders,) = plan_allreduce([mine], ReductionArguments(Sum), process_set=process_set).run()
+    (holders,) = plan_allreduce([mine], Reduction(Sum), process_set=process_set).run()
     return mine / holders
 
 
 def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSet) -> torch.Tensor:
     stacked = tensor.new_zeros(channel_of(process_set).group.size, *tensor.shape)
     stacked[process_set.rank()] = tensor
-    (everyone,) = plan_allreduce([stacked], ReductionArguments(Sum), process_set=process_set).run()
+    (everyone,) = plan_allreduce([stacked], Reduction(Sum), process_set=process_set).run()
     others = [row for index, row in enumerate(everyone) if index != process_set.rank()]
     return torch.stack([*others, torch.ones_like(tensor)]).prod(dim=0)

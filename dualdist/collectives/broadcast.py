@@ -14,19 +14,17 @@ from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allreduce import Allreduce, plan_allreduce
-from .movement import broadcast_into
 from .plan import (
     Plan,
-    ReductionArguments,
     check_root,
     check_tensor,
-    dtype_name,
     make_call,
     planned,
     record,
     root_of,
 )
-from .wire import bytes_of, from_bytes
+from .reduction import Reduction
+from .wire import broadcast_into, bytes_of, dtype_name, from_bytes
 
 # Broadcasts of few bytes: the root sends them with the agreement, so that no second exchange is needed.
 
@@ -50,9 +48,6 @@ def overwrite(tensors: Sequence[torch.Tensor], payload: bytes) -> None:
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
         tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
-
-
-# The plan of broadcast.
 
 
 @planned(call_kinds.BROADCAST)
@@ -116,7 +111,7 @@ def broadcast(
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
     plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
-    return record(Broadcast, plan, [tensor], process_set, gradient)
+    return record(Broadcast, plan, process_set, gradient)
 
 
 def broadcast_async(
@@ -166,7 +161,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         process_set = ctx.process_set
-        plan = plan_allreduce([grad], ReductionArguments(ctx.gradient), process_set=process_set)
-        (total,) = record(Allreduce, plan, [grad], process_set)
+        plan = plan_allreduce([grad], Reduction(ctx.gradient), process_set=process_set)
+        (total,) = record(Allreduce, plan, process_set)
         is_root = process_set.ranks[process_set.rank()] == ctx.root_rank
         return None, None, None, total if is_root else torch.zeros_like(total)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from ..agreement.call_kinds import Kind
 from ..checks import wrong
-from ..world.process_sets import ProcessSet, reporting
-from .plan import check_tensors
 
 
 class Compressor:
@@ -48,14 +46,18 @@ class _BFloat16(_Cast):
     sent = torch.bfloat16
 
 
-def compressed(
-    tensors: Any, compression: Any, kind: Kind, process_set: ProcessSet, *, grouped: bool = False
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the compressed `tensors`, and the `ctx` of each. The other ranks get an error of `kind` if it fails."""
-    with reporting(kind, process_set):
-        compression = checked_compression(compression)
-        pairs = [compression.compress(tensor) for tensor in check_tensors(tensors, grouped=grouped)]
-        return [sent for sent, _ in pairs], [ctx for _, ctx in pairs]
+Restore = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+def compressed(tensors: list[torch.Tensor], compression: Any) -> tuple[list[torch.Tensor], Restore | None]:
+    """Return the compressed `tensors`, and what decompresses as many results; None if nothing does."""
+    if compression is Compression.none:
+        return tensors, None
+    compression = checked_compression(compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [sent for sent, _ in pairs], lambda outputs: tuple(
+        [compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
+    )
 
 
 def checked_compression(compression: Any) -> Any:

@@ -12,7 +12,6 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .movement import alltoall_rows, gather_rows
 from .plan import (
     Plan,
     check_root,
@@ -25,8 +24,7 @@ from .plan import (
     record,
     root_of,
 )
-
-# The plan of gather.
+from .wire import alltoall_rows, gather_rows
 
 
 @planned(call_kinds.GATHER)
@@ -45,9 +43,6 @@ def plan_gather(
         return rows, torch.tensor(counts, dtype=torch.int32)
 
     return Plan(channel, call, execute, [tensor])
-
-
-# The plan of scatter.
 
 
 @planned(call_kinds.SCATTER)
@@ -97,7 +92,7 @@ def gather(
         HorovodInternalError: as for `allgather`.
     """
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
-    rows, _ = record(Gather, plan, [tensor], process_set)
+    rows, _ = record(Gather, plan, process_set)
     return rows
 
 
@@ -118,7 +113,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         plan = plan_scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set)
-        return None, None, record(Scatter, plan, [grad], ctx.process_set).reshape(ctx.shape)
+        return None, None, record(Scatter, plan, ctx.process_set).reshape(ctx.shape)
 
 
 # scatter: an alltoall in which only the root sends.
@@ -151,7 +146,7 @@ def scatter(
         HorovodInternalError: as for `alltoall`.
     """
     plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
-    return record(Scatter, plan, [tensor], process_set)
+    return record(Scatter, plan, process_set)
 
 
 @not_compiled
@@ -168,7 +163,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         plan = plan_gather(grad, ctx.root_rank, process_set=ctx.process_set)
-        rows, _ = record(Gather, plan, [grad], ctx.process_set)
+        rows, _ = record(Gather, plan, ctx.process_set)
         back = grad.new_zeros(ctx.shape)
         back[: len(rows)] = rows
         return None, None, back

@@ -19,17 +19,17 @@ from ..backends.base import Group
 from ..checks import items, text_of
 from ..compiling import not_compiled
 from ..errors import HorovodInternalError
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .movement import allgather_rows, alltoall_rows, gather_rows
-from .plan import Plan, check_root, make_call, planned
+from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
+from .plan import check_root, make_call
+from .wire import allgather_rows, alltoall_rows, gather_rows
 
-# The plans of the collectives of Python objects, sent with pickle, or with cloudpickle if it is installed.
+# Sent with pickle, or with cloudpickle if it is installed.
 #
-# The results are pickles. The public functions unpickle them after the collective: unpickling runs code of the objects'
-# classes. If that code raises an exception, it must not look like a failure of the collective.
+# The functions unpickle after the collective: unpickling runs code of the objects' classes. If that code raises an
+# exception, it must not look like a failure of the collective.
 
-Pickles = tuple[torch.Tensor, ...]
-"""The pickled objects of all ranks, in rank order, each (n,) uint8."""
+T = TypeVar("T")
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def _dump(obj: Any) -> torch.Tensor:
@@ -39,78 +39,6 @@ def _dump(obj: Any) -> torch.Tensor:
 
         return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-
-
-def _split(rows: torch.Tensor, counts: Sequence[int]) -> Pickles:
-    pickles: Pickles = rows.split(list(counts))
-    return pickles
-
-
-@planned(call_kinds.BROADCAST_OBJECT)
-def plan_broadcast_object(
-    obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
-) -> Plan[torch.Tensor | None]:
-    """Return the plan of a broadcast_object. Its result: the root's object; None on the root, which has it."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
-    is_root = channel.group.rank == root
-    data = _dump(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    call = make_call(call_kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
-
-    def execute(group: Group, verdict: Verdict) -> torch.Tensor | None:
-        sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8)
-        sent = sent.to(group.wire_device(sent.device))
-        group.broadcast_(sent, root).wait()
-        return None if is_root else sent
-
-    return Plan(channel, call, execute)
-
-
-@planned(call_kinds.ALLGATHER_OBJECT)
-def plan_allgather_object(obj: Any, name: str | None = None, *, process_set: ProcessSet) -> Plan[Pickles]:
-    """Return the plan of an allgather_object. Its result: the objects of all ranks."""
-    channel = channel_of(process_set)
-    data = _dump(obj)
-    call = make_call(call_kinds.ALLGATHER_OBJECT, name, count=data.numel())
-
-    def execute(group: Group, verdict: Verdict) -> Pickles:
-        (gathered,) = allgather_rows(group, [data], verdict.counts)
-        return _split(gathered, verdict.counts)
-
-    return Plan(channel, call, execute)
-
-
-@planned(call_kinds.GATHER_OBJECT)
-def plan_gather_object(
-    obj: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet
-) -> Plan[Pickles | None]:
-    """Return the plan of a gather_object. Its result: the objects of all ranks on the root, None elsewhere."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
-    data = _dump(obj)
-    call = make_call(call_kinds.GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
-
-    def execute(group: Group, verdict: Verdict) -> Pickles | None:
-        rows, counts = gather_rows(group, data, root, verdict.counts)
-        return _split(rows, counts) if group.rank == root else None
-
-    return Plan(channel, call, execute)
-
-
-@planned(call_kinds.SCATTER_OBJECT)
-def plan_scatter_object(
-    objs: Sequence[Any] | None, root_rank: int, name: str | None = None, *, process_set: ProcessSet
-) -> Plan[torch.Tensor]:
-    """Return the plan of a scatter_object. Its result: this rank's object."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
-    size, is_root = channel.group.size, channel.group.rank == root
-    rule = f"a list with one object for each of {size} ranks on the root"
-    given = items("objs", objs, rule, "Wrap each rank's object.") if is_root else []
-    if is_root and len(given) != size:
-        raise ValueError(f"`objs` must be {rule}, but has {len(given)} objects instead.")
-    pickled = [_dump(obj) for obj in given]
-    data = torch.cat(pickled) if pickled else torch.empty(0, dtype=torch.uint8)
-    splits = [each.numel() for each in pickled] or [0] * size
-    call = make_call(call_kinds.SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
-    return Plan(channel, call, lambda group, verdict: alltoall_rows(group, data, splits, verdict.counts)[0])
 
 
 @not_compiled
@@ -123,8 +51,20 @@ def broadcast_object(
     If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks. If unpickling fails
     on a rank, its error is raised there alone.
     """
-    received = plan_broadcast_object(obj, root_rank, name, process_set=process_set).run()
-    return obj if received is None else _load(received, root_rank)
+    with reporting(call_kinds.BROADCAST_OBJECT, process_set):
+        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        is_root = channel.group.rank == root
+        data = _dump(obj) if is_root else _NO_BYTES
+        call = make_call(call_kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8)
+        sent = sent.to(group.wire_device(sent.device))
+        group.broadcast_(sent, root).wait()
+        return sent
+
+    received = channel.run(call, execute)
+    return obj if is_root else _load(received, root_rank)
 
 
 @not_compiled
@@ -135,7 +75,15 @@ def allgather_object(
 
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
-    return _load_all(plan_allgather_object(obj, name, process_set=process_set).run(), process_set)
+    with reporting(call_kinds.ALLGATHER_OBJECT, process_set):
+        channel, data = channel_of(process_set), _dump(obj)
+        call = make_call(call_kinds.ALLGATHER_OBJECT, name, count=data.numel())
+
+    def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
+        (gathered,) = allgather_rows(group, [data], verdict.counts)
+        return gathered.split(list(verdict.counts))  # type: ignore[no-any-return]
+
+    return _load_all(channel.run(call, execute), process_set)
 
 
 @not_compiled
@@ -146,8 +94,17 @@ def gather_object(
 
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
-    received = plan_gather_object(obj, root_rank, name, process_set=process_set).run()
-    return None if received is None else _load_all(received, process_set)
+    with reporting(call_kinds.GATHER_OBJECT, process_set):
+        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        data = _dump(obj)
+        call = make_call(call_kinds.GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
+
+    def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
+        rows, counts = gather_rows(group, data, root, verdict.counts)
+        return rows.split(counts)  # type: ignore[no-any-return]
+
+    received = channel.run(call, execute)
+    return _load_all(received, process_set) if channel.group.rank == root else None
 
 
 @not_compiled
@@ -163,7 +120,21 @@ def scatter_object(
     If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks. Other errors
     as for `broadcast_object`.
     """
-    return _load(plan_scatter_object(objs, root_rank, name, process_set=process_set).run(), root_rank)
+    with reporting(call_kinds.SCATTER_OBJECT, process_set):
+        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        size, is_root = channel.group.size, channel.group.rank == root
+        rule = f"a list with one object for each of {size} ranks on the root"
+        given = items("objs", objs, rule, "Wrap each rank's object.") if is_root else []
+        if is_root and len(given) != size:
+            raise ValueError(f"`objs` must be {rule}, but has {len(given)} objects instead.")
+        pickled = [_dump(obj) for obj in given] or [_NO_BYTES] * size
+        data, splits = torch.cat(pickled), [each.numel() for each in pickled]
+        call = make_call(call_kinds.SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
+
+    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+        return alltoall_rows(group, data, splits, verdict.counts)[0]
+
+    return _load(channel.run(call, execute), root_rank)
 
 
 def _load_all(pickles: Sequence[torch.Tensor], process_set: ProcessSet) -> list[Any]:
@@ -181,8 +152,6 @@ def _load(pickled: torch.Tensor, rank: int) -> Any:
 
 
 # One outcome for all ranks: if a function fails on some ranks, all ranks raise an exception.
-
-T = TypeVar("T")
 
 
 def on_all_ranks(

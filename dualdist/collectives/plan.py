@@ -2,135 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from .. import accelerator
-from ..agreement.call import Call, call_site, warn_deprecated
+from ..agreement.call import Call, call_site
 from ..agreement.call_kinds import Kind
-from ..agreement.channel import Channel, Execute, Result
-from ..agreement.verdict import Verdict
-from ..backends.base import Group
-from ..checks import integer, is_dtensor, items, number, reduce_op, text, wrong
-from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
-from ..world.context import current
+from ..agreement.channel import Channel, Execute
+from ..checks import integer, is_dtensor, items, text, wrong
+from ..types import Average, Sum
 from ..world.process_sets import ProcessSet, channel_of, report, reporting
-from .reduction import Reduction, check_adasum_size
-from .wire import check_reducible
-
-# Orders collectives on a device with the work of the thread that calls them.
-#
-# Streams are a property of a thread. The worker thread of a channel has other streams than the caller, so that without
-# this a collective could read its input before the caller's kernels have written it.
+from .handles import Started, new_handle, on_streams_of_caller
+from .wire import dtype_name
 
 T = TypeVar("T")
-
-
-class _OwnStreams(threading.local):
-    def __init__(self) -> None:
-        self._of: dict[torch.device, torch.Stream] = {}
-
-    def on(self, device: torch.device) -> torch.Stream:
-        """Return the stream of this thread for asynchronous calls on `device`."""
-        if device not in self._of:
-            self._of[device] = accelerator.new_stream(device)
-        return self._of[device]
-
-
-_own = _OwnStreams()
-
-
-def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    found = [tensor.device for tensor in tensors if accelerator.has_streams(tensor)]
-    return sorted(set(found), key=str) if found else found
-
-
-def on_streams_of_caller(execute: Execute[T], tensors: Sequence[torch.Tensor]) -> Execute[T]:
-    """Return `execute` for a synchronous call: on the caller's streams, also in another thread.
-
-    The caller waits, so that its streams get no other work meanwhile. tensors: what `execute` reads and writes.
-    """
-    devices = _devices(tensors)
-    streams = (
-        [stream for device in devices if (stream := accelerator.current_stream(device))] if devices else ()
-    )
-    if not streams:
-        return execute
-    caller = threading.get_ident()
-
-    def execute_there(group: Group, verdict: Verdict) -> T:
-        if threading.get_ident() == caller:
-            return execute(group, verdict)
-        with contextlib.ExitStack() as stack:
-            for stream in streams:
-                stack.enter_context(accelerator.use_stream(stream))
-            return execute(group, verdict)
-
-    return execute_there
-
-
-class Streamed(Generic[T]):
-    """An asynchronous call on streams of its own: after what the caller's streams had to do when it was submitted."""
-
-    def __init__(self, execute: Execute[T], tensors: Sequence[torch.Tensor]) -> None:
-        self._execute: Execute[T] | None = execute
-        self._tensors = tensors
-        self._before = {device: accelerator.record_event(device) for device in _devices(tensors)}
-        self._after: dict[torch.device, torch.Event] = {}
-
-    def execute(self, group: Group, verdict: Verdict) -> T:
-        """Run the call in the thread of the channel."""
-        execute, tensors = self._execute, self._tensors
-        self._execute, self._tensors = None, ()  # the result may be kept longer than these
-        assert execute is not None
-        with contextlib.ExitStack() as stack:
-            for device, event in self._before.items():
-                stream = _own.on(device)
-                stack.enter_context(accelerator.use_stream(stream))
-                accelerator.wait_event(device, event)
-                for tensor in tensors:
-                    if tensor.device == device:
-                        accelerator.keep_until_done(tensor, stream)
-            result = execute(group, verdict)
-            self._after = {device: accelerator.record_event(device) for device in self._before}
-        return result
-
-    def has_ended(self) -> bool:
-        """Return whether the devices have done the call, once `execute` has returned. Does not wait."""
-        return all(event.query() for event in self._after.values())
-
-    def order_before_caller(self, result: Any) -> None:
-        """Make the current streams of this thread wait for the call, which has returned `result`."""
-        for device, event in self._after.items():
-            accelerator.wait_event(device, event)
-        for leaf in tree_leaves(result):
-            stream = accelerator.current_stream(leaf.device) if isinstance(leaf, torch.Tensor) else None
-            if stream is not None and leaf.device in self._after:
-                accelerator.keep_until_done(leaf, stream)
-
-
-class StreamedResult(Result[T]):
-    """The result of a call that runs on streams of its own."""
-
-    def __init__(self, result: Result[T], streamed: Streamed[T]) -> None:
-        self._result, self._streamed = result, streamed
-
-    def done(self) -> bool:
-        return self._result.done() and self._streamed.has_ended()
-
-    def get(self) -> T:
-        value = self._result.get()
-        self._streamed.order_before_caller(value)
-        return value
-
-
 U = TypeVar("U")
 P = ParamSpec("P")
 
@@ -144,6 +33,8 @@ class Plan(Generic[T]):
     execute: Execute[T]
     tensors: Sequence[torch.Tensor] = ()
     """What `execute` reads and writes."""
+    restore: Callable[[Any], Any] | None = None
+    """Changes the result in ways that autograd records, such as decompression."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if an asynchronous call of the same kind and name is not finished, as Horovod does."""
@@ -155,14 +46,14 @@ class Plan(Generic[T]):
 
     def run(self) -> T:
         """Agree with the other members, then run the collective. Collective over the process set."""
-        execute = on_streams_of_caller(self.execute, self.tensors) if self.tensors else self.execute
+        execute = self.execute
+        if any(map(accelerator.has_streams, self.tensors)):
+            execute = on_streams_of_caller(execute, self.tensors)
         return self.channel.run(self.call, execute)
 
     def submit(self) -> int:
         """Queue the collective and return a handle."""
-        streamed = Streamed(self.execute, self.tensors)
-        result = self.channel.submit(self.call, streamed.execute)
-        return current().handles.add(StreamedResult(result, streamed))
+        return new_handle(Started(self.channel, self.call, self.execute, self.tensors))
 
     def then(self, change: Callable[[T], U]) -> Plan[U]:
         """Return the plan with the result `change(result of this plan)`."""
@@ -197,13 +88,9 @@ def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b""
 
 
 def record(
-    function: type[torch.autograd.Function],
-    plan: Plan[T],
-    tensors: Sequence[torch.Tensor],
-    process_set: ProcessSet,
-    *gradient: int,
+    function: type[torch.autograd.Function], plan: Plan[T], process_set: ProcessSet, *gradient: int
 ) -> T:
-    """Run `plan`, a collective of `tensors`, and return its result; record `function` if autograd is active.
+    """Run `plan` and return its result; record `function` if autograd is active.
 
     gradient: for a `function` that takes it: Average, Horovod's gradient, or Sum, that of the sum of all ranks' losses.
     """
@@ -212,10 +99,11 @@ def record(
             with reporting(plan.call.kind, process_set):
                 fix = "Pass hvd.Sum for the gradient of the sum of all ranks' losses."
                 raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return plan.run()
-    result: T = function.apply(plan, process_set, *gradient, *tensors)
-    return result
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in plan.tensors]):
+        result: T = function.apply(plan, process_set, *gradient, *plan.tensors)
+    else:
+        result = plan.run()
+    return result if plan.restore is None else plan.restore(result)
 
 
 def root_of(plan: Plan[Any]) -> int:
@@ -225,12 +113,6 @@ def root_of(plan: Plan[Any]) -> int:
 
 
 # The arguments of collectives: checks on this rank, and descriptions that must be equal on all ranks.
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of `dtype`, such as "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_tensor(tensor: Any, what: str = "tensor") -> None:
@@ -315,76 +197,6 @@ def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
             f"{counts} instead. Give the number of rows for each rank."
         )
     return counts
-
-
-class ReductionArguments(NamedTuple):
-    """The arguments that choose a reduction, as the user gave them."""
-
-    op: Op | None
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
-    average: bool | None = None
-
-    def reduction(self, default: int | None = None) -> Reduction:
-        """Return the Reduction. default: the op that None means, if it is allowed.
-
-        Raises ValueError or TypeError, and warns as Horovod does (horovod/common/util.py:214).
-        """
-        op = default if self.op is None else self.op
-        if self.average is not None:
-            # A string is a name in its place, as in `allreduce(tensor, "loss")`. Horovod averages then, too.
-            if not isinstance(self.average, bool | str):  # such as an op in its place
-                raise wrong("average", "True, False or None", self.average, "Use `op=` instead.", TypeError)
-            if self.op is not None:
-                raise ValueError("`average` must not be given together with `op`. Use `op` alone.")
-            warn_deprecated("`average` is deprecated; use `op` instead.")
-            op = Average if self.average else Sum
-        prescale, postscale = self.prescale_factor, self.postscale_factor
-        if type(op) is int and type(prescale) is type(postscale) is float and prescale == postscale == 1.0:
-            return _unscaled(op)
-        return Reduction(
-            reduce_op(op),
-            number("prescale_factor", prescale),
-            number("postscale_factor", postscale),
-        )
-
-
-@functools.cache
-def _unscaled(op: int) -> Reduction:
-    return Reduction(reduce_op(op))
-
-
-def check_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction, process_set: ProcessSet) -> None:
-    """Raise ValueError or NotImplementedError unless `reduction` can be applied to `tensors`, which can be sent."""
-    for tensor in tensors:
-        check_reducible(tensor.dtype, reduction.op)
-    if len(tensors) > 1 and len({tensor.device for tensor in tensors}) > 1:
-        raise ValueError(
-            f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead. "
-            "Move them to one."
-        )
-    if reduction.op == Adasum:
-        check_adasum_size(channel_of(process_set).group.size)
-
-
-def describe_reduction(tensors: Sequence[torch.Tensor], reduction: Reduction) -> dict[str, Any]:
-    """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
-    tensors_of_call = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-    return _describe_reduction(tensors_of_call, tensors[0].device.type, reduction)
-
-
-@functools.lru_cache(maxsize=1024)
-def _describe_reduction(
-    tensors: tuple[tuple[torch.Size, torch.dtype], ...], device: str, reduction: Reduction
-) -> dict[str, Any]:
-    return {
-        "shapes": tuple(tuple(shape) for shape, _ in tensors),
-        "dtypes": tuple(dtype_name(dtype) for _, dtype in tensors),
-        "op": REDUCE_OP_NAMES[reduction.op],
-        "prescale_factor": reduction.prescale_factor,
-        "postscale_factor": reduction.postscale_factor,
-        "device": device,
-    }
 
 
 def describe_rows(tensor: torch.Tensor) -> dict[str, Any]:

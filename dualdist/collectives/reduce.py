@@ -11,47 +11,17 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average, Op, Sum
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
 from .broadcast import Broadcast, plan_broadcast
 from .plan import (
     Plan,
-    ReductionArguments,
-    check_reduction,
     check_root,
     check_tensor,
-    describe_reduction,
     make_call,
-    planned,
     record,
     root_of,
 )
 from .reduction import Reduction, reduce_tensors, scale_
-
-# The plan of reduce.
-
-
-@planned(call_kinds.REDUCE)
-def plan_reduce(
-    tensor: torch.Tensor,
-    root_rank: int,
-    arguments: ReductionArguments,
-    name: str | None = None,
-    *,
-    process_set: ProcessSet,
-) -> Plan[torch.Tensor]:
-    """Return the plan of a reduce. Its result: the reduced tensor on the root, zeros elsewhere."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
-    reduction = arguments.reduction()
-    check_tensor(tensor)
-    check_reduction([tensor], reduction, process_set)
-    call = make_call(call_kinds.REDUCE, name, root_rank=root_rank, **describe_reduction([tensor], reduction))
-
-    def execute(group: Group, verdict: Verdict) -> torch.Tensor:
-        output = tensor.detach().clone()
-        reduce_tensors(group, [output], reduction)
-        return output if group.rank == root else torch.zeros_like(output)
-
-    return Plan(channel, call, execute, [tensor])
 
 
 def reduce(
@@ -79,9 +49,20 @@ def reduce(
         HorovodInternalError: as for `allreduce`.
         NotImplementedError: autograd is active and `op` is neither Sum nor Average.
     """
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    plan = plan_reduce(tensor, root_rank, arguments, name, process_set=process_set)
-    return record(Reduce, plan, [tensor], process_set)
+    with reporting(call_kinds.REDUCE, process_set):
+        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        reduction = Reduction(op, prescale_factor, postscale_factor).checked()
+        check_tensor(tensor)
+        reduction.check([tensor], channel.group.size)
+        call = make_call(call_kinds.REDUCE, name, root_rank=root_rank, **reduction.describe([tensor]))
+
+        def execute(group: Group, verdict: Verdict) -> torch.Tensor:
+            output = tensor.detach().clone()
+            reduce_tensors(group, [output], reduction)
+            return output if group.rank == root else torch.zeros_like(output)
+
+        plan = Plan(channel, call, execute, [tensor])
+    return record(Reduce, plan, process_set)
 
 
 @not_compiled
@@ -103,7 +84,7 @@ class Reduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduction, process_set = ctx.reduction, ctx.process_set
         plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
-        back = record(Broadcast, plan, [grad], process_set, Sum)
+        back = record(Broadcast, plan, process_set, Sum)
         divisor = process_set.size() if reduction.op == Average else 1
         scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
         return None, None, back

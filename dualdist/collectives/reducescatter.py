@@ -17,55 +17,51 @@ from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
 from .compression import Compression, Compressor, compressed
-from .movement import rows_per_rank
 from .plan import (
     Plan,
-    ReductionArguments,
-    check_reduction,
     check_rows,
     check_tensors,
-    describe_reduction,
     make_call,
     planned,
     record,
 )
 from .reduction import Reduction, reduce_tensors, scale_
-
-# The plan of reducescatter and grouped_reducescatter.
+from .wire import check_reducible, rows_per_rank
 
 
 @planned(call_kinds.REDUCESCATTER)
 def plan_reducescatter(
     tensors: Sequence[torch.Tensor],
-    arguments: ReductionArguments,
-    name: str | None = None,
+    reduction: Reduction,
+    name: str | None,
     *,
+    compression: type[Compressor] | Compressor = Compression.none,
     grouped: bool = False,
     process_set: ProcessSet,
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of a reducescatter. Its result: for each of `tensors`, this rank's rows of the reduced tensor."""
-    channel, reduction = channel_of(process_set), arguments.reduction()
-    tensors = check_tensors(tensors, grouped=grouped)
-    check_reduction(tensors, Reduction(Sum), process_set)
-    for tensor in tensors:
+    channel, reduction = channel_of(process_set), reduction.checked()
+    sent, restore = compressed(check_tensors(tensors, grouped=grouped), compression)
+    for tensor in sent:
+        check_reducible(tensor.dtype, Sum)
         check_rows(tensor)
     if reduction.op not in (Sum, Average):
         # The same class of error as in Horovod (horovod/common/operations.cc:1819).
         raise HorovodInternalError(
             f"`op` must be Sum or Average for reducescatter, but is {REDUCE_OP_NAMES[reduction.op]} instead."
         )
-    check_reduction(tensors, reduction, process_set)
+    reduction.check(sent, channel.group.size)
     kind = call_kinds.GROUPED_REDUCESCATTER if grouped else call_kinds.REDUCESCATTER
-    call = make_call(kind, name, **describe_reduction(tensors, reduction))
+    call = make_call(kind, name, **reduction.describe(sent))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
-        whole = [tensor.detach().clone() for tensor in tensors]
+        whole = [tensor.detach().clone() for tensor in sent]
         reduce_tensors(group, whole, reduction)
         return tuple(
             tensor.split(rows_per_rank(len(tensor), group.size))[group.rank].clone() for tensor in whole
         )
 
-    return Plan(channel, call, execute, tensors)
+    return Plan(channel, call, execute, sent, restore)
 
 
 def reducescatter(
@@ -96,11 +92,10 @@ def reducescatter(
         ValueError: an argument is wrong on this rank.
         HorovodInternalError: `op` is neither Average nor Sum, or as for `allreduce`.
     """
-    sent, (ctx,) = compressed([tensor], compression, call_kinds.REDUCESCATTER, process_set)
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter(sent, arguments, name, process_set=process_set)
-    (output,) = record(Reducescatter, plan, sent, process_set, gradient)
-    return compression.decompress(output, ctx)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter([tensor], reduction, name, compression=compression, process_set=process_set)
+    (output,) = record(Reducescatter, plan, process_set, gradient)
+    return output
 
 
 def reducescatter_async(
@@ -112,8 +107,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a `reducescatter` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter([tensor], arguments, name, process_set=process_set)
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter([tensor], reduction, name, process_set=process_set)
     return plan.then(lambda outputs: outputs[0]).submit()
 
 
@@ -129,13 +124,12 @@ def grouped_reducescatter(
     gradient: int = Average,
 ) -> list[torch.Tensor]:
     """Return `reducescatter` of each of `tensors`, as one operation; differentiable."""
-    sent, contexts = compressed(
-        tensors, compression, call_kinds.GROUPED_REDUCESCATTER, process_set, grouped=True
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter(
+        tensors, reduction, name, compression=compression, grouped=True, process_set=process_set
     )
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    plan = plan_reducescatter(sent, arguments, name, grouped=True, process_set=process_set)
-    outputs = record(Reducescatter, plan, sent, process_set, gradient)
-    return [compression.decompress(output, ctx) for output, ctx in zip(outputs, contexts, strict=True)]
+    outputs = record(Reducescatter, plan, process_set, gradient)
+    return list(outputs)
 
 
 def grouped_reducescatter_async(
@@ -147,8 +141,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors."""
-    arguments = ReductionArguments(op, prescale_factor, postscale_factor)
-    return plan_reducescatter(tensors, arguments, name, grouped=True, process_set=process_set).submit()
+    reduction = Reduction(op, prescale_factor, postscale_factor)
+    plan = plan_reducescatter(tensors, reduction, name, grouped=True, process_set=process_set)
+    return plan.submit()
 
 
 @not_compiled
@@ -177,7 +172,7 @@ class Reducescatter(torch.autograd.Function):
         gathered = []
         for grad in grads:
             plan = plan_allgather([grad], process_set=process_set)
-            (rows,) = record(Allgather, plan, [grad], process_set, ctx.gradient)
+            (rows,) = record(Allgather, plan, process_set, ctx.gradient)
             scale_(rows, factor)
             gathered.append(rows)
         return None, None, None, *gathered

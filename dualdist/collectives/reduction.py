@@ -7,17 +7,19 @@ scaled in double precision and truncated toward zero; an average of integers is 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..agreement.call import Call
 from ..agreement.verdict import payload_capacity
 from ..backends.base import Group
+from ..checks import number, reduce_op
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
-from .wire import NUMPY_DTYPES, bytes_of, pack, reduction_dtype, unpack
+from .wire import REDUCED_AS, bytes_of, check_reducible, dtype_name, pack, reduction_dtype, unpack
 
 # Adasum: a sum that adds orthogonal gradients and averages parallel ones.
 #
@@ -68,15 +70,22 @@ def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (keep_a * wide_a + keep_b * wide_b).to(a.dtype)
 
 
-_EXTREMES = {Min: torch.amin, Max: torch.amax}
-
-
 class Reduction(NamedTuple):
     """The op and the factors of a reduction."""
 
-    op: int = Average
+    op: Any = Average
+    """A constant of Horovod; before `checked`, what a user has passed."""
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
+
+    def checked(self) -> Reduction:
+        """Return the Reduction that a user means by these arguments. Raises ValueError or TypeError."""
+        op, prescale, postscale = self
+        if type(prescale) is type(postscale) is float and prescale == postscale == 1.0:
+            return Reduction(reduce_op(op))
+        return Reduction(
+            reduce_op(op), number("prescale_factor", prescale), number("postscale_factor", postscale)
+        )
 
     @classmethod
     def of(cls, call: Call) -> Reduction:
@@ -87,6 +96,37 @@ class Reduction(NamedTuple):
             arguments["prescale_factor"],
             arguments["postscale_factor"],
         )
+
+    def check(self, tensors: Sequence[torch.Tensor], size: int) -> None:
+        """Raise ValueError or NotImplementedError unless it can be applied to `tensors` of `size` ranks."""
+        for tensor in tensors:
+            check_reducible(tensor.dtype, self.op)
+        if len(tensors) > 1 and len({tensor.device for tensor in tensors}) > 1:
+            raise ValueError(
+                f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead. "
+                "Move them to one."
+            )
+        if self.op == Adasum:
+            check_adasum_size(size)
+
+    def describe(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Return the arguments of a reduction of `tensors` for its Call, in the order in which errors show them."""
+        tensors_of_call = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        return _described(tensors_of_call, tensors[0].device.type, self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...], device: str, reduction: Reduction
+) -> dict[str, Any]:
+    return {
+        "shapes": tuple(tuple(shape) for shape, _ in tensors),
+        "dtypes": tuple(dtype_name(dtype) for _, dtype in tensors),
+        "op": REDUCE_OP_NAMES[reduction.op],
+        "prescale_factor": reduction.prescale_factor,
+        "postscale_factor": reduction.postscale_factor,
+        "device": device,
+    }
 
 
 def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
@@ -107,7 +147,7 @@ def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Red
 
 def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch.dtype:
     """Return the dtype in which `group` reduces. Small integers must not wrap around before they are scaled."""
-    if dtype in NUMPY_DTYPES and dtype in group.reduce_dtypes:
+    if REDUCED_AS[dtype] is dtype:
         return dtype
     if dtype.is_floating_point:
         return reduction_dtype(dtype, group, widens=reduction.op == Adasum)
@@ -145,12 +185,7 @@ def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reducti
     numel = sum([tensor.numel() for tensor in tensors]) * (2 if first.is_complex() else 1)
     if numel * dtype.itemsize > payload_capacity(group.size):
         return b""
-    if (
-        len(tensors) == 1
-        and dtype is first.dtype
-        and dtype in NUMPY_DTYPES
-        and reduction.prescale_factor == 1.0
-    ):
+    if len(tensors) == 1 and dtype is first.dtype and reduction.prescale_factor == 1.0:
         return bytes_of(first)
     flat = pack(tensors, dtype, first.device)
     scale_(flat, reduction.prescale_factor)
@@ -163,8 +198,8 @@ def reduce_payloads(
     """Overwrite `tensors` with the reduction of all members' payloads, bitwise equal on all members."""
     dtype = _wire_dtype(tensors[0].dtype, group, reduction)
     rows = torch.frombuffer(bytearray().join(payloads), dtype=dtype).view(len(payloads), -1)
-    if reduction.op in _EXTREMES:
-        flat = _EXTREMES[reduction.op](rows, dim=0)
+    if reduction.op in (Min, Max):
+        flat = (torch.amin if reduction.op == Min else torch.amax)(rows, dim=0)
     else:
         flat = (torch.prod if reduction.op == Product else torch.sum)(rows, dim=0, dtype=dtype)
     _finish(flat, reduction, group.size)

@@ -11,10 +11,10 @@ from ..agreement import call_kinds
 from ..backends.base import Group
 from ..checks import reduce_op, wrong
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
-from ..world.context import current
 from ..world.process_sets import ProcessSet, global_process_set, reporting
 from .allgather import plan_allgather
-from .movement import allgather_rows
+from .handles import synchronize
+from .wire import allgather_rows
 
 
 def sparse_allreduce_async(
@@ -42,7 +42,7 @@ def sparse_allreduce_async(
             check_invariants=False,
         )
 
-    return functools.partial(current().handles.synchronize, plan.then(reduced).submit())
+    return functools.partial(synchronize, plan.then(reduced).submit())
 
 
 def _is_average(op: Op) -> bool:

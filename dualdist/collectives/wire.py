@@ -1,4 +1,4 @@
-"""The wire format: conversion between users' tensors and flat, contiguous tensors that every backend accepts.
+"""The wire format: users' tensors as flat, contiguous tensors that every backend accepts, and collectives of such.
 
 Data that is only moved is sent as bytes, so every dtype works on every backend. Data that is reduced is sent in a dtype
 that the backend can reduce: its own one if possible, else bool and small integers as int32, bfloat16 as float32, and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,12 @@ import torch
 from ..backends.base import Group
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 
-_WIDER = {
+REDUCED_AS = {
+    torch.float16: torch.float16,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
     torch.bool: torch.int32,
     torch.uint8: torch.int32,
     torch.int8: torch.int32,
@@ -27,8 +33,7 @@ _WIDER = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float32,
 }
-NUMPY_DTYPES = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
-"""The dtypes that every backend reduces and NumPy has, too."""
+"""Each dtype that can be reduced -> one that every backend reduces: itself or a wider one."""
 
 
 def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -55,10 +60,16 @@ def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> 
 
 
 @functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype`, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
 def check_reducible(dtype: torch.dtype, op: int) -> None:
     """Raise ValueError unless `op` can reduce numbers of `dtype`."""
-    name, kind = REDUCE_OP_NAMES[op], str(dtype).removeprefix("torch.")
-    if dtype not in _WIDER and dtype not in NUMPY_DTYPES:
+    name, kind = REDUCE_OP_NAMES[op], dtype_name(dtype)
+    if dtype not in REDUCED_AS:
         raise ValueError(
             f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first."
         )
@@ -75,9 +86,8 @@ def reduction_dtype(dtype: torch.dtype, group: Group, *, widens: bool = False) -
 
     widens: whether small integers and bfloat16 need a wider one, because more is computed from the reduced numbers.
     """
-    if dtype in group.reduce_dtypes and not (widens and dtype in _WIDER):
-        return dtype
-    return _WIDER[dtype]
+    same_or_wider = REDUCED_AS[dtype]
+    return dtype if dtype in group.reduce_dtypes and not widens else same_or_wider
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -114,3 +124,108 @@ def neutral(dtype: torch.dtype, op: int) -> float | int:
         return op == Min
     info = torch.iinfo(dtype)
     return info.max if op == Min else info.min
+
+
+# Rows of tensors as bytes, on any Group.
+
+
+def allgather_rows(
+    group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Return for each of `tensors` ((n, ...) on a member) the rows of all members: (sum of n, ...), in rank order.
+
+    rows: n of each member, for a single tensor; None: not known.
+    """
+    row_bytes = [_row_bytes(tensor) for tensor in tensors]
+    if rows is None:
+        row_counts = allgather_integers(group, [tensor.shape[0] for tensor in tensors])
+    else:
+        row_counts = [[count] for count in rows]
+    # For each member, the bytes of each of its tensors.
+    sizes = [[count * width for count, width in zip(counts, row_bytes, strict=True)] for counts in row_counts]
+    totals = [sum(member) for member in sizes]
+    data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
+    gathered = group.allgatherv(data, totals) if sum(totals) else data
+    parts = [part.split(member) for part, member in zip(gathered.split(totals), sizes, strict=True)]
+    return [
+        from_bytes(
+            torch.cat([part[index] for part in parts]),
+            (sum(counts[index] for counts in row_counts), *tensor.shape[1:]),
+            tensor,
+        )
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def broadcast_into(group: Group, tensor: torch.Tensor, root: int) -> None:
+    """Overwrite `tensor` with that of the member with index `root`."""
+    if tensor.numel() == 0:
+        return
+    data = as_bytes(tensor, group)
+    group.broadcast_(data, root).wait()
+    if data.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(from_bytes(data, tensor.shape, tensor))
+
+
+def alltoall_rows(
+    group: Group,
+    tensor: torch.Tensor,
+    splits: Sequence[int],
+    totals: Sequence[int],
+    received: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, list[int]]:
+    """Send splits[i] rows of `tensor` ((n, ...)) to member i. Return the received rows and their number from each.
+
+    totals: how many rows each member sends. received: how many of them arrive from each member; None: not known.
+    """
+    received = _alltoall_integers(group, splits) if received is None else list(received)
+    row_bytes = _row_bytes(tensor)
+    data = as_bytes(tensor, group)[: sum(splits) * row_bytes]
+    output = torch.empty(sum(received) * row_bytes, dtype=torch.uint8, device=data.device)
+    if any(totals) and row_bytes:
+        group.alltoall(
+            output, data, [count * row_bytes for count in received], [count * row_bytes for count in splits]
+        ).wait()
+    return from_bytes(output, (sum(received), *tensor.shape[1:]), tensor), received
+
+
+def gather_rows(
+    group: Group, tensor: torch.Tensor, root: int, rows: Sequence[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the rows of all members and their number from each on the member `root`, no rows elsewhere.
+
+    rows: of each member.
+    """
+    splits, received = [0] * group.size, [0] * group.size
+    splits[root] = rows[group.rank]
+    return alltoall_rows(group, tensor, splits, rows, rows if group.rank == root else received)
+
+
+def _alltoall_integers(group: Group, numbers: Sequence[int]) -> list[int]:
+    """Send numbers[i] to member i, and return what each member sends to this one."""
+    sent = torch.tensor(numbers, dtype=torch.int64)
+    data = as_bytes(sent, group)
+    output = torch.empty_like(data)
+    each = [sent.element_size()] * group.size
+    group.alltoall(output, data, each, each).wait()
+    return list(map(int, from_bytes(output, sent.shape, sent).tolist()))
+
+
+def allgather_integers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the `numbers` of each member; every member has the same number of them."""
+    layout = struct.Struct(f"<{len(numbers)}q")
+    return [list(layout.unpack(message)) for message in group.allgather_bytes(layout.pack(*numbers))]
+
+
+def rows_per_rank(rows: int, size: int) -> list[int]:
+    """Return the share of `rows` of each of `size` ranks in a reducescatter.
+
+    If they do not divide, each of the first ranks gets one more row, as in Horovod 0.28.1
+    (horovod/common/ops/collective_operations.cc:314, ReducescatterOp::ComputeOutputShapeForRank).
+    """
+    return [rows // size + (index < rows % size) for index in range(size)]
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()

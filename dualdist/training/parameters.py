@@ -15,8 +15,8 @@ from ..backends.base import Group
 from ..checks import wrong
 from ..collectives.broadcast import overwrite, root_payload
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
-from ..collectives.plan import Plan, check_root, check_tensor, dtype_name, make_call, planned
-from ..collectives.wire import as_bytes, from_bytes
+from ..collectives.plan import Plan, check_root, check_tensor, make_call, planned
+from ..collectives.wire import as_bytes, dtype_name, from_bytes
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 

@@ -22,8 +22,8 @@ from ..backends.base import Group
 from ..backends.torch_interface import ranks_of, world_group
 from ..checks import converted, flag, instance, integer, number, wrong
 from ..collectives.allreduce import allreduce
-from ..collectives.plan import dtype_name, make_call
-from ..collectives.wire import as_bytes, from_bytes
+from ..collectives.plan import make_call
+from ..collectives.wire import as_bytes, dtype_name, from_bytes
 from ..compiling import not_compiled
 from ..types import Sum
 from ..world.context import current

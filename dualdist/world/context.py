@@ -11,21 +11,20 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import itertools
-import json
 import logging
 import os
+import pickle
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import accelerator
-from ..agreement.channel import Channel, Result, StandIn
+from ..agreement.channel import Channel, StandIn
 from ..agreement.connections import Connections
 from ..agreement.timeline import Timeline
 from ..agreement.watch import Contact, StallWatch
@@ -82,8 +81,8 @@ def warn_of_too_many_threads(processes: Iterable[tuple[str, CpuThreads]]) -> Non
 
 # What each rank reports about itself when it has joined a world.
 
-_BYTES = 512
-"""The length of a report. All have the same, padded with spaces."""
+_BYTES = 1024
+"""The length of a pickled report. All have the same, padded with spaces."""
 
 
 @dataclass(frozen=True)
@@ -108,53 +107,11 @@ class Presence:
         devices = hashlib.sha256(repr(names).encode()).hexdigest()[:8], len(names)
         return cls(own_node(), local_rank, contact, CpuThreads.of_this_process(), devices, master)
 
-    def to_bytes(self) -> bytes:
-        """Return the report as JSON."""
-        return json.dumps(asdict(self)).encode().ljust(_BYTES)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Presence:
-        """Return the report from which `to_bytes` made `data`."""
-        host, local_rank, contact, threads, (name, count), master = json.loads(data).values()
-        contact = contact and Contact(*contact)
-        return cls(host, local_rank, contact, CpuThreads(*threads), (name, count), master and (*master,))
-
     @property
     def view(self) -> DeviceView:
         """What is needed to choose the rank's device."""
         name, count = self.devices
         return DeviceView(self.host, self.local_rank, [f"{name}.{index}" for index in range(count)])
-
-
-# Handles of asynchronous collectives: plain integers, as in Horovod.
-
-
-class HandleTable:
-    """The outstanding handles of one world."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._results: dict[int, Result[Any]] = {}
-
-    def add(self, result: Result[Any]) -> int:
-        """Return a new handle for `result`."""
-        handle = next(self._numbers)
-        self._results[handle] = result
-        return handle
-
-    def poll(self, handle: int) -> bool:
-        """Return whether the result is ready. Raises ValueError for a handle that is unknown or was used."""
-        if handle not in self._results:
-            raise ValueError(
-                f"`handle` must be outstanding, but {handle} is unknown or was synchronized already. Pass what an "
-                "asynchronous call has returned."
-            )
-        return self._results[handle].done()
-
-    def synchronize(self, handle: int) -> Any:
-        """Wait and return the result; None for a handle that is unknown or was used (mpi_ops.py:1281)."""
-        result = self._results.pop(handle, None)
-        return None if result is None else result.get()
 
 
 NewGroups = Callable[[Sequence[int], int, Exchange], list[Group]]
@@ -179,7 +136,8 @@ class Context:
         """The ID of the process that joined the world; the same in processes that are forked from it."""
         self.arguments: Mapping[str, Any] = MappingProxyType({})
         """The arguments of `init`, with which elastic training joins the next world."""
-        self.handles = HandleTable()
+        self.handles: dict[int, Any] = {}
+        """The outstanding asynchronous collectives (collectives/handles.py), by their handle."""
         self.channels: dict[int, Channel] = {}
         """The channel of each process set, by its ID."""
         self.process_sets: dict[int, Any] = {}
@@ -283,8 +241,10 @@ class Context:
         master = (joined.address, self._undo.enter_context(reserved_port())) if joined.rank == 0 else None
         mine = Presence.of_this_process(launched.local_rank, self.watch.contact, master)
         group = self.channels[0].group
-        answers = joined.start_step(lambda: group.allgather_bytes(mine.to_bytes()), "numbers")
-        ranks = [Presence.from_bytes(answer) for answer in answers]
+        report = pickle.dumps(mine).ljust(_BYTES)
+        ranks: list[Presence] = list(
+            map(pickle.loads, joined.start_step(lambda: group.allgather_bytes(report), "numbers"))
+        )
         self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)

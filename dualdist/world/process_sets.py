@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..agreement import call_kinds
@@ -291,23 +291,18 @@ def check_process_set(process_set: Any, name: str = "process_set", *, registered
         )
 
 
-class reporting:
-    """A context manager: if its block raises before this rank makes a call of `kind`, the other ranks raise too.
+@contextlib.contextmanager
+def reporting(kind: Kind, process_set: Any = None) -> Iterator[None]:
+    """If the `with` block raises before this rank makes a call of `kind`, let the other ranks raise, too.
 
     Therefore they do not wait for this rank. Nothing is reported without a world, or on a rank outside the set. If
     `process_set` is no process set, the error is reported to the whole world.
     """
-
-    def __init__(self, kind: Kind, process_set: Any = None) -> None:
-        self._kind = kind
-        self._process_set = process_set
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            report(self._kind, self._process_set, error)
+    try:
+        yield
+    except Exception as error:
+        report(kind, process_set, error)
+        raise
 
 
 def report(kind: Kind, process_set: Any, error: Exception) -> None:

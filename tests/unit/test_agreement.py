@@ -9,8 +9,8 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.call_kinds import Kind
-from dualdist.agreement.matching import Match, Standing, Step, match
-from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, Entry, payload_capacity
+from dualdist.agreement.matching import Match, Outcome, Standing, match
+from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, PendingCall, payload_capacity
 
 RANKS = (0, 2, 5)
 
@@ -28,7 +28,7 @@ def call(
 
 def made(*calls: Call) -> Standing:
     """Return the standing of a member that computes while `calls` are pending."""
-    return Standing(tuple(Entry(ACTIVE, each) for each in calls))
+    return Standing(tuple(PendingCall(ACTIVE, each) for each in calls))
 
 
 def waits(*calls: Call) -> Standing:
@@ -38,25 +38,25 @@ def waits(*calls: Call) -> Standing:
 
 def failed(line: int, *later: Call, blocked: bool = False) -> Standing:
     """Return the standing of a member that failed in a call at `line`."""
-    entries = Entry(FAILED, call(line=line), "`splits` must fit"), *made(*later).entries
+    entries = PendingCall(FAILED, call(line=line), "`splits` must fit"), *made(*later).entries
     return Standing(entries, frozenset([len(later)] if blocked else []), blocked)
 
 
-JOIN = Standing((Entry(JOINED, call(call_kinds.JOIN, line=9)),), frozenset([0]), blocked=True)
+JOIN = Standing((PendingCall(JOINED, call(call_kinds.JOIN, line=9)),), frozenset([0]), blocked=True)
 
 
 def found(*standings: Standing) -> Match:
     return match(standings, RANKS[: len(standings)])
 
 
-def only(*standings: Standing) -> Step:
-    (step,) = found(*standings).steps
+def only(*standings: Standing) -> Outcome:
+    (step,) = found(*standings).outcomes
     return step
 
 
 def errors(*standings: Standing) -> list[str]:
     """Return the lines of the error, which all steps have."""
-    (error,) = {step.verdict.error for step in found(*standings).steps}
+    (error,) = {step.verdict.error for step in found(*standings).outcomes}
     assert error is not None
     return error.splitlines()
 
@@ -70,7 +70,7 @@ def test_equal_calls_run_with_every_count_and_flag() -> None:
 
 def test_calls_with_names_match_in_any_order_and_run_in_that_of_the_first_member() -> None:
     a, b, c = (call(name=name) for name in "abc")
-    steps = found(made(a, b, c), made(c, a), waits(a, b, c)).steps
+    steps = found(made(a, b, c), made(c, a), waits(a, b, c)).outcomes
     assert [step.verdict.call for step in steps] == [a, c]
     assert [step.entries for step in steps] == [(0, 1, 0), (2, 0, 2)]
 
@@ -78,7 +78,7 @@ def test_calls_with_names_match_in_any_order_and_run_in_that_of_the_first_member
 def test_calls_without_a_name_match_by_their_order_within_a_kind() -> None:
     reduce, gather = call(shape=2), call(call_kinds.ALLGATHER)
     other = call(shape=3)
-    steps = found(made(reduce, other, gather), made(gather, reduce, other), made(reduce, gather)).steps
+    steps = found(made(reduce, other, gather), made(gather, reduce, other), made(reduce, gather)).outcomes
     assert [(step.verdict.call, step.entries) for step in steps] == [
         (reduce, (0, 1, 0)),
         (gather, (2, 0, 1)),
@@ -105,7 +105,7 @@ def test_different_arguments_raise_on_all_at_once_and_show_each_group_once() -> 
 def test_when_all_wait_for_different_calls_everything_pending_raises() -> None:
     later = call(name="later", line=3)
     standings = waits(later, call(name="a")), waits(call(name="b", line=2)), waits(call(name="a"))
-    steps = found(*standings).steps
+    steps = found(*standings).outcomes
     assert [(step.entries, sorted(step.verdict.raising)) for step in steps] == [
         ((0, None, None), [0]),
         ((1, None, None), [0]),
@@ -146,7 +146,7 @@ def test_the_call_site_may_differ() -> None:
 
 def test_the_active_members_run_their_call_while_others_have_joined() -> None:
     matched = found(JOIN, made(call(count=4)), JOIN)
-    (step,) = matched.steps
+    (step,) = matched.outcomes
     assert step.verdict.call is not None and step.verdict.joined == matched.joined == {0, 2}
     assert not step.verdict.raising and step.entries == (None, 0, None) and not matched.is_over
 
@@ -154,13 +154,13 @@ def test_the_active_members_run_their_call_while_others_have_joined() -> None:
 def test_a_member_that_joined_after_an_asynchronous_call_still_takes_part_in_it() -> None:
     a, b = call(name="a"), call(name="b")
     joined = Standing((*made(a).entries, *JOIN.entries), frozenset([1]), blocked=True)
-    steps = found(joined, made(b, a)).steps
+    steps = found(joined, made(b, a)).outcomes
     assert [(step.verdict.call, step.entries, sorted(step.verdict.joined)) for step in steps] == [
         (b, (None, 0), [0]),
         (a, (0, 1), []),
     ]
     matched = found(joined, JOIN)
-    assert [(step.verdict.call, step.entries) for step in matched.steps] == [(a, (0, None))]
+    assert [(step.verdict.call, step.entries) for step in matched.outcomes] == [(a, (0, None))]
     assert matched.is_over
 
 
@@ -173,7 +173,7 @@ def test_calls_that_cannot_run_with_joined_members_raise_on_the_active_ones() ->
 
 def test_a_mismatch_raises_on_the_active_members_alone() -> None:
     matched = found(JOIN, waits(call(call_kinds.ALLREDUCE)), waits(call(call_kinds.BARRIER)))
-    assert [step.verdict.raising for step in matched.steps] == [{1}, {2}] and matched.joined == {0}
+    assert [step.verdict.raising for step in matched.outcomes] == [{1}, {2}] and matched.joined == {0}
 
 
 def test_when_all_have_joined_there_is_nothing_to_run() -> None:
@@ -198,7 +198,7 @@ def test_a_failed_call_waits_for_members_that_may_still_make_it() -> None:
 
 
 def test_failed_calls_are_matched_by_their_order_on_the_line() -> None:
-    steps = found(failed(1, call(line=1)), waits(call(line=1), call(line=1))).steps
+    steps = found(failed(1, call(line=1)), waits(call(line=1), call(line=1))).outcomes
     assert [(step.entries, bool(step.verdict.raising)) for step in steps] == [((0, 0), True), ((1, 1), False)]
 
 
@@ -211,14 +211,14 @@ def test_a_failed_call_waits_for_a_member_whose_call_just_ends() -> None:
 def test_gradients_already_sent_are_received_in_spite_of_a_mismatch() -> None:
     gradients = call(call_kinds.GRADIENTS, grad_sync=0)
     matched = found(waits(gradients), waits(call(call_kinds.BARRIER)), waits(gradients))
-    assert [step.verdict.raising for step in matched.steps] == [{0}, {1}, {2}]
+    assert [step.verdict.raising for step in matched.outcomes] == [{0}, {1}, {2}]
     assert matched.drained == (gradients,)
 
 
 def test_crossed_gradients_raise_and_are_both_received() -> None:
     gradients = [call(call_kinds.GRADIENTS, grad_sync=number) for number in (0, 1)]
     matched = found(*map(waits, gradients))
-    assert [step.verdict.raising for step in matched.steps] == [{0, 1}]
+    assert [step.verdict.raising for step in matched.outcomes] == [{0, 1}]
     assert matched.drained == tuple(gradients)
 
 

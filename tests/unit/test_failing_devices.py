@@ -28,12 +28,9 @@ MINUTE = timedelta(seconds=60)
 
 
 def guard(events: list[str]) -> Guard:
-    watch, connections = mock.Mock(), mock.Mock()
-    watch.is_crossed.return_value = False
-    watch.survey.return_value = mock.Mock(missing=[], __str__=lambda _: "missing ranks: [1].")
-    watch.notice.return_value = None
+    connections = mock.Mock()
     connections.close.side_effect = lambda: events.append("connections closed")
-    return Guard(watch, connections, list, lambda: events.append("groups aborted"))
+    return Guard(connections, lambda: events.append("groups aborted"))
 
 
 @pytest.mark.parametrize(
@@ -42,11 +39,14 @@ def guard(events: list[str]) -> Guard:
 def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseException) -> None:
     events: list[str] = []
     guarded = guard(events)
+    channel = mock.Mock(is_crossed=False, notice=None)
+    channel.give_up.return_value = "missing ranks: [1]."
+    channel.survey.return_value = mock.Mock(missing=[])
     with pytest.raises(type(error)):
-        guarded.run("set 0", CALL, mock.Mock(side_effect=error))
+        guarded.run(channel, CALL, mock.Mock(side_effect=error))
     assert events == ["connections closed", "groups aborted"]
     with pytest.raises(HorovodInternalError, match=r"cannot run: .*shutdown\(\) and init\(\)"):
-        guarded.run("set 0", CALL, mock.Mock())
+        guarded.run(channel, CALL, mock.Mock())
 
 
 def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once() -> None:

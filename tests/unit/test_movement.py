@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dualdist.backends.base import Group, Work
-from dualdist.collectives.movement import alltoall_rows, gather_rows
+from dualdist.collectives.wire import alltoall_rows, gather_rows
 
 SIZE = 64
 

@@ -11,23 +11,35 @@ from collections.abc import Callable
 
 import pytest
 
-from dualdist.agreement.channel import Result
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.channel import Request
+from dualdist.agreement.verdict import ACTIVE
 
-jobs: queue.SimpleQueue[Result[object] | None] = queue.SimpleQueue()
+Job = tuple[Request[object], Callable[[], object]]
+jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+
+
+def request() -> Request[object]:
+    return Request(ACTIVE, Call(call_kinds.BARRIER))
 
 
 def compute(function: Callable[[], object]) -> object:
     """Compute `function()` in the other thread."""
-    result = Result(function)
-    jobs.put(result)
-    return result.get()
+    made = request()
+    jobs.put((made, function))
+    return made.get()
 
 
 @pytest.fixture(autouse=True)
 def other_thread() -> object:
     def work() -> None:
         while (job := jobs.get()) is not None:
-            job.run()
+            made, function = job
+            try:
+                made.end(function())
+            except ZeroDivisionError as error:
+                made.end(error=error)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -40,10 +52,12 @@ def test_the_result_or_exception_reaches_the_waiting_thread() -> None:
     assert compute(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         compute(lambda: 1 // 0)
-    result = Result(lambda: 7)
+    result = request()
     assert not result.done()
-    result.run()
+    result.end(7)
     assert result.done() and (result.get(), result.get()) == (7, 7)
+    result.end(error=ZeroDivisionError())
+    assert result.get() == 7
 
 
 @pytest.mark.timeout(60, method="thread")  # the other method is the timer that this test uses
@@ -71,16 +85,16 @@ def test_a_signal_handler_may_wait_for_another_result_at_any_moment() -> None:
 
 @pytest.mark.timeout(60)
 def test_the_handler_of_a_signal_that_another_thread_received_runs_during_the_wait() -> None:
-    result, ended = Result(lambda: 7), threading.Event()
+    result, ended = request(), threading.Event()
     main = threading.get_ident()
 
     def receive() -> None:
-        while sys._current_frames()[main].f_code is not Result.get.__code__:
+        while sys._current_frames()[main].f_code is not Request.get.__code__:
             pass
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
         ended.wait()
 
-    former = signal.signal(signal.SIGUSR2, lambda number, frame: result.run())
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: result.end(7))
     thread = threading.Thread(target=receive)
     thread.start()
     try:

@@ -12,7 +12,7 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
-from dualdist.agreement.watch import StallWatch
+from dualdist.agreement.watch import StallWatch, WatchedChannel
 from dualdist.errors import StallError
 from dualdist.types import Settings
 
@@ -22,28 +22,43 @@ TEXT = "allreduce(name='loss') at train.py:7"
 SIZE = 5
 
 
+class Rank:
+    """The watch of one rank, and its channels."""
+
+    def __init__(self, rank: int) -> None:
+        self.watch = StallWatch(rank, SIZE, "127.0.0.1", Settings())
+        self.pending: list[Call] = []
+        self.world = self.watch.add_channel("set 0", tuple(range(SIZE)), lambda: self.pending)
+        self.pair = self.watch.add_channel("set 1", (3, 4))
+
+
 @pytest.fixture
-def watches() -> Iterator[Sequence[StallWatch]]:
-    """A watch for each rank, with a channel of all ranks and one of the last two. Every rank has made one call."""
+def ranks() -> Iterator[Sequence[Rank]]:
+    """Five ranks, with a channel of all and one of the last two. Every rank has made one call."""
     with contextlib.ExitStack() as stack:
-        made = [StallWatch(rank, SIZE, "127.0.0.1", Settings()) for rank in range(SIZE)]
-        for watch in made:
-            stack.callback(watch.close)
-            watch.start([other.contact for other in made if other.contact is not None])
-            watch.add_channel("set 0", tuple(range(SIZE)))
-            watch.add_channel("set 1", (3, 4))
-            watch.begin("set 0", BARRIER)
-            watch.end("set 0")
+        made = [Rank(rank) for rank in range(SIZE)]
+        contacts = [rank.watch.contact for rank in made]
+        for rank in made:
+            stack.callback(rank.watch.close)
+            rank.watch.start([contact for contact in contacts if contact is not None])
+            rank.world.begin(BARRIER)
+            rank.world.end()
         yield made
 
 
-def test_a_survey_says_what_each_rank_does(watches: Sequence[StallWatch]) -> None:
-    for watch in watches[:3]:
-        number = watch.begin("set 0", LOSS)
-    watches[1].end("set 0")
-    watches[2].close()
-    watches[4].begin("set 1", BARRIER)
-    survey = watches[0].survey("set 0", number, LOSS.key)
+def begin(ranks: Sequence[Rank], call: Call = LOSS) -> WatchedChannel:
+    """Let `ranks` begin `call`; return the channel of the first."""
+    for rank in ranks:
+        rank.world.begin(call)
+    return ranks[0].world
+
+
+def test_a_survey_says_what_each_rank_does(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks[:3])
+    ranks[1].world.end()
+    ranks[2].watch.close()
+    ranks[4].pair.begin(BARRIER)
+    survey = channel.survey()
     assert survey.missing == [2, 3, 4]
     assert str(survey).splitlines() == [
         "missing ranks: [2, 3, 4].",
@@ -55,13 +70,12 @@ def test_a_survey_says_what_each_rank_does(watches: Sequence[StallWatch]) -> Non
     ]
 
 
-def test_a_rank_that_is_ahead_is_not_missing(watches: Sequence[StallWatch]) -> None:
-    for watch in watches:
-        number = watch.begin("set 0", LOSS)
-    for watch in watches[1:]:
-        watch.end("set 0")
-        watch.begin("set 0", BARRIER)
-    survey = watches[0].survey("set 0", number, LOSS.key)
+def test_a_rank_that_is_ahead_is_not_missing(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks)
+    for rank in ranks[1:]:
+        rank.world.end()
+        rank.world.begin(BARRIER)
+    survey = channel.survey()
     assert survey.missing == []
     assert str(survey).splitlines() == [
         "missing ranks: [].",
@@ -70,48 +84,40 @@ def test_a_rank_that_is_ahead_is_not_missing(watches: Sequence[StallWatch]) -> N
     ]
 
 
-def test_ranks_that_answer_know_why_a_rank_gives_up(watches: Sequence[StallWatch]) -> None:
-    number = watches[0].begin("set 0", LOSS)
-    survey = watches[0].survey("set 0", number, LOSS.key)
-    watches[0].give_notice("set 0", survey)
-    assert [watch.notice("set 0") for watch in watches] == [None, *[str(survey)] * (SIZE - 1)]
-    assert watches[1].notice("set 1") is None
+def test_ranks_that_answer_know_why_a_rank_gives_up(ranks: Sequence[Rank]) -> None:
+    found = begin(ranks[:1]).give_up()
+    assert [rank.world.notice for rank in ranks] == [None, *[found] * (SIZE - 1)]
+    assert ranks[1].pair.notice is None
 
 
-def test_a_rank_that_gives_up_still_counts_as_waiting(watches: Sequence[StallWatch]) -> None:
-    for watch, call in zip(watches[:2], [LOSS, BARRIER], strict=True):
-        number = watch.begin("set 0", call)
-    watches[1].give_notice("set 0", watches[1].survey("set 0", number, BARRIER.key))
-    assert [watch.is_crossed("set 0") for watch in watches] == [True, *[False] * (SIZE - 1)]
-    watches[1].end("set 0")
-    survey = watches[0].survey("set 0", number, LOSS.key)
+def test_a_rank_that_gives_up_still_counts_as_waiting(ranks: Sequence[Rank]) -> None:
+    channel, other = begin(ranks[:1]), begin(ranks[1:2], BARRIER)
+    other.give_up()
+    assert [rank.world.is_crossed for rank in ranks] == [True, *[False] * (SIZE - 1)]
+    other.end()
+    survey = channel.survey()
     assert "  rank 1: waiting in barrier() at train.py:9" in str(survey).splitlines()
     assert survey.missing == [1, 2, 3, 4]
 
 
-def test_a_rank_that_gave_up_and_left_is_not_missing(watches: Sequence[StallWatch]) -> None:
-    for watch in watches[:2]:
-        number = watch.begin("set 0", LOSS)
-    found = watches[1].survey("set 0", number, LOSS.key)
-    watches[1].give_notice("set 0", found)
-    watches[1].close()
-    watches[0].end("set 0")
-
-    def stall() -> None:
-        raise StallError("its own timeout")
-
-    guard = Guard(watches[0], mock.Mock(), tuple, lambda: None)
+def test_a_rank_that_gave_up_and_left_is_not_missing(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks[:2])
+    ranks[1].world.give_up()
+    ranks[1].watch.close()
+    channel.end()
+    guard = Guard(mock.Mock(), lambda: None)
+    channel.number -= 1  # of the call that rank 1 has given up
     with pytest.raises(StallError, match=r"missing ranks: \[2, 3, 4\]\."):
-        guard.run("set 0", LOSS, stall)
+        guard.run(channel, LOSS, mock.Mock(side_effect=StallError("its own timeout")))
 
 
 def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
-    watches: Sequence[StallWatch],
+    ranks: Sequence[Rank],
 ) -> None:
-    for rank, call in enumerate([LOSS, BARRIER, BARRIER, LOSS, LOSS]):
-        number = watches[rank].begin("set 0", call, lambda rank=rank: [LOSS] if rank == 2 else [])  # type: ignore[misc]
-    survey = watches[0].survey("set 0", number, LOSS.key)
-    assert str(survey).splitlines() == [
+    ranks[2].pending.append(LOSS)
+    for rank, call in zip(ranks, [LOSS, BARRIER, BARRIER, LOSS, LOSS], strict=True):
+        rank.world.begin(call)
+    assert str(ranks[0].world.survey()).splitlines() == [
         "missing ranks: [1].",
         "  rank 1: waiting in barrier() at train.py:9",
         f"  ranks 0, 3, 4: waiting in {TEXT}",
@@ -120,15 +126,14 @@ def test_a_rank_that_waits_for_another_call_is_missing_unless_it_has_made_both(
 
 
 def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_died(
-    watches: Sequence[StallWatch],
+    ranks: Sequence[Rank],
 ) -> None:
-    for watch in watches[:4]:
-        number = watch.begin("set 0", LOSS)
-    watches[0].end("set 0")
-    number = watches[0].begin("set 0", BARRIER)
-    assert watches[0].survey("set 0", number, BARRIER.key).missing == [1, 2, 3, 4]
-    watches[2].close()
-    survey = watches[0].survey("set 0", number, BARRIER.key)
+    channel = begin(ranks[:4])
+    channel.end()
+    channel.begin(BARRIER)
+    assert channel.survey().missing == [1, 2, 3, 4]
+    ranks[2].watch.close()
+    survey = channel.survey()
     assert str(survey).splitlines() == [
         "missing ranks: [2, 4].",
         "  rank 2: process ended, or called shutdown()",
@@ -138,44 +143,41 @@ def test_a_rank_that_waits_in_an_earlier_call_is_not_missing_if_another_one_has_
     ]
 
 
-def test_a_rank_whose_call_was_interrupted_is_missing(watches: Sequence[StallWatch]) -> None:
-    for watch in watches:
-        number = watch.begin("set 0", LOSS)
-    watches[1].interrupt("set 0", "KeyboardInterrupt()")
-    watches[1].end("set 0")
-    survey = watches[0].survey("set 0", number, LOSS.key)
-    assert str(survey).splitlines()[:2] == [
+def test_a_rank_whose_call_was_interrupted_is_missing(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks)
+    ranks[1].world.interrupt("KeyboardInterrupt()")
+    ranks[1].world.end()
+    assert str(channel.survey()).splitlines()[:2] == [
         "missing ranks: [1].",
         "  rank 1: interrupted by an exception: KeyboardInterrupt()",
     ]
 
 
-def test_long_calls_are_shortened(watches: Sequence[StallWatch]) -> None:
-    number = watches[1].begin("set 0", Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),)))
-    text = str(watches[0].survey("set 0", number, (call_kinds.OPTIMIZER.name, None)))
+def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
+    call = Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),))
+    text = str(begin(ranks[1:2], call).survey())
     assert "...) at ?:0" in text and len(text) < 1000
 
 
 def test_ranks_that_are_late_are_not_missing_when_the_backend_fails_because_one_has_ended(
-    watches: Sequence[StallWatch],
+    ranks: Sequence[Rank],
 ) -> None:
-    for watch in watches[:3]:
-        number = watch.begin("set 0", LOSS)
-    watches[2].close()
-    assert watches[0].survey("set 0", number, LOSS.key).missing == [2, 3, 4]
-    assert watches[0].survey("set 0", number, LOSS.key, has_failed=True).missing == [2]
+    channel = begin(ranks[:3])
+    ranks[2].watch.close()
+    assert channel.survey().missing == [2, 3, 4]
+    assert channel.survey(has_failed=True).missing == [2]
 
 
-def test_a_rank_whose_process_did_not_run_is_missing(watches: Sequence[StallWatch]) -> None:
-    for watch in watches:
-        number = watch.begin("set 0", LOSS)
-    with mock.patch.object(watches[1]._suspension, "_next", time.monotonic() - 700):  # the timeout is 600 s
-        assert watches[0].survey("set 0", number, LOSS.key).missing == [1]
-        watches[2].close()
-        survey = watches[1].survey("set 0", number, LOSS.key)
+def test_a_rank_whose_process_did_not_run_is_missing(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks)
+    late = time.monotonic() - 700  # the timeout is 600 s
+    with mock.patch.object(ranks[1].watch, "_next_tick", late):
+        assert channel.survey().missing == [1]
+        ranks[2].watch.close()
+        survey = ranks[1].world.survey()
     assert survey.missing == [1]
     assert (
         f"  rank 1: did not run for 700 s: stopped, or a thread kept Python's global lock; now waiting in {TEXT}"
         in str(survey)
     )
-    assert watches[0].survey("set 0", number, LOSS.key).missing == [2]
+    assert channel.survey().missing == [2]

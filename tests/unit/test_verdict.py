@@ -9,7 +9,7 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.connections import Connections, _Peer
-from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, Entry, Verdict, agree
+from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
 from dualdist.errors import HorovodInternalError
 
 from .test_connections import each_of
@@ -20,18 +20,22 @@ SIZES = (1, 2, 3, 8, 9, 12, 16, 17)
 CALL = Call(call_kinds.ALLREDUCE, (("shape", (2,)),), site=("train.py", 1))
 
 
-def verdicts(entries: list[Entry], timeline: int | None = None) -> list[Verdict]:
+def agreed(peers: Connections, own: PendingCall, needs_times: bool = False) -> Verdict:
+    return agree(peers, own.state, own.call, own.issued, needs_times=needs_times)
+
+
+def verdicts(entries: list[PendingCall], timeline: int | None = None) -> list[Verdict]:
     """Return each member's verdict on its entry. timeline: the member that writes a timeline."""
     return each_of(
         len(entries),
-        lambda peers: agree(peers, entries[peers.rank], needs_times=peers.rank == timeline),
+        lambda peers: agreed(peers, entries[peers.rank], peers.rank == timeline),
     )
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_equal_call_runs_with_what_each_member_sent(size: int) -> None:
     call = Call(CALL.kind, CALL.arguments, None, CALL.site, 7, True, b"data")
-    for verdict in verdicts([Entry(ACTIVE, call)] * size):
+    for verdict in verdicts([PendingCall(ACTIVE, call)] * size):
         assert verdict.call == call and not verdict.joined and verdict.error is None
         assert verdict.counts == (7,) * size and verdict.flags == (True,) * size
         assert verdict.payloads == (b"data",) * size
@@ -43,7 +47,7 @@ def test_members_get_the_counts_flags_and_payloads_of_all_in_rank_order(size: in
         Call(CALL.kind, CALL.arguments, None, CALL.site, rank // 3, rank == 1, bytes([rank % 2]))
         for rank in range(size)
     ]
-    found = verdicts([Entry(ACTIVE, call) for call in calls])
+    found = verdicts([PendingCall(ACTIVE, call) for call in calls])
     assert [verdict.call for verdict in found] == calls
     for verdict in found:
         assert verdict.counts == tuple(call.count for call in calls)
@@ -55,32 +59,33 @@ def test_members_get_the_counts_flags_and_payloads_of_all_in_rank_order(size: in
 @pytest.mark.parametrize(
     "odd",
     [
-        Entry(ACTIVE, Call(CALL.kind, (("shape", (3,)),))),
-        Entry(JOINED, Call(call_kinds.JOIN)),
-        Entry(FAILED, CALL, "`op` is wrong"),
+        PendingCall(ACTIVE, Call(CALL.kind, (("shape", (3,)),))),
+        PendingCall(JOINED, Call(call_kinds.JOIN)),
+        PendingCall(FAILED, CALL, "`op` is wrong"),
     ],
     ids=["other arguments", "joined", "failed"],
 )
-def test_no_member_runs_a_call_that_one_member_did_not_make(size: int, odd: Entry) -> None:
+def test_no_member_runs_a_call_that_one_member_did_not_make(size: int, odd: PendingCall) -> None:
     for place in {0, size // 2, size - 1}:
-        entries = [odd if rank == place else Entry(ACTIVE, CALL) for rank in range(size)]
+        entries = [odd if rank == place else PendingCall(ACTIVE, CALL) for rank in range(size)]
         assert [verdict.call for verdict in verdicts(entries)] == [None] * size
 
 
 @pytest.mark.parametrize("state", [JOINED, FAILED])
 def test_a_call_that_no_member_has_made_does_not_run(state: int) -> None:
     for size in (2, 9):
-        assert [verdict.call for verdict in verdicts([Entry(state, CALL)] * size)] == [None] * size
+        assert [verdict.call for verdict in verdicts([PendingCall(state, CALL)] * size)] == [None] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_the_member_with_a_timeline_gets_the_time_of_each_call(size: int, is_equal: bool) -> None:
     before = time.time_ns()
-    entries = [Entry(ACTIVE, CALL if is_equal else Call(CALL.kind, name=str(rank))) for rank in range(size)]
+    calls = [CALL if is_equal else Call(CALL.kind, name=str(rank)) for rank in range(size)]
+    entries = [PendingCall(ACTIVE, call, issued=time.time_ns()) for call in calls]
 
     def late(peers: Connections) -> Verdict:
-        return agree(peers, entries[peers.rank], needs_times=peers.rank == size - 1)
+        return agreed(peers, entries[peers.rank], peers.rank == size - 1)
 
     for verdict in each_of(size, late):
         assert len(verdict.arrivals) == size
@@ -99,7 +104,7 @@ def test_an_agreement_of_equal_calls_sends_one_message_in_each_round(monkeypatch
     monkeypatch.setattr(_Peer, "send", counted)
     for size, rounds in ((16, 4), (17, 5), (32, 5)):
         sent.clear()
-        verdicts([Entry(ACTIVE, CALL)] * size)
+        verdicts([PendingCall(ACTIVE, CALL)] * size)
         assert len(sent) == rounds * size and len(set(sent)) == 1 and sent[0] < 64
 
 
@@ -110,7 +115,7 @@ def test_all_members_notice_one_that_dies_in_any_round(size: int, rounds: int) -
         if peers.rank == 1:
             peers._rounds = peers._rounds[:rounds]
         try:
-            agree(peers, Entry(ACTIVE, CALL), needs_times=peers.rank == 0)
+            agree(peers, ACTIVE, CALL, 1, needs_times=peers.rank == 0)
         except HorovodInternalError:
             return "noticed"
         return "agreed"
