@@ -42,7 +42,7 @@ def restarting(state: State) -> Iterator[Callable[[], None]]:
     used or the commit does not fit. All errors are raised on every rank.
     """
     commits = _open_commits(next(_numbers))
-    outer = getattr(state, "_commits", None)  # of a `run` inside which this one is
+    outer = state._commits if isinstance(state, ObjectState) else None  # of a `run` inside which this one is
     if isinstance(state, ObjectState):
         state._resume(commits)
     elif rank() == 0:

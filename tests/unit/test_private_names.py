@@ -21,29 +21,28 @@ TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
 
 PRIVATE_NAMES = {
     "torch": """
-        _BatchNorm _BufferCommHookLocation _C _DistributedBackendOptions _FR_SELF_RECORDING_BACKENDS _FrameAction
-        _FrameExecStrategy _JoinConfig _MixedPrecision _RecordFunction _abort_process_group _autograd _buffers
-        _call_end_callbacks_on_jit_fut _cdata _current_autograd_node _current_graph_task_id
-        _ddp_params_and_buffers_to_ignore _dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device
-        _distributed_c10d _dynamo _enabled _execution_engine _flatten_dense_tensors _foreach_copy_ _fsdp_flattened
-        _get_data_parallel_params _get_default_store _in_backward_optimizers _load_from_state_dict _metadata _modules
-        _orig_mod _parameters _post_accumulate_grad_hooks _profiler_enabled _pytree _record_function_with_args_enter
-        _register_fused_optim _rendezvous_handlers _set_default_timeout _set_params_and_buffers_to_ignore_for_model
-        _set_pg_timeout _storage_Use_Count _torchdynamo_disable _unflatten_dense_tensors _utils _version _world
+        _BatchNorm _C _FR_SELF_RECORDING_BACKENDS _FrameAction _FrameExecStrategy _RecordFunction
+        _abort_process_group _autograd _buffers _call_end_callbacks_on_jit_fut _cdata _current_autograd_node
+        _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _enabled _execution_engine
+        _foreach_copy_ _fsdp_flattened _get_data_parallel_params _get_default_store _in_backward_optimizers
+        _load_from_state_dict _metadata _modules _orig_mod _parameters _post_accumulate_grad_hooks
+        _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
+        _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _storage_Use_Count
+        _torchdynamo_disable _version _world
     """,
     "Horovod": "_basics _get_process_set_ids_and_ranks",
-    "Python": "_DummyThread _active _args_from_interpreter_flags _current_frames _getframe _inheriting",
+    "Python": "_DummyThread _args_from_interpreter_flags _getframe _inheriting _target",
 }
 """The private names of others that the package reads, sets or imports, by their owner."""
 
 CALLED_BY_OTHERS = {
     "torch's process groups": """
-        _device_types _end_coalescing _get_backend_name _set_group_desc _set_group_name _source_rank _start_coalescing
+        _device_types _end_coalescing _set_group_name _source_rank _start_coalescing
     """,
     "programs that use torch's DistributedDataParallel": """
-        _check_reducer_finalized _ddp_params_and_buffers_to_ignore _default_broadcast_coalesced _get_ddp_logging_data
-        _rebuild_buckets _register_buffer_comm_hook _register_builtin_comm_hook _remove_autograd_hooks
-        _set_ddp_runtime_logging_sample_rate _set_ddp_sink_clone _set_static_graph
+        _check_reducer_finalized _ddp_params_and_buffers_to_ignore _default_broadcast_coalesced
+        _get_ddp_logging_data _register_buffer_comm_hook _register_builtin_comm_hook _remove_autograd_hooks
+        _set_ddp_sink_clone _set_static_graph
     """,
     "programs that use horovod.torch": """
         _add_process_set_impl _allreduce_delay _handles _process_set_rank _process_set_size _remove_process_set_impl
@@ -79,17 +78,9 @@ PATCHES = (
         "compat has the name horovod, which its backend needs",
     ),
     Patch(
-        "backends/mpi/__init__.py", 'handlers["env"] = ', "init_process_group without variables of a launcher"
-    ),
-    Patch(
         "backends/mpi/__init__.py",
         "_not_recorded.add(",
         "torch's flight recorder ends groups that are in Python",
-    ),
-    Patch(
-        "backends/torch_groups.py",
-        "function.__defaults__ = ",
-        "torch's functions keep a default group that is gone",
     ),
     Patch(
         "backends/torch_groups.py",
@@ -99,7 +90,6 @@ PATCHES = (
     Patch(
         "backends/torch_interface.py", "handle.remove()", "torch's hooks would step on gradients of one rank"
     ),
-    Patch("compat/optimizer.py", "wrapped.__class__ = ", "isinstance() and the state of the optimizer stay"),
     Patch(
         "compiling.py",
         "frames.set_code_exec_strategy(",
@@ -125,7 +115,7 @@ NO_PATCHES = ("atexit", "mpi4py.rc.finalize", "mpi4py.rc.initialize", "sys.argv"
 """Attributes of other modules that are there to be set; `atexit` is one of weakref.finalize."""
 
 
-DOCUMENTED = ("_exit", "_fields")
+DOCUMENTED = ("_asdict", "_exit", "_fields")
 """Names of Python that are public in spite of their underscore."""
 
 

@@ -127,7 +127,14 @@ class Notifications(WorkerNotificationManager):  # type: ignore[misc]
 # Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the store that
 # they share, and every rank sets the variables that hvd.init() reads.
 
-_NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_NUMBERS = {
+    "HOROVOD_RANK": "rank",
+    "HOROVOD_SIZE": "size",
+    "HOROVOD_LOCAL_RANK": "local_rank",
+    "HOROVOD_LOCAL_SIZE": "local_size",
+    "HOROVOD_CROSS_RANK": "cross_rank",
+    "HOROVOD_CROSS_SIZE": "cross_size",
+}
 _ERROR_SECONDS = 7
 """How long a rank may need to ask the others what they do, and to raise its error."""
 
@@ -177,7 +184,7 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": shared.addresses.first,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
         "HOROVOD_HOSTNAME": names[launch.rank],
-        **{f"HOROVOD_{name.upper()}": str(getattr(own, name)) for name in _NUMBERS},
+        **{variable: str(getattr(own, name)) for variable, name in _NUMBERS.items()},
     }
     return GlooRendezvous(shared, variables, watch, server)
 
