@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -21,21 +22,6 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 
 @dataclass(frozen=True)
-class Best:
-    """The metric that decides which checkpoint is best, and whether "max" or "min" of it is good."""
-
-    metric: str
-    mode: str
-
-    def score(self, manifest: Manifest) -> float:
-        """Return how good a checkpoint is. Minus infinity when the metric is missing or NaN."""
-        value = manifest.metrics.get(self.metric, math.nan)
-        if math.isnan(value):
-            return -math.inf
-        return value if self.mode == "max" else -value
-
-
-@dataclass(frozen=True)
 class CatalogEntry:
     """One checkpoint."""
 
@@ -48,11 +34,13 @@ class Catalog:
 
     Damaged files stay for inspection, but are not among its entries.
 
-    keep: how many of the newest checkpoints to keep, besides the best. None: all. durable: as for `replacing`.
+    keep: how many of the newest checkpoints to keep, besides the best. None: all.
+    best: the metric that decides which checkpoint is best, and whether "max" or "min" of it is good.
+    durable: as for `replacing`.
     """
 
     def __init__(
-        self, folder: Path, keep: int | None, best: Best | None = None, *, durable: bool = True
+        self, folder: Path, keep: int | None, best: tuple[str, str] | None = None, *, durable: bool = True
     ) -> None:
         self.folder = folder
         self._keep = keep
@@ -139,9 +127,10 @@ class Catalog:
         """Return the checkpoints that have the metric, the best first. Of equal ones, the later one is first."""
         if self._best is None:
             return []
-        rated = [(self._best.score(entry.manifest), entry) for entry in self._entries[::-1]]
-        rated.sort(key=lambda pair: -pair[0])
-        return [entry for score, entry in rated if score > -math.inf]
+        metric, mode = self._best
+        rated = [(entry.manifest.metrics.get(metric, math.nan), entry) for entry in self._entries[::-1]]
+        rated = [(value, entry) for value, entry in rated if not math.isnan(value)]
+        return [entry for _, entry in sorted(rated, key=operator.itemgetter(0), reverse=mode == "max")]
 
     def _newest(self) -> str:
         newest = next((entry for entry in self._entries[::-1] if entry.path.is_file()), None)

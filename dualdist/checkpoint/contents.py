@@ -93,11 +93,6 @@ def to_portable(value: Any, where: str, copier: TensorCopier) -> Any:
         return _Conversion(copier).convert(value, where)
 
 
-def check_portable(value: Any, where: str) -> None:
-    """Raise TypeError as `to_portable` does, without copying a tensor."""
-    to_portable(value, where, lambda tensor, where: tensor)
-
-
 def _check_containers(value: Any, where: str) -> None:
     if type(value) in _PLAIN:
         return

@@ -17,7 +17,7 @@ from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..world.ranks import rank
 from .catalog import Catalog, CatalogEntry
-from .contents import check_portable, check_state, collect, is_per_rank, is_stateful, on_host
+from .contents import check_state, collect, is_per_rank, is_stateful, on_host, to_portable
 from .format import MemoryFile, make_manifest
 from .restoration import restore
 from .transfer import from_writer, receive_newest
@@ -48,9 +48,22 @@ class Commits:
         shared_with_rank_0 = _is_shared_with_rank_0(folder)
         self._writes = first_of_node and not shared_with_rank_0
 
-    def check(self, objects: Mapping[str, Any]) -> None:
-        """Raise TypeError if `objects` cannot be written, CheckpointError if another rank's cannot. Collective."""
+    def resume(self, objects: dict[str, Any]) -> bool:
+        """Load the newest commit of all nodes into `objects`, and return whether there is one. Collective.
+
+        Plain values are set in the dictionary. Raises TypeError if `objects` cannot be written, CheckpointError if
+        another rank's cannot; CheckpointError on every rank when the commit does not fit.
+        """
         on_all_ranks(lambda: _check(objects), CheckpointError)
+        found = receive_newest(self._find if self._reads else None)
+        if found is None:
+            return False
+        root, entry, values = found
+        restore(objects, values, strict=True, origin=f"{entry.path.name} of rank {root}")
+        self._number = entry.manifest.serial
+        if rank() == 0:
+            logger.warning("Resuming from commit %d, which rank %d has read.", self._number, root)
+        return True
 
     def save(self, objects: Mapping[str, Any]) -> None:
         """Write the next commit, on one process of each node. Every rank must call it; none waits for another.
@@ -68,21 +81,6 @@ class Commits:
         except CheckpointError as error:
             logger.warning("Commit %d is missing on the node of rank %d: %s", self._number, rank(), error)
 
-    def resume(self, objects: dict[str, Any]) -> bool:
-        """Load the newest commit of all nodes into `objects`, and return whether there is one. Collective.
-
-        Plain values are set in the dictionary. Raises CheckpointError on every rank when the commit does not fit.
-        """
-        found = receive_newest(self._find if self._reads else None)
-        if found is None:
-            return False
-        root, entry, values = found
-        restore(objects, values, strict=True, origin=f"{entry.path.name} of rank {root}")
-        self._number = entry.manifest.serial
-        if rank() == 0:
-            logger.warning("Resuming from commit %d, which rank %d has read.", self._number, root)
-        return True
-
     def _find(self, file: MemoryFile) -> CatalogEntry | None:
         """Copy the newest undamaged commit of the folder into `file`, and return its entry."""
         try:
@@ -95,7 +93,7 @@ class Commits:
 
 def _check(objects: Mapping[str, Any]) -> None:
     check_state(objects)
-    check_portable(collect(objects, []), "state")
+    to_portable(collect(objects, []), "state", lambda tensor, where: tensor)  # copies nothing
 
 
 def _is_shared_with_rank_0(folder: Path) -> bool:

@@ -25,7 +25,7 @@ from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
 from ..types import Max
 from ..world.process_sets import reporting
-from .catalog import Best, Catalog, CatalogEntry
+from .catalog import Catalog, CatalogEntry
 from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, restore
@@ -195,7 +195,7 @@ class CheckpointManager:
         self._asynchronous, self._exit_code = asynchronous, exit_code
         self._agrees = asynchronous or bool(signals) or every_seconds is not None
         """Whether one rank may know of an event that the others do not see: a signal, a failed save, a late one."""
-        self._catalog = Catalog(Path(directory), keep, best and Best(*best))
+        self._catalog = Catalog(Path(directory), keep, best)
         from_writer(self._open)
         self._signals = SignalWatch(signals)
         self._saved_step: int | None = None

@@ -389,7 +389,6 @@ class ObjectState(State):
     def _resume(self, commits: Commits) -> None:
         """Load the newest of `commits`, and let `commit` write to them. Collective."""
         objects = self._objects()
-        commits.check(objects)
         if commits.resume(objects):
             self._set_attrs({name: value for name, value in objects.items() if not is_stateful(value)})
             self.save()
