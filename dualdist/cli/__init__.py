@@ -1,4 +1,7 @@
-"""The command `dualdist`. Each subcommand is a module with `add_arguments(parser)` and `execute(args)`."""
+"""The command `dualdist`. Each subcommand is a module with `add_arguments(parser)` and `execute(args)`.
+
+Only the module of the given subcommand is imported, and torch only by those that need it.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +34,28 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's own, and return its exit code."""
+    names = "\n".join(f"  {name:8} {purpose}" for name, purpose in _COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="dualdist", description="Data-parallel training under Horovod's API."
+        prog="dualdist",
+        description=f"Data-parallel training under Horovod's API.\n\ncommands:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-v", "--version", action="version", version=version())
-    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    for name, purpose in _COMMANDS.items():
-        module = importlib.import_module(f".{name}", __name__)
-        command = commands.add_parser(
-            name,
-            help=purpose,
-            description=module.__doc__,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # The error shows the usage of the subcommand.
-        commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
+    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="those of the command; see COMMAND --help"
+    )
+    given = parser.parse_args(argv)
+    module = importlib.import_module(f".{given.command}", __name__)
+    command = argparse.ArgumentParser(
+        prog=f"dualdist {given.command}",
+        description=module.__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(command)
     try:
-        return int(importlib.import_module(f".{args.subcommand}", __name__).execute(args))
+        return int(module.execute(command.parse_args(given.arguments)))
     except ConfigurationError as error:
-        sys.stderr.write(f"dualdist {args.subcommand}: {error}\n")
+        sys.stderr.write(f"dualdist {given.command}: {error}\n")
         return 2

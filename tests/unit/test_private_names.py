@@ -90,6 +90,7 @@ PATCHES = (
     Patch(
         "backends/torch_interface.py", "handle.remove()", "torch's hooks would step on gradients of one rank"
     ),
+    Patch("compat/torch.py", "wrapped.__class__ = ", "isinstance() and the state of the optimizer stay"),
     Patch(
         "compiling.py",
         "frames.set_code_exec_strategy(",
