@@ -4,10 +4,10 @@ Buckets are sent in the order of the layout. The ranks compare the layout once, 
 bucket needs its own agreement. An average divides before the sum or after it, see `SyncOptions.divides_first`.
 
 At the end of backward, while the data is being sent, the ranks agree on the reduction once, as on any other collective,
-and learn which gradients the others contribute. If a rank calls something else instead, all ranks
-raise an error; a rank that has called `join` learns that it must take part. The announcement first waits up to 50 ms
-for the data: otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer. On a
-GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
+and learn which gradients the others contribute. If a rank calls something else instead, all ranks raise an error; a
+rank that has called `join` learns that it must take part. The announcement first waits up to 50 ms for the data:
+otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer. On a GPU nothing
+waits: `Work.wait` orders streams, and the host reads no tensor.
 """
 
 from __future__ import annotations
