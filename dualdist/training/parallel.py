@@ -386,7 +386,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._combiner.divide_by(self._count_active(is_active))
 
     def _leave_torch_join(self) -> None:
-        self._torch_join = None
+        self._torch_join, self._join_config = None, DistributedDataParallel._join_config
         self._combiner.divide_by(None)
 
     def _check_early_end(self, is_active: bool) -> None:
@@ -412,7 +412,11 @@ class DistributedDataParallel(torch.nn.Module):
     _get_data_parallel_params: Any = staticmethod(TorchDataParallel._get_data_parallel_params)
     _register_fused_optim: Any = TorchDataParallel._register_fused_optim
     join_device, join_process_group = TorchDataParallel.join_device, TorchDataParallel.join_process_group
-    _join_config: Any
+
+    _join_config: Any = SimpleNamespace(
+        enable=False, throw_on_early_termination=False, is_first_joinable=False
+    )
+    """Which Join context of torch is active: none. The context sets it."""
 
     reducer = SimpleNamespace(
         prepare_for_forward=lambda: None,
