@@ -90,9 +90,8 @@ def checked_device_ids(device_ids: Any, own: set[torch.device]) -> torch.device 
     if not devices:
         return None
     kinds = {device.type for device in own}
-    is_elsewhere = type(devices[0]) is int and kinds == {
-        "cpu"
-    }  # torch knows no numbers without an accelerator
+    # torch knows no numbers without an accelerator.
+    is_elsewhere = type(devices[0]) is int and kinds == {"cpu"}
     device = torch.device("cpu") if is_elsewhere else checked_device("device_ids[0]", devices[0])
     if is_elsewhere or len(own) > 1 or kinds != {device.type}:
         raise ValueError(
@@ -105,14 +104,12 @@ def checked_device_ids(device_ids: Any, own: set[torch.device]) -> torch.device 
 def checked_buffers(broadcast: Any, forward_sync: Any) -> tuple[bool, bool]:
     """Return whether to copy rank 0's buffers at the start, and before each forward. The rules are torch's (2.13)."""
     both = True if broadcast is None else flag("broadcast_buffers", broadcast)
+    is_deprecated = "forward_sync_buffers" in inspect.signature(TorchDataParallel.__init__).parameters
     if broadcast is not None and forward_sync is not None:
         _warn(
             "`broadcast_buffers` is ignored, because `forward_sync_buffers` replaces it. Pass only the latter."
         )
-    elif (
-        broadcast is not None
-        and "forward_sync_buffers" in inspect.signature(TorchDataParallel.__init__).parameters
-    ):
+    elif broadcast is not None and is_deprecated:
         _warn(
             "`broadcast_buffers` is deprecated in torch. Use `forward_sync_buffers`; buffers are then always copied at "
             "the start."
