@@ -155,11 +155,10 @@ class TorchGroup(Group):
 
 
 def set_timeout(timeout: timedelta, process_group: Any) -> None:
-    """Set the timeout of later collectives. None: of the default group."""
-    group = dist.group.WORLD if process_group is None else process_group
+    """Set the timeout of later collectives."""
     # Older releases of torch have only the private function, newer ones warn of it.
-    setter = getattr(group, "set_timeout", None)
+    setter = getattr(process_group, "set_timeout", None)
     if setter is not None:
         setter(timeout)
     else:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(timeout, process_group)

@@ -20,15 +20,11 @@ from . import TRANSPORTS
 
 def world_group() -> Any:
     """Return torch's group of the whole world, None if torch.distributed does not run."""
-    import torch.distributed as dist
-
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def ranks_of(group: Any) -> list[int] | None:
     """Return the global ranks of a process group of torch, None if `group` is something else."""
-    import torch.distributed as dist
-
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         return None
     return list(dist.get_process_group_ranks(group))
@@ -82,7 +78,6 @@ def builtin_comm_hook(kind: Any) -> Callable[[Any, Any], Any]:
 
     kind: a torch.distributed.BuiltinCommHookType.
     """
-    import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     kinds = dist.BuiltinCommHookType

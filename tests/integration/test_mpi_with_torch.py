@@ -216,7 +216,7 @@ def test_a_range_of_the_profiler_ends_before_its_work() -> None:
         def set_result(self, _: None) -> None:
             ended.append(work.is_completed())
 
-    work = MpiWork("allreduce", SimpleNamespace(seconds=30.0, dropped=[]), [], [], result=[], range_=Range())
+    work = MpiWork("allreduce", SimpleNamespace(seconds=30.0), [], [], result=[], range_=Range())
     assert work.poll()
     assert ended == [False]
 

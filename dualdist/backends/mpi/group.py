@@ -97,7 +97,7 @@ def profiler_range(what: str, inputs: Sequence[torch.Tensor]) -> Any:
 
 
 Tensors = list[torch.Tensor]
-_KEPT_WORKS = 1024
+_KEPT_WORKS, _SMALL_BYTES = 1024, 64
 
 
 @not_compiled
@@ -119,8 +119,9 @@ class MpiProcessGroup(dist.ProcessGroup):
         self.seconds = timeout.total_seconds()
         self._coalesced: list[MpiWork] | None = None
         """What was started between `_start_coalescing` and `_end_coalescing`; None outside of them."""
-        self.dropped: deque[MpiWork] = deque(maxlen=_KEPT_WORKS)
-        """Works that Python has dropped. See MpiWork.__del__."""
+        self._recent: deque[MpiWork] = deque(maxlen=_KEPT_WORKS)
+        """Works with small results. C++ may still use one without keeping its Python half alive, as torch's DDP does in
+        `join` with the work of a collective of one number."""
         self.unsettled = False
         """Whether MPI may still work on requests that were given up. Then the communicator must not be freed."""
         progress.enter(self)
@@ -156,7 +157,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         if communicator is None or progress.forked:
             return
         progress.leave(self)
-        self.dropped.clear()
+        self._recent.clear()
         if not self.unsettled and not mpi.is_failing():
             closed_communicators.add(self._label, communicator.comm)
 
@@ -202,6 +203,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         options.setdefault("seconds", _seconds(opts))
         work = MpiWork(what, self, requests, operations, result=result, range_=range_, **options)
         progress.add(work)
+        if sum(tensor.nbytes for tensor in result if not tensor.is_sparse) <= _SMALL_BYTES:
+            self._recent.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -371,8 +374,6 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MpiWork:
         return self._receive("recv from any source", tensors, None, tag)
-
-    recvAnysource = recv_anysource
 
     def _receive(self, what: str, tensors: Tensors, source: int | None, tag: int) -> MpiWork:
         status = mpi.library().Status()  # type: ignore[union-attr]

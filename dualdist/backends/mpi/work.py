@@ -27,8 +27,7 @@ from .communicator import Operation
 # tests less often. When no work is pending, the progress thread sleeps until the next one starts.
 
 _SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
-_QUICK_TESTS = 16
-"""How many tests in a row may find no progress before the pauses between them grow."""
+_GROWTH = 1.1
 _BUSY_SECONDS = 2e-5
 """A test that takes longer has moved data, and the next one probably will too."""
 _LINGER_SECONDS = 0.02
@@ -49,8 +48,7 @@ class Progress:
         self._pending: dict[MpiWork, None] = {}
         self._owners: set[object] = set()
         self._worker = Worker(self._step, "dualdist-mpi")
-        self._quiet = 0
-        """How many tests in a row have found no progress."""
+        self._pause = 0.0
         self._idle_since = 0.0
         self._sweeping = threading.RLock()
         os.register_at_fork(
@@ -76,7 +74,7 @@ class Progress:
     def add(self, work: MpiWork) -> None:
         """Test `work` until it ends."""
         self._pending[work] = None
-        self._quiet = 0
+        self._pause = 0.0
         self._worker.wake()
 
     def forget(self, work: MpiWork) -> None:
@@ -90,7 +88,7 @@ class Progress:
 
     def _step(self) -> float | None:
         if self._pending:
-            pause = self._pause(self._sweep())
+            pause = self._next_pause(self._sweep())
             self._idle_since = time.monotonic()
             return pause
         return _LONG_SECONDS if time.monotonic() - self._idle_since < _LINGER_SECONDS else None
@@ -106,16 +104,12 @@ class Progress:
                 work.expire(start)
         return ended > 0 or time.monotonic() - start > _BUSY_SECONDS * len(works)
 
-    def _pause(self, moved: bool) -> float:
-        """Return how many seconds to sleep before the next test."""
+    def _next_pause(self, moved: bool) -> float:
+        """Return how many seconds to sleep before the next test: none after progress, then longer each time."""
         if self.waiting:
             return _LONG_SECONDS
-        if moved:
-            self._quiet = 0
-            return 0.0
-        self._quiet += 1
-        growth = max(0, self._quiet - _QUICK_TESTS) / 4
-        return min(_LONG_SECONDS, _SHORT_SECONDS * float(2.0 ** min(growth, 10.0)))
+        self._pause = 0.0 if moved else min(_LONG_SECONDS, max(_SHORT_SECONDS, _GROWTH * self._pause))
+        return self._pause
 
     def _before_fork(self) -> None:
         """Keep the progress thread out of MPI while the fork copies the memory, if its callbacks end within 1 s."""
@@ -140,7 +134,6 @@ FORKED = (
 
 _SPIN_SECONDS, _SLEEP_SECONDS = 0.2, 0.001
 _NO_LIMIT = timedelta(0)
-_SMALL_BYTES = 64
 _unfinished: list[Any] = []
 """Requests that were given up, and their buffers: MPI may still write to them when the late rank arrives."""
 
@@ -184,14 +177,6 @@ class MpiWork(dist.Work):
         self._ended = False
         self._problem: str | None = None
         self._future: Any = None
-
-    def __del__(self) -> None:
-        """Stay alive if the result is small: C++ may still use this work, but does not keep its Python half alive.
-
-        torch's DDP does this in `join`: it passes the work of a collective of one number to its C++ half.
-        """
-        if _num_bytes(self._result) <= _SMALL_BYTES:
-            self.owner.dropped.append(self)
 
     def poll(self) -> bool:
         if self._ended:
@@ -322,10 +307,6 @@ class MpiWork(dist.Work):
                 return first or future
         _fulfil(future, self._result, self._problem)
         return future
-
-
-def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_sparse)
 
 
 def _fulfil(future: Any, result: list[torch.Tensor], problem: str | None) -> None:
