@@ -11,6 +11,7 @@ its exit code becomes the exit code of this command.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,36 +62,28 @@ class Refused:
     arguments: int = 0
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
+def _number(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a function that converts a text to a number in the range. Raises ValueError."""
+
+    def converted(text: str) -> float:
+        number = kind(text)
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    return converted
 
 
-def _megabytes(text: str) -> int:
+_count, _positive, _time, _noise = (
+    _number(int, 0),
+    _number(int, 1),
+    _number(float, 0),
+    _number(float, 0, 1),
+)
+
+
+def _megabytes(text: str) -> float:
     return _count(text) * 1024 * 1024
-
-
-def _time(text: str) -> float:
-    number = float(text)
-    if not number >= 0:
-        raise ValueError
-    return number
-
-
-def _noise(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise ValueError
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def _seconds_or_never(text: str) -> object:

@@ -82,7 +82,6 @@ class Agent:
         self._held = False
         """Whether the agent does not read the processes' output, because the grant is used up."""
         self._wake_reader, self._wake_writer = os.pipe()
-        self._last_input = time.monotonic()
         self._leaving = threading.Lock()
 
     def run(self) -> None:
@@ -97,8 +96,6 @@ class Agent:
         for index in range(len(self._request["processes"])):
             self._start(index)
         self._thread(self._listen)
-        if self._request["silence"] is not None:
-            self._thread(self._watch)
         while self._running:
             self._pass_on()
         self._end_rest(_GRACE_SECONDS)
@@ -107,8 +104,8 @@ class Agent:
             self._drain(index)
 
     def _take_signals(self) -> None:
-        """Call `leave` at SIGTERM, SIGHUP and SIGINT. Wake the selector when a child ends."""
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        """Call `leave` at SIGTERM, SIGHUP, SIGINT and the alarm. Wake the selector when a child ends."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, lambda *_: self._thread(self.leave))
         for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
@@ -241,9 +238,14 @@ class Agent:
         _write_all(HEADER.pack(kind, index, len(data)) + data)
 
     def _listen(self) -> None:
-        """Follow the launcher's commands: an empty line (it is alive), 'grant BYTES', 'end SIGNAL GRACE', or 'kill'."""
+        """Follow the launcher's commands: an empty line (it is alive), 'grant BYTES', 'end SIGNAL GRACE', or 'kill'.
+
+        The alarm, which ends the agent, is put off by each of them.
+        """
+        silence = self._request["silence"]
+        signal.setitimer(signal.ITIMER_REAL, silence)
         for line in sys.stdin.buffer:
-            self._last_input = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, silence)
             words = line.split()
             if words[:1] == [b"grant"]:
                 self._granted += int(words[1])
@@ -254,13 +256,6 @@ class Agent:
                 self._thread(partial(self._end_rest, grace, number))
             elif words[:1] == [b"kill"]:
                 self._end_rest(0.0)
-        self.leave()
-
-    def _watch(self) -> None:
-        """Leave when the launcher has been silent for too long."""
-        silence = float(self._request["silence"])
-        while (left := self._last_input + silence - time.monotonic()) > 0:
-            time.sleep(left)
         self.leave()
 
     def leave(self) -> NoReturn:

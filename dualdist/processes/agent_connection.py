@@ -274,7 +274,7 @@ def _first_message(job: HostJob, token: str) -> bytes:
         "env": _portable(job.env),
         "inherit": not job.local,
         "parent": os.getpid() if job.local else None,
-        "silence": None if job.local else _SILENCE_SECONDS,
+        "silence": 0 if job.local else _SILENCE_SECONDS,
         "launcher": job.launcher,
         "output": job.output,
         "window": job.window,

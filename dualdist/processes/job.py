@@ -252,14 +252,15 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     Must be called in the main thread, because it handles signals. Raises ConfigurationError, before it starts anything,
     when the options do not fit the hosts.
     """
-    with _signals() as received, started(options, env) as job:
-        return _Ending(job, received, options.start_timeout).follow()
+    with _signals() as signals, started(options, env) as job:
+        return _Ending(job, signals, options.start_timeout).follow()
 
 
 class _Ending:
     """Follows a job until its processes have ended, and finds its exit code."""
 
-    def __init__(self, job: Job, signals: _Signals, start_timeout: float) -> None:
+    def __init__(self, job: Job, signals: int, start_timeout: float) -> None:
+        """signals: a file with the numbers of the signals that arrive."""
         self._job = job
         self._signals = signals
         self._start_timeout = start_timeout
@@ -267,7 +268,7 @@ class _Ending:
         """The exit code of the job, None until something ends it."""
         self._patience = math.inf
         """Until when to wait for the output to be read, on the clock time.monotonic()."""
-        job.supervisor.watch(signals.reader, self._take_signals)
+        job.supervisor.watch(signals, self._take_signals)
 
     def follow(self) -> int:
         """Wait until all processes have ended and their output is written; return the exit code."""
@@ -304,7 +305,8 @@ class _Ending:
         self._job.supervisor.end(signal.SIGTERM)
 
     def _take_signals(self) -> bool:
-        for number in self._signals.take():
+        # Other signals have numbers here, too, if somebody handles them.
+        for number in filter(_SIGNALS.__contains__, os.read(self._signals, 64)):
             first = math.isinf(self._patience)
             self._patience = time.monotonic() + (_OUTPUT_SECONDS if first else _LAST_OUTPUT_SECONDS)
             if self._code is None:
@@ -316,39 +318,22 @@ class _Ending:
         return True
 
 
-class _Signals:
-    """The signals that have arrived. The file `reader` is readable while there are some."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
-        for end in (self.reader, self._writer):
-            os.set_blocking(end, False)
-
-    def add(self, number: int, _: object) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, bytes([number]))
-
-    def take(self) -> list[int]:
-        with contextlib.suppress(BlockingIOError):
-            return list(os.read(self.reader, 64))
-        return []
-
-    def close(self) -> None:
-        os.close(self.reader)
-        os.close(self._writer)
-
-
 @contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Collect the signals that end a job, except those that this process ignores, as under nohup."""
-    received = _Signals()
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
+def _signals() -> Iterator[int]:
+    """Yield a file with the numbers of the signals that arrive. Signals that are ignored, as under nohup, stay so."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number, handler in handlers.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, received.add)
+            signal.signal(number, lambda *_: None)
     try:
-        yield received
+        yield reader
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        received.close()
+        signal.set_wakeup_fd(wakeup)
+        os.close(reader)
+        os.close(writer)

@@ -34,7 +34,7 @@ ROOMS = (
 )
 """From the top to the bottom: a module imports from its own room and from those further down."""
 
-WITHOUT_TORCH = {"launch", "meeting", "checks", "executor", "types", "errors"}
+WITHOUT_TORCH = {"launch", "meeting", "processes", "checks", "executor", "types", "errors"}
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
 LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {
