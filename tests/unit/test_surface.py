@@ -125,6 +125,13 @@ def test_the_stub_has_the_public_names_from_the_same_modules() -> None:
         assert value is getattr(importlib.import_module(module), name, sys.modules[module])
 
 
+def test_no_file_of_the_package_has_the_name_of_a_public_function() -> None:
+    """Importing such a module would put it in the place of the function."""
+    files = {path.stem for path in Path(dualdist.__file__).parent.iterdir()}
+    modules = {name for name in dualdist.__all__ if inspect.ismodule(getattr(dualdist, name))}
+    assert files & set(dualdist.__all__) == modules
+
+
 def test_names_are_listed_exported_and_pickled_as_those_of_any_module() -> None:
     exported: dict[str, Any] = {}
     exec("from dualdist import *", exported)
