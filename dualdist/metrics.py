@@ -262,17 +262,19 @@ class Mean(Metric):
                 "Pass the number of samples with the mean: update(loss, len(batch))."
             )
         added = values.sum(dtype=torch.float64)
-        samples = torch.full_like(added, values.numel())
-        if isinstance(count, torch.Tensor):
-            if count.numel() != 1:
-                raise ValueError(f"`count` must be one number, but has shape {tuple(count.shape)} instead.")
-            samples = count.to(added)
-        elif count is not None:
-            samples.fill_(number("count", count, least=0, fix="Pass the number of samples."))
-        if count is not None:
-            # The mean over no samples is NaN.
-            added = torch.where(samples > 0, added * samples, 0.0)
-        self._add(torch.stack([added, samples]))
+        if count is None:
+            self._add(torch.stack([added, torch.full_like(added, values.numel())]))
+            return
+        if not isinstance(count, torch.Tensor):
+            samples = torch.full_like(
+                added, number("count", count, least=0, fix="Pass the number of samples.")
+            )
+        elif count.numel() == 1:
+            samples = count.to(added).reshape(())
+        else:
+            raise ValueError(f"`count` must be one number, but has shape {tuple(count.shape)} instead.")
+        # The mean over no samples is NaN.
+        self._add(torch.stack([torch.where(samples > 0, added * samples, 0.0), samples]))
 
     def _value(self, total: torch.Tensor) -> torch.Tensor:
         return total[0] / total[1]

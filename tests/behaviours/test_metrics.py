@@ -42,7 +42,8 @@ def test_the_mean_is_over_all_samples_and_not_over_the_ranks() -> None:
     extra.update(values(hvd.rank()))
     extra.update(1.5, 4)
     extra.update(torch.tensor(2.5), torch.tensor(2))
-    expected = mean(all_values() + hvd.size() * [1.5, 1.5, 1.5, 1.5, 2.5, 2.5])
+    extra.update(torch.tensor(3.5), torch.tensor([1]))
+    expected = mean(all_values() + hvd.size() * [1.5, 1.5, 1.5, 1.5, 2.5, 2.5, 3.5])
     assert extra.compute().item() == pytest.approx(expected)
 
 
