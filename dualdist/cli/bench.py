@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 
 _ROOT = Path(__file__).parents[2]
-_NAMES = ("step", "collectives", "memory", "startup", "scale", "checkpoint", "gpu")
+_NAMES = ("step", "collectives", "memory", "startup", "checkpoint", "gpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
