@@ -7,23 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-__all__ = (
-    "NEVER_SECONDS",
-    "REDUCE_OP_NAMES",
-    "TORCH_OP_NAMES",
-    "Adasum",
-    "Average",
-    "Launch",
-    "Max",
-    "Min",
-    "Op",
-    "Product",
-    "Settings",
-    "Sum",
-    "TorchOp",
-    "World",
-)
-
 # Plain integers with Horovod's values (horovod/common/basics.py), so that scripts may store and compare them.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 REDUCE_OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")

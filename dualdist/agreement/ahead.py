@@ -16,7 +16,7 @@ from ..backends.base import Group
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from .call import Call
 from .guard import in_turn
-from .verdict import Verdict
+from .verdict import Execute, Verdict
 
 _LONGEST = 10_000
 """How many calls of a step are remembered. More are made only where no step ends."""
@@ -24,7 +24,6 @@ _DESCRIPTION_BYTES = 32
 """The length of what a rank reports of its calls."""
 
 T = TypeVar("T")
-Execute = Callable[[Group, Verdict], T]
 
 
 class Ahead:

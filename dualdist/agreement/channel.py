@@ -36,13 +36,11 @@ from .connections import Connections
 from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import Match, Standing, match
 from .timeline import Timeline
-from .verdict import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
+from .verdict import ACTIVE, FAILED, JOINED, Execute, PendingCall, Verdict, agree
 from .watch import StallWatch
 
 T = TypeVar("T")
 
-Execute = Callable[[Group, Verdict], T]
-"""Moves the data of a call over the group, after the agreement; returns the result."""
 StandIn = Callable[[Call, Group, Verdict], None]
 """What a rank that has called `join` runs when the other ranks call a collective."""
 
@@ -58,27 +56,21 @@ class Request(Generic[T]):
     wait itself holds a lock, for no instruction of Python.
     """
 
-    def __init__(
-        self,
-        state: int,
-        call: Call,
-        execute: Execute[T] | None = None,
-        error: str = "",
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, state: int, call: Call, execute: Execute[T] | None = None, error: str = "") -> None:
         """Make the request.
 
         Args:
             state: ACTIVE, JOINED or FAILED.
             execute: None for a call that only takes part in the agreements.
             error: for FAILED: the error that this rank raised.
-            on_wait: called when a thread begins to wait for the result.
         """
         self.state, self.call, self.execute = state, call, execute
         self.issued = time.time_ns()
         self.ended = False
+        """Whether `get` would return at once."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called when a thread begins to wait for the result."""
         self._failure_text = error
-        self._on_wait = on_wait
         self._value: Any = None
         self._error: BaseException | None = None
         self._running = threading.Lock()
@@ -97,15 +89,11 @@ class Request(Generic[T]):
             self.ended = True
             self._running.release()
 
-    def done(self) -> bool:
-        """Return whether `get` would return at once."""
-        return self.ended
-
     def get(self) -> T:
         """Wait for the result, and return it or raise its exception."""
         if not self.ended:
             with waiting_for(self):
-                self._on_wait()
+                self.on_wait()
                 while not self._running.acquire(timeout=_WAIT_SECONDS):
                     pass
                 self._running.release()
@@ -223,7 +211,7 @@ class Channel:
     def is_outstanding(self, call: Call) -> bool:
         """Return whether an asynchronous call with the kind and name of `call`, which has a name, is not finished."""
         request = self._named.get(call.key)
-        return request is not None and not request.done()
+        return request is not None and not request.ended
 
     def run(self, call: Call, execute: Execute[T]) -> T:
         """Run `call` and return what `execute` returns. Collective over the process set.
@@ -234,14 +222,14 @@ class Channel:
         the same thread.
         """
         try:
-            return in_turn(call, self._run, Request(ACTIVE, call, execute, on_wait=self._news.give))
+            return in_turn(call, self._run, Request(ACTIVE, call, execute))
         except CollectiveMismatchError:
             self.ahead.forget()
             raise
 
     def submit(self, call: Call, execute: Execute[T]) -> Request[T]:
         """Queue `call` and return at once."""
-        return in_turn(call, self._enqueue, Request(ACTIVE, call, execute, on_wait=self._news.give))
+        return in_turn(call, self._enqueue, Request(ACTIVE, call, execute))
 
     def fail(self, kind: Kind, error: Exception) -> None:
         """Report to the other members that this rank could not make its call. Does not wait for them."""
@@ -250,9 +238,7 @@ class Channel:
 
     def join(self) -> int:
         """Take part in the other members' collectives until all have joined; return the rank that joined last."""
-        request: Request[int] = Request(
-            JOINED, Call(call_kinds.JOIN, site=call_site()), on_wait=self._news.give
-        )
+        request: Request[int] = Request(JOINED, Call(call_kinds.JOIN, site=call_site()))
         return in_turn(request.call, lambda: self._enqueue(request).get())
 
     def receive(self, call: Call, step: Callable[[], T]) -> T:
@@ -295,6 +281,7 @@ class Channel:
     # Pending calls
 
     def _enqueue(self, request: Request[T]) -> Request[T]:
+        request.on_wait = self._news.give
         if request.call.name is not None:
             self._named[request.call.key] = request
         if self._worker is None:
@@ -321,12 +308,15 @@ class Channel:
         while self._wake.get():
             with self._running:
                 while self._pending:
-                    oldest = self._pending[0]
-                    try:
-                        in_turn(oldest.call, self._run_round, oldest)
-                    except BaseException as error:
-                        oldest.end(error=error)
-                        self._forget(oldest)
+                    self._serve(self._pending[0])
+
+    def _serve(self, oldest: Request[Any]) -> None:
+        """Run a round of calls. If it fails, so does the oldest call."""
+        try:
+            in_turn(oldest.call, self._guard.run, self._watched, oldest.call, self._run_round, oldest)
+        except BaseException as error:
+            oldest.end(error=error)
+            self._forget(oldest)
 
     def _run(self, request: Request[T]) -> T:
         """Run `request` in this thread if nothing else is pending, else in the worker thread. Return its result."""
@@ -336,7 +326,8 @@ class Channel:
         self._own = request
         try:
             while not request.ended:
-                self._run_round(self._pending[0])
+                oldest = self._pending[0]
+                self._guard.run(self._watched, oldest.call, self._run_round, oldest)
         except BaseException:
             self._forget(request)
             raise
@@ -349,20 +340,10 @@ class Channel:
         if request in self._pending:
             self._pending.remove(request)
 
-    # A round: an agreement, and the calls that run after it. The caller holds `_running`.
+    # A round: an agreement, and the calls that run after it. The caller holds `_running`, in the guard.
 
     def _run_round(self, oldest: Request[Any]) -> None:
         """Run the oldest call if it is that of all members, else those that match."""
-        verdict, match_of_all = self._guard.run(self._watched, oldest.call, self._exchange, oldest)
-        if match_of_all is not None:
-            self._end_matched(*match_of_all, oldest)
-            return
-        if not oldest.ended:
-            oldest.end(self._execute(oldest.call, oldest.execute, verdict))
-        self._pending.remove(oldest)
-
-    def _exchange(self, oldest: Request[Any]) -> tuple[Verdict, tuple[list[Request[Any]], Match] | None]:
-        """Do the part of a round in which the members wait for each other."""
         call = oldest.call
         if not self._timeline.is_open:
             verdict = agree(self._connections, oldest.state, call, oldest.issued)
@@ -372,11 +353,27 @@ class Channel:
                 mark_arrivals(verdict.arrivals)
         if verdict.call is None:
             with waiting_for(self._own):
-                return verdict, self._find_match()
+                requests, found = self._find_match()
+            self._end_matched(requests, found, oldest)
+            return
         self._joined = frozenset()
         if _has_more_data(call, verdict):
             oldest.end(self._execute(call, oldest.execute, verdict))
-        return verdict, None
+        else:
+            self._end(oldest, verdict, self._execute)
+        self._pending.remove(oldest)
+
+    def _end(self, request: Request[Any], verdict: Verdict, perform: Callable[..., Any]) -> None:
+        """End `request` with what `perform` returns or raises. After an exception, other calls can still run."""
+        try:
+            request.end(perform(request.call, request.execute, verdict))
+        except BaseException as error:
+            request.end(error=error)
+
+    def _perform(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
+        if not _has_more_data(call, verdict):
+            return self._execute(call, execute, verdict)
+        return self._guard.run(self._watched, call, self._execute, call, execute, verdict)
 
     def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
         assert execute is not None
@@ -438,11 +435,17 @@ class Channel:
             if verdict.call is not None and request is not oldest:
                 with self._timeline.negotiation(self._name, self.group.ranks, verdict.call) as mark_arrivals:
                     mark_arrivals(verdict.arrivals)
-            if request is not None:
-                self._end_request(request, verdict)
-                self._pending.remove(request)
-            elif verdict.call is not None:  # this rank has joined
-                self._perform(verdict.call, functools.partial(self._stand_in, verdict.call), verdict)
+            if request is None:
+                if verdict.call is not None:  # this rank has joined
+                    self._perform(verdict.call, functools.partial(self._stand_in, verdict.call), verdict)
+                continue
+            if self.group.rank in verdict.raising:
+                request.end(error=CollectiveMismatchError(verdict.error))
+            elif verdict.call is None:  # this rank has failed in the call
+                request.end()
+            else:
+                self._end(request, verdict, self._perform)
+            self._pending.remove(request)
         if found.is_over:
             self._joined = frozenset()
             last = self.group.ranks[max(found.joined - before)]
@@ -450,23 +453,6 @@ class Channel:
                 if request.state == JOINED:
                     request.end(last)
                     self._pending.remove(request)
-
-    def _end_request(self, request: Request[Any], verdict: Verdict) -> None:
-        if self.group.rank in verdict.raising:
-            request.end(error=CollectiveMismatchError(verdict.error))
-        elif verdict.call is None:  # this rank has failed in the call
-            request.end()
-        else:
-            try:
-                request.end(self._perform(request.call, request.execute, verdict))
-            except BaseException as error:
-                request.end(error=error)
-
-    def _perform(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
-        """Do what `_run_round` does with a call after the agreement."""
-        if not _has_more_data(call, verdict):
-            return self._execute(call, execute, verdict)
-        return self._guard.run(self._watched, call, self._execute, call, execute, verdict)
 
 
 def _has_more_data(call: Call, verdict: Verdict) -> bool:

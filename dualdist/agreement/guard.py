@@ -115,6 +115,7 @@ def _is_native(thread: threading.Thread) -> bool:
 
 def _runs_script(thread: threading.Thread) -> bool:
     function = getattr(thread, "_target", None) or type(thread)
+    function = getattr(function, "func", function)  # of functools.partial
     module = getattr(function, "__module__", None) or "builtins"
     if module.partition(".")[0] in (__package__.partition(".")[0], *sys.stdlib_module_names):
         return False
@@ -151,6 +152,8 @@ class Guard:
                 raise
             raise self._failure(channel, call, error) from error.__cause__
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
+            if self._broken is not None:
+                raise
             self._broken = f"{call.brief} was interrupted: {error!r}."
             channel.interrupt(repr(error))
             self._connections.close()

@@ -114,10 +114,10 @@ def _shortened(call: Call, argument: str, entry: int) -> Call:
     return replace(call, arguments=((f"{argument}[{entry}]", shown),))
 
 
-Key = tuple[tuple[str, str | None], int]
+MatchKey = tuple[tuple[str, str | None], int]
 """What matches a call: `Call.key`, and how many older pending calls of the member have the same."""
-Pending = dict[int, PendingCall]
-"""Pending entries of one member, by their index in its Standing."""
+EntriesByIndex = dict[int, PendingCall]
+"""EntriesByIndex entries of one member, by their index in its Standing."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Outco
     return outcomes
 
 
-def _remove(failure: Outcome, pending: Sequence[Pending], ends: bool) -> None:
+def _remove(failure: Outcome, pending: Sequence[EntriesByIndex], ends: bool) -> None:
     """Remove from `pending` what cannot be matched otherwise because of `failure`.
 
     ends: whether the failure ends now. If not, later calls of its member wait: those without a name would be matched
@@ -234,7 +234,7 @@ def _waits(standing: Standing) -> bool:
 
 
 def _match_calls(
-    pending: Sequence[Pending], active: Sequence[int], ranks: Sequence[int]
+    pending: Sequence[EntriesByIndex], active: Sequence[int], ranks: Sequence[int]
 ) -> Iterable[Outcome]:
     """Yield an outcome for each call that all active members have made, in the order of the first of them."""
     keyed = [_keyed(own) for own in pending]
@@ -246,7 +246,7 @@ def _match_calls(
             yield Outcome(_judge(calls, ranks), tuple(found.get(place) for place in range(len(ranks))))
 
 
-def _keyed(own: Pending) -> dict[Key, int]:
+def _keyed(own: EntriesByIndex) -> dict[MatchKey, int]:
     older: dict[tuple[str, str | None], int] = defaultdict(int)
     keyed = {}
     for index, entry in own.items():
@@ -282,7 +282,10 @@ def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
 
 
 def _end_all(
-    pending: Sequence[Pending], active: Sequence[int], standings: Sequence[Standing], ranks: Sequence[int]
+    pending: Sequence[EntriesByIndex],
+    active: Sequence[int],
+    standings: Sequence[Standing],
+    ranks: Sequence[int],
 ) -> list[Outcome]:
     """Return outcomes in which all pending calls of the active members raise, so that they are in step again."""
     awaited: dict[int, list[Call]] = defaultdict(list)

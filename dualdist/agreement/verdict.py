@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
+from ..backends.base import Group
 from .call import Call
 from .connections import Connections
 
@@ -61,6 +62,12 @@ class Verdict(NamedTuple):
     """Places of the members that raise `error`."""
     arrivals: tuple[int, ...] = ()
     """When each member made its call, in nanoseconds since the epoch by its own clock. Empty if nobody needs it."""
+
+
+T = TypeVar("T")
+
+Execute = Callable[[Group, Verdict], T]
+"""Moves the data of a call over the group, after the agreement; returns the result."""
 
 
 def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:

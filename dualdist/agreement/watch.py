@@ -212,7 +212,7 @@ _FAILED_SECONDS = 2.0
 _MOST_QUESTIONS = 32
 """How many ranks to ask at a time."""
 
-Key = tuple[str, str | None]
+CallKey = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
 
 
@@ -286,7 +286,7 @@ class WatchedChannel:
         """Let `failures[step]` be `text` on the other members. Waits a few seconds at most."""
         self._watch.tell(self.ranks, ["failure", self.name, step, text])
 
-    def position(self, key: Key) -> tuple[int, bool, str, str | None]:
+    def position(self, key: CallKey) -> tuple[int, bool, str, str | None]:
         """Return how many calls began, whether one with `key` waits, the call that waits, and what interrupted one."""
         wait = self.wait
         if wait is None:
@@ -303,7 +303,7 @@ class StallWatch:
         self._rank = rank
         self._settings = settings
         self._channels: dict[str, WatchedChannel] = {}
-        self._due: dict[tuple[str, int, Key], float] = {}
+        self._due: dict[tuple[str, int, CallKey], float] = {}
         """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
         """
         shortest = min(settings.stall_warn_seconds, settings.stall_timeout_seconds)
@@ -335,7 +335,9 @@ class StallWatch:
         channel = self._channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
 
-    def survey(self, channel: WatchedChannel, number: int, key: Key, *, has_failed: bool = False) -> Survey:
+    def survey(
+        self, channel: WatchedChannel, number: int, key: CallKey, *, has_failed: bool = False
+    ) -> Survey:
         """Return what the members of `channel` are doing, seen from a call with this number and key."""
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
@@ -363,7 +365,7 @@ class StallWatch:
         if self._server is not None:
             self._server.abandon()
 
-    def _doing(self, rank: int, channel: WatchedChannel, number: int, key: Key, seconds: float) -> Doing:
+    def _doing(self, rank: int, channel: WatchedChannel, number: int, key: CallKey, seconds: float) -> Doing:
         question = ["position", channel.name, key]
         try:
             answer = (
@@ -453,7 +455,7 @@ class StallWatch:
             if self._rank == 0 or not self._try_to_ask(0, ["report", *report]):
                 self._make_due(*report)
 
-    def _make_due(self, channel: str, number: int, key: Key) -> None:
+    def _make_due(self, channel: str, number: int, key: CallKey) -> None:
         self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)
 
     def _log(self) -> None:

@@ -14,7 +14,7 @@ from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allreduce import Allreduce, Tensors, plan_allreduce
-from .plan import Plan, check_tensors, make_call, planned, record
+from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction
 from .wire import allgather_rows, dtype_name
 
@@ -73,7 +73,7 @@ def allgather(
             failed.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
-    (gathered,) = record(Allgather, plan, process_set, gradient)
+    (gathered,) = plan.run(Allgather, process_set, gradient)
     return gathered
 
 
@@ -94,7 +94,7 @@ def grouped_allgather(
 ) -> tuple[torch.Tensor, ...]:
     """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable."""
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
-    return record(Allgather, plan, process_set, gradient)
+    return plan.run(Allgather, process_set, gradient)
 
 
 def grouped_allgather_async(
@@ -126,7 +126,7 @@ class Allgather(torch.autograd.Function):
         (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
         starts = table[: process_set.rank()].sum(dim=0).tolist()
         plan = plan_allreduce(grads, Reduction(ctx.gradient), grouped=True, process_set=process_set)
-        totals = record(Allreduce, plan, process_set)
+        totals = plan.run(Allreduce, process_set)
         own = [
             total.narrow(0, start, count).reshape(shape)
             for total, start, count, shape in zip(totals, starts, rows.tolist(), ctx.shapes, strict=True)

@@ -16,7 +16,7 @@ from ..compiling import not_compiled
 from ..types import Average, Max, Min, Op, Product, Sum
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .compression import Compression, Compressor, compressed
-from .plan import Plan, check_tensors, make_call, planned, record
+from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 
 Tensors = tuple[torch.Tensor, ...]
@@ -108,7 +108,7 @@ def allreduce(
     plan = plan_allreduce(
         [tensor], reduction, name, average=average, compression=compression, process_set=process_set
     )
-    return _only(record(Allreduce, plan, process_set))
+    return _only(plan.run(Allreduce, process_set))
 
 
 def allreduce_async(
@@ -188,7 +188,7 @@ def grouped_allreduce(
         grouped=True,
         process_set=process_set,
     )
-    outputs = record(Allreduce, plan, process_set)
+    outputs = plan.run(Allreduce, process_set)
     return list(outputs)
 
 
@@ -264,7 +264,7 @@ class Allreduce(torch.autograd.Function):
         op, prescale, postscale = reduction
         if op not in (Min, Max, Product):
             plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
-            return None, None, *record(Allreduce, plan, process_set)
+            return None, None, *plan.run(Allreduce, process_set)
         summed = Reduction(Sum, postscale_factor=prescale * postscale)
         totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
         share = _product_of_others if op == Product else _share_of_extreme

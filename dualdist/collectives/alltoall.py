@@ -12,7 +12,7 @@ from ..agreement.verdict import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
-from .plan import Plan, check_rows, check_splits, describe_rows, make_call, planned, record
+from .plan import Plan, check_rows, check_splits, describe_rows, make_call, planned
 from .wire import alltoall_rows
 
 
@@ -59,7 +59,7 @@ def alltoall(
             failed.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
-    rows, counts = record(Alltoall, plan, process_set)
+    rows, counts = plan.run(Alltoall, process_set)
     return rows if splits is None else (rows, _on_device_of(splits, counts))
 
 
@@ -94,7 +94,7 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         plan = plan_alltoall(grad, ctx.counts, process_set=ctx.process_set)
-        back, _ = record(Alltoall, plan, ctx.process_set)
+        back, _ = plan.run(Alltoall, ctx.process_set)
         if len(back) < ctx.num_rows:  # Rows beyond the splits were not sent.
             back = torch.cat([back, back.new_zeros(ctx.num_rows - len(back), *back.shape[1:])])
         return None, None, back

@@ -20,7 +20,6 @@ from .plan import (
     check_tensor,
     make_call,
     planned,
-    record,
     root_of,
 )
 from .reduction import Reduction
@@ -111,7 +110,7 @@ def broadcast(
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
     plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
-    return record(Broadcast, plan, process_set, gradient)
+    return plan.run(Broadcast, process_set, gradient)
 
 
 def broadcast_async(
@@ -162,6 +161,6 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         process_set = ctx.process_set
         plan = plan_allreduce([grad], Reduction(ctx.gradient), process_set=process_set)
-        (total,) = record(Allreduce, plan, process_set)
+        (total,) = plan.run(Allreduce, process_set)
         is_root = process_set.ranks[process_set.rank()] == ctx.root_rank
         return None, None, None, total if is_root else torch.zeros_like(total)

@@ -21,7 +21,6 @@ from .plan import (
     describe_rows,
     make_call,
     planned,
-    record,
     root_of,
 )
 from .wire import alltoall_rows, gather_rows
@@ -92,7 +91,7 @@ def gather(
         HorovodInternalError: as for `allgather`.
     """
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
-    rows, _ = record(Gather, plan, process_set)
+    rows, _ = plan.run(Gather, process_set)
     return rows
 
 
@@ -113,7 +112,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         plan = plan_scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set)
-        return None, None, record(Scatter, plan, ctx.process_set).reshape(ctx.shape)
+        return None, None, plan.run(Scatter, ctx.process_set).reshape(ctx.shape)
 
 
 # scatter: an alltoall in which only the root sends.
@@ -146,7 +145,7 @@ def scatter(
         HorovodInternalError: as for `alltoall`.
     """
     plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
-    return record(Scatter, plan, process_set)
+    return plan.run(Scatter, process_set)
 
 
 @not_compiled
@@ -163,7 +162,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         plan = plan_gather(grad, ctx.root_rank, process_set=ctx.process_set)
-        rows, _ = record(Gather, plan, ctx.process_set)
+        rows, _ = plan.run(Gather, ctx.process_set)
         back = grad.new_zeros(ctx.shape)
         back[: len(rows)] = rows
         return None, None, back

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from .. import accelerator
 from ..agreement.call import Call
-from ..agreement.channel import Channel, Execute
-from ..agreement.verdict import Verdict
+from ..agreement.channel import Channel
+from ..agreement.verdict import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer
 from ..world.context import current
@@ -96,7 +96,7 @@ class Started(Generic[T]):
 
     def done(self) -> bool:
         """Return whether the call has ended, also on the devices. Does not wait."""
-        return self._request.done() and all(event.query() for event in self._after.values())
+        return self._request.ended and all(event.query() for event in self._after.values())
 
     def get(self) -> T:
         """Wait for the call, and return its result. The current streams of this thread wait for the devices."""

@@ -12,7 +12,8 @@ import torch
 from .. import accelerator
 from ..agreement.call import Call, call_site
 from ..agreement.call_kinds import Kind
-from ..agreement.channel import Channel, Execute
+from ..agreement.channel import Channel
+from ..agreement.verdict import Execute
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..types import Average, Sum
 from ..world.process_sets import ProcessSet, channel_of, report, reporting
@@ -44,12 +45,34 @@ class Plan(Generic[T]):
                 "synchronize() first, or choose another name."
             )
 
-    def run(self) -> T:
-        """Agree with the other members, then run the collective. Collective over the process set."""
-        execute = self.execute
-        if any(map(accelerator.has_streams, self.tensors)):
-            execute = on_streams_of_caller(execute, self.tensors)
-        return self.channel.run(self.call, execute)
+    def run(
+        self,
+        function: type[torch.autograd.Function] | None = None,
+        process_set: ProcessSet | None = None,
+        *gradient: int,
+    ) -> T:
+        """Agree with the other members, then run the collective. Collective over the process set.
+
+        Args:
+            function: what records the gradient if autograd is active; its forward runs the plan. None: nothing.
+            process_set: that of the plan, if there is a function.
+            gradient: for a function that takes it: Average, Horovod's gradient, or Sum, that of the sum of all ranks'
+                losses.
+        """
+        for chosen in gradient:
+            if type(chosen) is not int or chosen not in (Average, Sum):
+                with reporting(self.call.kind, process_set):
+                    fix = "Pass hvd.Sum for the gradient of the sum of all ranks' losses."
+                    raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
+        is_recorded = function is not None and torch.is_grad_enabled()
+        if is_recorded and any([tensor.requires_grad for tensor in self.tensors]):
+            result: T = function.apply(self, process_set, *gradient, *self.tensors)  # type: ignore[union-attr]
+        else:
+            execute = self.execute
+            if any(map(accelerator.has_streams, self.tensors)):
+                execute = on_streams_of_caller(execute, self.tensors)
+            result = self.channel.run(self.call, execute)
+        return result if function is None or self.restore is None else self.restore(result)
 
     def submit(self) -> int:
         """Queue the collective and return a handle."""
@@ -85,25 +108,6 @@ def make_call(kind: Kind, name: str | None, count: int = 0, payload: bytes = b""
     if name is not None:
         name = str.__str__(text("name", name, "Pass a string or None."))  # of no class of the user
     return Call(kind, tuple(arguments.items()), name, call_site(), count, payload=payload)
-
-
-def record(
-    function: type[torch.autograd.Function], plan: Plan[T], process_set: ProcessSet, *gradient: int
-) -> T:
-    """Run `plan` and return its result; record `function` if autograd is active.
-
-    gradient: for a `function` that takes it: Average, Horovod's gradient, or Sum, that of the sum of all ranks' losses.
-    """
-    for chosen in gradient:
-        if type(chosen) is not int or chosen not in (Average, Sum):
-            with reporting(plan.call.kind, process_set):
-                fix = "Pass hvd.Sum for the gradient of the sum of all ranks' losses."
-                raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in plan.tensors]):
-        result: T = function.apply(plan, process_set, *gradient, *plan.tensors)
-    else:
-        result = plan.run()
-    return result if plan.restore is None else plan.restore(result)
 
 
 def root_of(plan: Plan[Any]) -> int:

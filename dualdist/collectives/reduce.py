@@ -18,7 +18,6 @@ from .plan import (
     check_root,
     check_tensor,
     make_call,
-    record,
     root_of,
 )
 from .reduction import Reduction, reduce_tensors, scale_
@@ -62,7 +61,7 @@ def reduce(
             return output if group.rank == root else torch.zeros_like(output)
 
         plan = Plan(channel, call, execute, [tensor])
-    return record(Reduce, plan, process_set)
+    return plan.run(Reduce, process_set)
 
 
 @not_compiled
@@ -84,7 +83,7 @@ class Reduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduction, process_set = ctx.reduction, ctx.process_set
         plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
-        back = record(Broadcast, plan, process_set, Sum)
+        back = plan.run(Broadcast, process_set, Sum)
         divisor = process_set.size() if reduction.op == Average else 1
         scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
         return None, None, back

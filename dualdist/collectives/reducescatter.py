@@ -23,7 +23,6 @@ from .plan import (
     check_tensors,
     make_call,
     planned,
-    record,
 )
 from .reduction import Reduction, reduce_tensors, scale_
 from .wire import check_reducible, rows_per_rank
@@ -94,7 +93,7 @@ def reducescatter(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, compression=compression, process_set=process_set)
-    (output,) = record(Reducescatter, plan, process_set, gradient)
+    (output,) = plan.run(Reducescatter, process_set, gradient)
     return output
 
 
@@ -128,7 +127,7 @@ def grouped_reducescatter(
     plan = plan_reducescatter(
         tensors, reduction, name, compression=compression, grouped=True, process_set=process_set
     )
-    outputs = record(Reducescatter, plan, process_set, gradient)
+    outputs = plan.run(Reducescatter, process_set, gradient)
     return list(outputs)
 
 
@@ -172,7 +171,7 @@ class Reducescatter(torch.autograd.Function):
         gathered = []
         for grad in grads:
             plan = plan_allgather([grad], process_set=process_set)
-            (rows,) = record(Allgather, plan, process_set, ctx.gradient)
+            (rows,) = plan.run(Allgather, process_set, ctx.gradient)
             scale_(rows, factor)
             gathered.append(rows)
         return None, None, None, *gathered

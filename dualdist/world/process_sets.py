@@ -14,21 +14,6 @@ from ..backends.base import Group
 from ..checks import instance, integer, items
 from .context import current, current_or_inherited, is_initialized
 
-__all__ = (
-    "ProcessSet",
-    "add_process_set",
-    "channel_of",
-    "check_process_set",
-    "forget_world",
-    "global_process_set",
-    "is_communicator",
-    "process_set_of_ranks",
-    "register_world",
-    "remove_process_set",
-    "report",
-    "reporting",
-)
-
 
 class ProcessSet:
     """Some of the ranks of the world. Once the set is registered, collectives can run among them.

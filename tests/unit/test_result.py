@@ -53,9 +53,9 @@ def test_the_result_or_exception_reaches_the_waiting_thread() -> None:
     with pytest.raises(ZeroDivisionError):
         compute(lambda: 1 // 0)
     result = request()
-    assert not result.done()
+    assert not result.ended
     result.end(7)
-    assert result.done() and (result.get(), result.get()) == (7, 7)
+    assert result.ended and (result.get(), result.get()) == (7, 7)
     result.end(error=ZeroDivisionError())
     assert result.get() == 7
 
