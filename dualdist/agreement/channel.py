@@ -191,9 +191,11 @@ class Channel:
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         for group in (data, gradients):
             group.has_lost_member = connections.has_lost_peer
-        pending = lambda: [request.call for request in list(self._pending)]  # noqa: E731
         self._guard = Guard(connections, self._abort)
-        self._watched = watch.add_channel(name, data.ranks, pending)
+        pending = self._pending  # the watch outlives the channel of a removed process set
+        self._watched = watch.add_channel(
+            name, data.ranks, lambda: [request.call for request in list(pending)]
+        )
         self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
         self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
