@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +12,10 @@ from .collectives.join import stand_in
 from .errors import ConfigurationError
 from .launch import detect
 from .launch.environment import without_copies
-from .meeting import find_addresses, mpi
+from .meeting import Meeting, find_addresses, mpi
 from .meeting.addresses import reserved_port
-from .meeting.mpi import ending_late_calls, gather_through_mpi, limited_start
+from .meeting.mpi import MpiBoard, ending_late_calls, limited_start
+from .types import Launch
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
 from .world.settings import read_settings
@@ -42,16 +42,15 @@ def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator
         yield {}
         return
     members = _communicator(list(comm), launch.rank, launch.size, launch.starts_mpi) if is_list else comm
-    numbers = {"rank": members.Get_rank(), "size": members.Get_size()}
-    gather = functools.partial(gather_through_mpi, seconds=seconds, communicator=members)
-    is_whole = numbers == {"rank": launch.rank, "size": launch.size}
-    if gather(str(is_whole)) == [str(True)] * numbers["size"]:
-        yield {}
-        return
+    rank, size = members.Get_rank(), members.Get_size()
+    is_whole = (rank, size) == (launch.rank, launch.size)
     with contextlib.ExitStack() as stack:
-        host = find_addresses(numbers["rank"], gather, env).first
-        port = gather(str(stack.enter_context(reserved_port()) if numbers["rank"] == 0 else None))[0]
-        yield {**numbers, "init_method": f"tcp://{host}:{port}", "is_part": True}
+        with Meeting(MpiBoard(Launch("MPI", rank, size), env, members), rank, size, seconds) as meeting:
+            are_whole = meeting.gather(str(is_whole)) == [str(True)] * size
+            host = find_addresses(rank, meeting.gather, env).first
+            port = meeting.gather(str(stack.enter_context(reserved_port()) if rank == 0 else None))[0]
+        part = {"rank": rank, "size": size, "init_method": f"tcp://{host}:{port}", "is_part": True}
+        yield {} if are_whole else part
 
 
 def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -> Any:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..backends.store import get_all
 from ..errors import HorovodInternalError, StallError
 from ..meeting import connected
 from ..process_exit import has_failed
@@ -121,7 +120,7 @@ class Meeting:
             )
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        endpoints = map(json.loads, get_all(self._store, keys))
+        endpoints = map(json.loads, self._store.multi_get(keys))
         return {
             place: (host, port, bytes.fromhex(token))
             for place, (host, port, token) in zip(missing, endpoints, strict=True)

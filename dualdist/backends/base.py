@@ -291,11 +291,11 @@ class Backend(ABC):
     def shutdown(self) -> None:
         """Leave the world. An adopted backend keeps running. Never raises for a broken world."""
 
-    def start_step(self, step: Callable[[], T], name: str) -> T:
+    def start_step(self, step: Callable[[], T]) -> T:
         """Return `step()`, in which all ranks of the world wait for each other. Collective over the world.
 
-        name: a new name for each step. Before `finish_start`, raises HorovodInternalError, which names the missing
-        ranks if that is possible, if the step takes longer than `start_timeout_seconds`.
+        Before `finish_start`, raises HorovodInternalError, which names the rank, if one ends meanwhile, or does not
+        answer when the step has taken longer than `start_timeout_seconds`.
         """
         return step()
 
@@ -304,7 +304,7 @@ class Backend(ABC):
     ) -> None:
         """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local.
 
-        cause: an error of this rank that the end of another may have caused. If given, wait up to 1 s for its report.
+        cause: an error of this rank that the end of another may have caused. If given, wait up to 3 s for its report.
         """
 
     def finish_start(self) -> None:  # noqa: B027 - most backends do nothing then

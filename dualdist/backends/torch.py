@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -23,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from .. import accelerator
-from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
+from ..errors import BackendUnavailableError, ConfigurationError
+from ..executor import in_thread
 from ..launch import DeviceView, choose_devices, shared_devices
-from ..meeting import own_node
+from ..meeting import Meeting, own_node
 from ..types import Launch, Settings
 from . import TRANSPORTS
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
-from .start_watch import StartWatch
-from .store import SharedStore, open_store, share_store
+from .store import SharedStore, StoreBoard, meet, open_store
 from .torch_group import abort_process_group, wrapped
 from .torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
 from .torch_interface import (
@@ -45,77 +43,9 @@ from .torch_interface import (
     transport_timeout,
 )
 
-# Names the ranks that are missing when torch cannot connect all ranks.
+# The transport that all ranks use, agreed before any of them chooses a device.
 
 T = TypeVar("T")
-
-_SETTLE_SECONDS = 3.0
-"""How long ranks that fail wait for each other. Ranks that began together time out together."""
-_POLL_SECONDS = 0.01
-
-
-def start_step(
-    step: Callable[[], T],
-    store: dist.Store,
-    name: str,
-    rank: int,
-    size: int,
-    watch: StartWatch | None = None,
-    seconds: float | None = None,
-) -> T:
-    """Return `step()`, in which torch connects all ranks. Its error names the ranks that did not arrive or have ended.
-
-    Collective. name: a new name for each step. watch: while the world starts. seconds: how long the step may take then;
-    None: it has a timeout itself. Raises HorovodInternalError.
-    """
-    store.set(f"{name}/begun/{rank}", "")
-    try:
-        result = step() if watch is None else watch.run(step, seconds)
-    except RuntimeError as error:
-        if watch is not None and watch.lost is not None:  # the error names it
-            raise
-        text = str(error).splitlines()[0]
-        reason = _reason(store, name, rank, size, "time" in text.lower())
-        raise HorovodInternalError(
-            f"Rank {rank} could not connect to the other ranks: {reason}. Look at their output ({text})."
-        ) from error
-    store.set(f"{name}/ended/{rank}", "")
-    return result
-
-
-def _reason(store: dist.Store, name: str, rank: int, size: int, is_timeout: bool) -> str:
-    def without(key: str, ranks: Iterable[int]) -> list[int]:
-        return [other for other in ranks if not store.check([f"{name}/{key}/{other}"])]
-
-    def settle(key: str, ranks: Iterable[int]) -> list[int]:
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while (waiting := without(key, ranks)) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return waiting
-
-    try:
-        store.set(f"{name}/ended/{rank}", "")
-        absent = without("begun", range(size))
-        missing = absent + settle("ended", set(range(size)) - set(absent))
-        store.set(f"{name}/read/{rank}", "")
-        # Rank 0 may serve the store, so it stays until the others have read it.
-        if rank == 0:
-            settle("read", set(range(size)) - set(missing))
-    except RuntimeError:
-        return "rank 0, or the launcher that serves the job's store, has ended"
-    return _shown_step(sorted(missing), is_timeout)
-
-
-def _shown_step(missing: list[int], is_timeout: bool) -> str:
-    if not missing:
-        return "one of them has ended"
-    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    if len(missing) > 1 and not is_timeout:
-        return f"one of {ranks} has ended"
-    return f"{ranks} did not arrive, or {'have' if len(missing) > 1 else 'has'} ended"
-
-
-# The transport that all ranks use, agreed before any of them chooses a device.
 
 logger = logging.getLogger("dualdist")
 
@@ -218,6 +148,7 @@ class TorchBackend(Backend):
         shared: SharedStore,
         place: tuple[int, int],
         settings: Settings,
+        meeting: Meeting,
         adopted: bool,
     ) -> None:
         """place: rank and size. adopted: whether the program has initialized torch.distributed."""
@@ -241,11 +172,11 @@ class TorchBackend(Backend):
             self._timeout,
             may_share=settings.shared_memory,
         )
-        self._steps = itertools.count()
-        self._start_watch: StartWatch | None = None
+        self._meeting: Meeting | None = meeting
         """Until `finish_start`."""
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
+        self._on_shutdown.callback(meeting.close, started=False)
 
     @classmethod
     def is_running(cls) -> bool:
@@ -264,23 +195,20 @@ class TorchBackend(Backend):
             chosen = "gloo"
         views = accelerator.visible()
         offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
-        shared = open_store(launch, env, settings.start_timeout_seconds, offer.to_text())
-        offers = [Offer.from_text(text) for text in shared.messages]
-        chosen = agreed_transport(offers, launch.rank)
-        device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
+        seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as undo, wrapped():
+            meeting = meet(launch, env, seconds)
+            undo.callback(meeting.close, started=False)
+            shared = open_store(meeting, env, seconds, offer.to_text())
+            offers = [Offer.from_text(text) for text in shared.messages]
+            chosen = agreed_transport(offers, launch.rank)
+            device, config = bind_device(chosen, offers, launch.rank), config_of(chosen)
             variables = gloo_interface(shared.addresses.own, env) | error_handling(device, env)
             undo.enter_context(temporary_environment(variables))
-            watch = None
-            if device is None:  # a GPU is current in one thread only, and `watch` connects in another
-                seconds = settings.start_timeout_seconds
-                watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, seconds)
-                undo.callback(watch.close, started=False)
             if "gloo" in config.values():
-                allow_open_files(launch.size)  # watched, so that its error ends the start of all ranks
+                allow_open_files(launch.size)
             place = (launch.rank, launch.size)
-            started = cls(chosen, config, device, shared, place, settings, adopted=False)
-            started._start_watch = watch
+            started = cls(chosen, config, device, shared, place, settings, meeting, adopted=False)
             if device is not None:  # torch makes no other groups for accelerators without the default group
                 started.open_process_group()
             started._on_shutdown.push(undo.pop_all())
@@ -295,10 +223,16 @@ class TorchBackend(Backend):
             raise ConfigurationError(
                 f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
             )
-        store = dist.distributed_c10d._get_default_store()
         place = (dist.get_rank(), dist.get_world_size())
-        shared = share_store(store, *place, env, settings.start_timeout_seconds)
-        return cls(transport, config, adopted_device(transport), shared, place, settings, adopted=True)
+        board = StoreBoard(Launch("torch", *place), env, dist.distributed_c10d._get_default_store())
+        seconds = settings.start_timeout_seconds
+        with contextlib.ExitStack() as undo:
+            meeting = Meeting(board, *place, seconds)
+            undo.callback(meeting.close, started=False)
+            shared = open_store(meeting, env, seconds)
+            undo.pop_all()
+        device = adopted_device(transport)
+        return cls(transport, config, device, shared, place, settings, meeting, adopted=True)
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
@@ -322,24 +256,30 @@ class TorchBackend(Backend):
             )
 
     def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        connect = functools.partial(self._groups.make, ranks, count, exchange)
-        return self.start_step(connect, f"groups {next(self._steps)}")
+        return self.start_step(functools.partial(self._groups.make, ranks, count, exchange))
 
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         return self._groups.make_among_members(ranks, count, exchange)
 
-    def start_step(self, step: Callable[[], T], name: str) -> T:
-        limit = _step_seconds(self.transport, self._settings)
-        return start_step(step, self._store, name, self.rank, self.size, self._start_watch, limit)
+    def start_step(self, step: Callable[[], T]) -> T:
+        if self._meeting is None:
+            return step()
+
+        def run() -> T:
+            if self.device is not None:  # each thread has a current device of its own
+                accelerator.bind(self.device)
+            return step()
+
+        return self._meeting.wait_for(in_thread(run), _step_seconds(self.transport, self._settings))
 
     def check_start(self, cause: BaseException | None = None) -> None:
-        if self._start_watch is not None:
-            self._start_watch.check(cause)
+        if self._meeting is not None:
+            self._meeting.check(cause)
 
     def finish_start(self) -> None:
-        if self._start_watch is not None:
-            self._start_watch.close(started=True)
-            self._start_watch = None
+        if self._meeting is not None:
+            self._meeting.close(started=True)
+            self._meeting = None
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
         if timeout == self._timeout:
             return
@@ -362,7 +302,7 @@ class TorchBackend(Backend):
             transport_timeout(self._timeout, self.device),
             self.device,
         )
-        self.start_step(connect, "process group")
+        self.start_step(connect)
 
     def shutdown(self) -> None:
         with self._on_shutdown:

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,16 +30,13 @@ import torch
 
 from .. import accelerator
 from ..backends import choose, load
-from ..backends.store import SharedStore, open_store, store_gather
+from ..backends.store import meet
 from ..errors import ConfigurationError
 from ..launch import DeviceView, choose_devices, detect, shared_devices
-from ..meeting import Gather, interface_of, mpi, own_node, reporting_errors
+from ..meeting import Gather, find_addresses, interface_of, mpi, own_node
 from ..meeting.mpi import limited_start
 from ..types import Launch
 from ..world.settings import read_settings
-
-_FAREWELL_SECONDS = 5.0
-"""How long rank 0, which may serve the store, waits at most for the others to read the result."""
 
 
 def check_world(
@@ -62,22 +58,19 @@ def check_world(
 
     try:
         # When a process ends, the launcher may end the one that has not printed yet.
-        with reporting_errors(print_own), limited_start(env, timeout):
-            shared = open_store(launch, env, timeout)
+        with limited_start(env, timeout), meet(launch, env, timeout, print_own) as meeting:
+            address = find_addresses(launch.rank, meeting.gather, env).own
+            world = _collect(launch, env, backend, transport, address, meeting.gather)
+            code = 0
+            if launch.rank == 0:
+                report = as_json(launch.launcher, world, find_problems(world, least_bandwidth))
+                _print(json.dumps(report, indent=2) if is_json else as_text(report))
+                code = int(not report["can_train"])
+            return int(meeting.gather(str(code))[0])
     except ConfigurationError as error:
         if str(error) not in printed:
             _print_failure(launch, str(error), is_json)
         return 1
-    gather = store_gather(shared.store, launch.rank, launch.size, timeout)
-    world = _collect(launch, env, backend, transport, shared.addresses.own, gather)
-    code = 0
-    if launch.rank == 0:
-        report = as_json(launch.launcher, world, find_problems(world, least_bandwidth))
-        _print(json.dumps(report, indent=2) if is_json else as_text(report))
-        code = int(not report["can_train"])
-    code = int(gather(str(code))[0])
-    _leave(shared, launch)
-    return code
 
 
 def _print_failure(launch: Launch, error: str, is_json: bool) -> None:
@@ -90,15 +83,6 @@ def _print_failure(launch: Launch, error: str, is_json: bool) -> None:
 def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def _leave(shared: SharedStore, launch: Launch) -> None:
-    """Wait on rank 0 until all others have read the exit code. Collective."""
-    shared.store.set(f"left.{launch.rank}", "")
-    if launch.rank == 0:
-        with contextlib.suppress(RuntimeError):
-            names = [f"left.{rank}" for rank in range(launch.size)]
-            shared.store.wait(names, timedelta(seconds=_FAREWELL_SECONDS))
 
 
 # What the processes report.

@@ -14,17 +14,18 @@ import hashlib
 import json
 import os
 import secrets
-import selectors
 import socket
 import struct
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from .gather import Gather
+from .server import MeetingServer, reach
+
+Gather = Callable[[str], list[str]]
+"""Sends this process's text; returns every process's text in rank order. Collective over the launched processes."""
 
 # A port that is kept free for a server that another process, or a library, starts later.
 
@@ -115,19 +116,6 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def connected(address: str, port: int, seconds: float) -> socket.socket:
-    """Return a connection to an IPv4 address, which has the timeout `seconds`. Raises OSError.
-
-    socket.create_connection imports encodings.idna, which takes several ms of the start of each rank.
-    """
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-        connection.settimeout(seconds)
-        connection.connect((address, port))
-        stack.pop_all()
-    return connection
-
-
 def own_node() -> str:
     """Return a name that no other host has, even if several hosts have the same host name."""
     # A container with its own network namespace counts as a host.
@@ -137,9 +125,6 @@ def own_node() -> str:
 
 
 _CONNECT_SECONDS = 3.0
-
-_Endpoint = tuple[str, int]
-"""(IPv4 address, port)."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +158,17 @@ def find_addresses(rank: int, gather: Gather, env: Mapping[str, str]) -> Address
     if len(set(nodes)) == 1:
         address = mine[0] if env.get(INTERFACE) else LOOPBACK
         return Addresses(address, address, nodes)
-    with _listening(mine if rank == 0 else ()) as (endpoints, token):
-        # Only rank 0 listens; every rank receives its endpoints and token.
-        endpoints, token = json.loads(gather(json.dumps([endpoints, token]))[0])
+    with contextlib.ExitStack() as stack:
+        own = ["", 0, []]
+        if rank == 0:
+            secret = secrets.token_bytes(32)
+            own = [secret.hex(), stack.enter_context(MeetingServer(1, mine, secret)).port, mine]
+        secret_text, port, offered = json.loads(gather(json.dumps(own))[0])
         # On each other host, one process tries to connect.
         tries = rank == nodes.index(nodes[rank]) and nodes[rank] != nodes[0]
-        reached = _reachable([(host, port) for host, port in endpoints], token) if tries else {}
+        reached = _reachable(offered, port, bytes.fromhex(secret_text)) if tries else {}
         reports = [json.loads(text) for text in gather(json.dumps(reached))]
-    return _choose(rank, nodes, [host for host, _ in endpoints], reports)
+    return _choose(rank, nodes, offered, reports)
 
 
 def _choose(
@@ -203,52 +191,14 @@ def _choose(
     )
 
 
-@contextlib.contextmanager
-def _listening(hosts: Sequence[str]) -> Iterator[tuple[list[_Endpoint], str]]:
-    """Listen on a free port of each of the addresses `hosts`, and send a random token over every connection.
+def _reachable(hosts: Sequence[str], port: int, secret: bytes) -> dict[str, str]:
+    """Return {address: own address} of the addresses at which a server proves that it knows `secret`."""
 
-    Yield the endpoints and the token, by which others recognise this process.
-    """
-    token = secrets.token_hex(16)
-    with contextlib.ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        endpoints = []
-        for host in hosts:
-            server = stack.enter_context(socket.create_server((host, 0)))
-            endpoints.append((host, int(server.getsockname()[1])))
-            selector.register(server, selectors.EVENT_READ)
-        reader, writer = socket.socketpair()
-        stack.callback(reader.close)
-        selector.register(reader, selectors.EVENT_READ, "end")
-        thread = threading.Thread(target=_send_token, args=(selector, token), daemon=True)
-        thread.start()
-        try:
-            yield endpoints, token
-        finally:
-            writer.close()
-            thread.join()
-
-
-def _send_token(selector: selectors.BaseSelector, token: str) -> None:
-    while True:
-        for key, _ in selector.select():
-            if key.data == "end":
-                return
-            with contextlib.suppress(OSError):
-                caller, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                with caller:
-                    caller.sendall(token.encode())
-
-
-def _reachable(endpoints: Sequence[_Endpoint], token: str) -> dict[str, str]:
-    """Return {address: own address} of the endpoints that answer with `token`."""
-
-    def connect(endpoint: _Endpoint) -> str | None:
-        with contextlib.suppress(OSError), socket.create_connection(endpoint, _CONNECT_SECONDS) as connection:
-            answer = connection.recv(len(token), socket.MSG_WAITALL)
-            return str(connection.getsockname()[0]) if answer == token.encode() else None
+    def own_towards(host: str) -> str | None:
+        with contextlib.suppress(OSError), reach(host, port, secret, _CONNECT_SECONDS) as connection:
+            return str(connection.getsockname()[0])
         return None
 
-    with ThreadPoolExecutor(max(1, len(endpoints))) as pool:
-        found = zip(endpoints, pool.map(connect, endpoints), strict=True)
-    return {host: own for (host, _), own in found if own is not None}
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        found = zip(hosts, pool.map(own_towards, hosts), strict=True)
+    return {host: own for host, own in found if own is not None}

@@ -18,16 +18,15 @@ import struct
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import ConfigurationError
 from ..launch import detect
 from ..types import Launch
-from .gather import ADVICE
+from .boards import ADVICE, Published, rising
 from .launcher_process import job_digest
 
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
@@ -206,8 +205,8 @@ def local_size() -> int:
 
 # How long calls of MPI may take while a world starts.
 #
-# MPI has no timeouts: its calls wait for ranks that never arrive or are stopped. mpi_gather.py polls non-blocking
-# operations. MPI_Init and the creation of a communicator have no such form; there a thread ends the process.
+# MPI has no timeouts: its calls wait for ranks that never arrive or are stopped. A board polls for its
+# messages. MPI_Init and the creation of a communicator have no such form; there a thread ends the process.
 
 _OTHER_HOSTS_SECONDS = 2.0
 """How much longer a process waits if none of its own host is missing."""
@@ -319,78 +318,57 @@ def _launch(env: Mapping[str, str]) -> Launch | None:
     return None
 
 
-# Gathering texts from the ranks of an MPI communicator, with a timeout.
-#
-# A rank that waits too long sends a message to each other rank. Those that wait as well answer with the same message
-# and raise, too. Ranks that send nothing are missing.
+# The address of rank 0's server, as a message from rank 0 to each other rank.
 
 _PAUSE_SECONDS = (0.00005, 0.005)
 """The first and the longest pause between two polls."""
-_SETTLE_SECONDS = 1.0
-"""How long to wait for the messages of the others."""
 _TAG = 29_313
 """Of the messages. MPI allows tags up to 32767 at least."""
 
-_abandoned: list[Any] = []
-"""Requests that MPI may still work on, with their memory."""
 
+class MpiBoard(Published):
+    """Messages of MPI. For hosts without a common file system, or where MPI has started already."""
 
-def gather_through_mpi(text: str, *, seconds: float, communicator: Any = None) -> list[str]:
-    """Return every rank's `text`, in rank order. Collective over `communicator`, by default MPI's world.
+    def __init__(self, launch: Launch, env: Mapping[str, str], communicator: Any = None) -> None:
+        """communicator: of all ranks, in their order; by default MPI's world."""
+        super().__init__(launch, env)
+        self._mpi = cast(Any, library())
+        self._world: Any = self._mpi.COMM_WORLD if communicator is None else communicator
+        self._requests: list[Any] = []
+        self._cleared = threading.Event()
 
-    Raises ConfigurationError, which names the missing ranks, if a rank does not call this within `seconds`. MPI cannot
-    be used again then.
-    """
-    mpi4py: Any = library()
-    wait = _Wait(mpi4py, communicator or mpi4py.COMM_WORLD, seconds)
-    own, size = text.encode(), wait.world.Get_size()
-    counts = array("q", [0] * size)
-    wait.for_request(
-        wait.world.Iallgather([array("q", [len(own)]), mpi4py.INT64_T], [counts, mpi4py.INT64_T])
-    )
-    received = bytearray(sum(counts))
-    wait.for_request(wait.world.Iallgatherv([own, mpi4py.BYTE], [received, list(counts), mpi4py.BYTE]))
-    parts, start = [], 0
-    for count in counts:
-        parts.append(received[start : start + count].decode())
-        start += count
-    return parts
+    def write(self, text: str) -> None:
+        others = range(1, self._world.Get_size())
+        data = text.encode()
+        self._requests = [self._world.Isend([data, self._mpi.BYTE], rank, _TAG) for rank in others]
+        # MPI moves data only in its calls. A rank that is missing may never receive its message.
+        self._sender = threading.Thread(target=self._send, name="dualdist-mpi-board", daemon=True)
+        self._sender.start()
 
+    def _send(self) -> None:
+        pauses = rising(*_PAUSE_SECONDS)
+        while not self._mpi.Request.Testall(self._requests) and not self._cleared.wait(next(pauses)):
+            pass
 
-class _Wait:
-    """The wait for the other ranks in one gather."""
-
-    def __init__(self, mpi4py: Any, world: Any, seconds: float) -> None:
-        self._library = mpi4py
-        self.world = world
-        self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
-        self._rank = int(world.Get_rank())
-
-    def for_request(self, request: Any) -> None:
-        """Return when `request` is complete. Raises ConfigurationError after the deadline."""
-        pause, longest = _PAUSE_SECONDS
-        while not request.Test():
-            if time.monotonic() > self._deadline or self._has_message():
-                _abandoned.append(request)
-                record_failure("gather")
-                raise ConfigurationError(waited(self._rank, self._missing(), "init()", self._seconds))
+    def read(self, seconds: float) -> str | None:
+        deadline, status = time.monotonic() + seconds, self._mpi.Status()
+        for pause in rising(*_PAUSE_SECONDS):
+            if self._world.Iprobe(0, _TAG, status):
+                data = bytearray(status.Get_count(self._mpi.BYTE))
+                self._world.Recv([data, self._mpi.BYTE], 0, _TAG)
+                return data.decode()
+            if time.monotonic() > deadline:
+                break
             time.sleep(pause)
-            pause = min(2 * pause, longest)
+        return None
 
-    def _has_message(self) -> bool:
-        return bool(self.world.Iprobe(self._library.ANY_SOURCE, _TAG))
+    def clear(self) -> None:
+        self._cleared.set()
+        self._sender.join()
+        if any(self._requests):
+            _abandoned.append(self)
+            record_failure("a message to a rank that did not arrive")
 
-    def _missing(self) -> list[int]:
-        """Send a message to each other rank, and return those that send none."""
-        silent = set(range(self.world.Get_size())) - {self._rank}
-        _abandoned.extend(self.world.Isend([b"", self._library.BYTE], rank, _TAG) for rank in sorted(silent))
-        deadline, status = time.monotonic() + _SETTLE_SECONDS, self._library.Status()
-        while silent and time.monotonic() < deadline:
-            while self.world.Iprobe(self._library.ANY_SOURCE, _TAG, status):
-                source = status.Get_source()
-                self.world.Recv([bytearray(), self._library.BYTE], source, _TAG)
-                silent.discard(source)
-            time.sleep(_PAUSE_SECONDS[1])
-        # A rank that is not missing may have received all texts.
-        return sorted(silent & set(missing_on_host())) or sorted(silent)
+
+_abandoned: list[MpiBoard] = []
+"""MPI may still work on their requests."""

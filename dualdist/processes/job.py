@@ -24,7 +24,7 @@ from ..launch.environment import copied_variables, exportable, process_variables
 from ..meeting import INTERFACE, LOOPBACK, interface_of
 from ..meeting.addresses import reserved_port
 from ..meeting.http_store import HttpStore, horovods_scopes
-from ..meeting.keyvalue import KeyValueServer
+from ..meeting.server import MeetingServer
 from .agent import ENDED, STARTED, STDERR, STDOUT
 from .agent_connection import AGENT_COMMAND, LOST, Event, HostJob, Process, Supervisor, describe_exit
 from .hosts import Host, Slot, assign
@@ -89,13 +89,13 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common = {"PYTHONUNBUFFERED": "1"} | common
     with (
-        KeyValueServer(address, secret=secret) as server,
+        MeetingServer(len(slots), [address], secret) as server,
         _serve_unchanged_scripts(slots, address, first, options.variables) as copies,
     ):
         processes: dict[str, list[Process]] = defaultdict(list)
         for slot in slots:
             numbers = (slot.rank, len(slots), slot.local_rank, slot.local_size)
-            own = process_variables(options.launcher, *numbers, f"{server.host}:{server.port}", secret)
+            own = process_variables(options.launcher, *numbers, f"{address}:{server.port}", secret)
             processes[slot.host].append(Process(slot.rank, options.command, {**copies[slot.rank], **own}))
         window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(processes)))
         yield [

@@ -242,9 +242,8 @@ class Context:
         mine = Presence.of_this_process(launched.local_rank, self.watch.contact, master)
         group = self.channels[0].group
         report = pickle.dumps(mine).ljust(_BYTES)
-        ranks: list[Presence] = list(
-            map(pickle.loads, joined.start_step(lambda: group.allgather_bytes(report), "numbers"))
-        )
+        answers = joined.start_step(lambda: group.allgather_bytes(report))
+        ranks: list[Presence] = [pickle.loads(answer) for answer in answers]
         self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)

@@ -14,7 +14,8 @@ SCRIPT = """\
 import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
-from dualdist.backends import prefix_store, torch_groups
+from dualdist.backends import torch_groups
+from dualdist.meeting import Meeting
 from dualdist.world import context
 
 def end(*arguments, **options):
@@ -48,7 +49,7 @@ def join(rank, backend, address, moment, folder):
         if moment == "before":
             end()
         elif moment == "while all arrive":
-            prefix_store.store_gather = end
+            Meeting._send = end
         elif moment == "while torch connects":
             torch.distributed.init_process_group = end
         elif moment == "while Horovod connects":

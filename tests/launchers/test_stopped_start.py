@@ -74,7 +74,7 @@ def test_ranks_name_one_that_is_stopped_before_init(backend: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("backend", "moment"),
     [
-        ("torch-mpi", "dualdist.meeting.gather_through_mpi"),
+        ("torch-mpi", "dualdist.meeting.mpi.MpiBoard.read"),
         ("torch-mpi", "dualdist.backends.mpi.mpi.unfinished"),
         ("torch-mpi", "dualdist.world.context.Presence.of_this_process"),
         ("torch-gloo", "dualdist.world.context.Presence.of_this_process"),

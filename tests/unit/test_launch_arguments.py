@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect, launch_from
-from dualdist.meeting import share_server_address
+from dualdist.meeting import find_board
 
 TORCHRUN = {
     "RANK": "1",
@@ -101,8 +101,5 @@ def test_an_address_that_the_launcher_did_not_set_is_named(address: str) -> None
         "DUALDIST_SIZE": "2",
         "DUALDIST_RENDEZVOUS": address,
     }
-    with (
-        pytest.raises(ConfigurationError, match=r"^`DUALDIST_RENDEZVOUS` must be 'host:port', but is"),
-        share_server_address(detect(env), env, lambda host: 1, 1.0),
-    ):
-        pass
+    with pytest.raises(ConfigurationError, match=r"^`DUALDIST_RENDEZVOUS` must be 'host:port', but is"):
+        find_board(detect(env), env)

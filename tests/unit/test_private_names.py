@@ -28,7 +28,7 @@ PRIVATE_NAMES = {
         _load_from_state_dict _metadata _modules _orig_mod _parameters _post_accumulate_grad_hooks
         _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
         _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _storage_Use_Count
-        _torchdynamo_disable _version _world
+        _torchdynamo_disable _version
     """,
     "Horovod": "_basics _get_process_set_ids_and_ranks",
     "Python": "_DummyThread _args_from_interpreter_flags _getframe _inheriting _target",

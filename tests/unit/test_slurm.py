@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.meeting.slurm import connect, first_host
+from dualdist.meeting import Meeting
+from dualdist.meeting.slurm import first_host, slurm_board
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
 
@@ -29,24 +30,17 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 def test_ranks_meet_on_the_first_host_and_skip_the_server_of_another_job() -> None:
     stranger, ours = (STEP | {"DUALDIST_SECRET": secret} for secret in ("00", "11"))
-    heard = []
 
-    def second() -> None:
-        with connect(1, ours | {"SLURM_NODEID": "1"}, 10.0) as store:
-            heard.append(store.get("word", 10.0))
+    def run(rank: int) -> list[str]:
+        env = ours | {"SLURM_NODEID": str(rank)}
+        with Meeting(slurm_board(rank, env), rank, 2, 60.0) as meeting:
+            return meeting.gather(str(rank))
 
-    with connect(0, stranger, 10.0) as first_port, connect(0, ours, 10.0) as second_port:
-        thread = threading.Thread(target=second)
-        thread.start()
-        first_port.set("word", b"no")
-        second_port.set("word", b"yes")
-        thread.join()
-    assert heard == [b"yes"]
+    with Meeting(slurm_board(0, stranger), 0, 2, 60.0), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [["0", "1"]] * 2
 
 
 def test_the_error_when_rank_0_does_not_answer_names_the_remedy() -> None:
-    with (
-        pytest.raises(ConfigurationError, match="MASTER_ADDR"),
-        connect(1, STEP | {"SLURM_NODEID": "1"}, 0.1),
-    ):
-        pass
+    meeting = Meeting(slurm_board(1, STEP | {"SLURM_NODEID": "1"}), 1, 2, 0.1)
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        meeting.gather("here")

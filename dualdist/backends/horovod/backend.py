@@ -30,13 +30,12 @@ from ...errors import BackendUnavailableError, ConfigurationError, HorovodIntern
 from ...executor import in_thread
 from ...launch import DeviceView, Place, nodes, topology
 from ...launch.environment import names_of_copies
-from ...meeting import LOOPBACK, check_interfaces, find_addresses, interface_of, own_node
+from ...meeting import LOOPBACK, Meeting, Published, check_interfaces, interface_of, own_node
 from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from ..patience import Patience, wait_for
-from ..start_watch import StartWatch
-from ..store import SharedStore, open_store, serve_store, store_gather
+from ..store import SharedStore, meet, open_store
 from ..torch_groups import DefaultGroup, config_text, gloo_interface
 from ..torch_interface import bind_device, config_of, transport_timeout
 from .group import (
@@ -145,37 +144,34 @@ class GlooRendezvous:
 
     shared: SharedStore
     variables: Mapping[str, str]
-    watch: StartWatch
     server: HttpStore | None = None
     """On rank 0."""
 
     def close(self) -> None:
-        """Stop the watch and the server. Local."""
-        self.watch.close(started=False)
+        """Stop the server. Local."""
         if self.server is not None:
             self.server.close()
 
 
-def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings) -> GlooRendezvous:
+def serve_rendezvous(
+    meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings
+) -> GlooRendezvous:
     """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective.
 
     The variables are those of horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with
     MPI from starting MPI.
     """
-    timeout = settings.start_timeout_seconds
-    check_interfaces("HOROVOD_GLOO_IFACE", env)
-    shared = open_store(launch, env, timeout)
-    gather = store_gather(shared.store, launch.rank, launch.size, timeout)
     own_part = json.dumps([horovods_version(), own_node(), launch.local_rank])
-    versions, *columns = zip(*map(json.loads, gather(own_part)), strict=True)
+    shared = open_store(meeting, env, settings.start_timeout_seconds, own_part)
+    check_interfaces("HOROVOD_GLOO_IFACE", env)
+    versions, *columns = zip(*map(json.loads, shared.messages), strict=True)
     _check_builds(versions)
     places: list[Place] = list(zip(*columns, strict=True))
     names, worlds = nodes(places), topology(places)
     is_first = launch.rank == 0
     server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None
-    port = gather(str(server.port if server else None))[0]
+    port = meeting.gather(str(server.port if server else None))[0]
     own = worlds[launch.rank]
-    watch = StartWatch(shared.store, launch.rank, launch.size, shared.addresses.own, timeout)
     variables = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -186,7 +182,21 @@ def serve_rendezvous(launch: Launch, env: Mapping[str, str], settings: Settings)
         "HOROVOD_HOSTNAME": names[launch.rank],
         **{variable: str(getattr(own, name)) for variable, name in _NUMBERS.items()},
     }
-    return GlooRendezvous(shared, variables, watch, server)
+    return GlooRendezvous(shared, variables, server)
+
+
+class HorovodsBoard(Published):
+    """Horovod itself, where it runs already. It carries one text."""
+
+    _text: str | None = None
+
+    def write(self, text: str) -> None:
+        hvd.broadcast_object(text, root_rank=0, name="dualdist.rank 0")
+
+    def read(self, seconds: float) -> str:
+        if self._text is None:
+            self._text = str(hvd.broadcast_object(None, root_rank=0, name="dualdist.rank 0"))
+        return self._text
 
 
 def _check_builds(versions: Sequence[str]) -> None:
@@ -236,6 +246,7 @@ class HorovodBackend(Backend):
         launch: Launch,
         settings: Settings,
         env: Mapping[str, str],
+        meeting: Meeting | None,
         rendezvous: GlooRendezvous | None,
         adopted: bool,
     ) -> None:
@@ -258,6 +269,10 @@ class HorovodBackend(Backend):
         self._store: dist.Store | None = None
         self.address = LOOPBACK
         self._nodes: tuple[str, ...] = (own_node(),)
+        self._meeting = meeting
+        """Until `finish_start`."""
+        if meeting is not None:
+            self._on_shutdown.callback(meeting.close, started=False)
         if self.size > 1:
             if rendezvous is None:
                 shared = limited(lambda: self._open_store(env), self.rank, self._timeout)
@@ -302,40 +317,43 @@ class HorovodBackend(Backend):
         if cls.is_running():
             if settings.timeline is not None:  # Horovod writes to the same file
                 hvd.stop_timeline()
-            return cls(launch, settings, env, None, adopted=True)
+            return cls(launch, settings, env, None, None, adopted=True)
         if transport is not None:
             cls.check(transport, launch)
         if cls._kept:
             cls._kept = False
-            return cls(launch, settings, env, None, adopted=False)
+            return cls(launch, settings, env, None, None, adopted=False)
         with contextlib.ExitStack() as undo:
             chooses_mpi = transport is None and _has_mpi_controller(launch) and hvd.mpi_built()
             uses_mpi = transport == "mpi" or chooses_mpi
             variables = start_variables(os.environ, transport, uses_mpi=uses_mpi)
-            rendezvous = None
+            meeting = rendezvous = None
             if cls._needs_rendezvous(launch, env, transport):
-                rendezvous = serve_rendezvous(launch, env, settings)
+                meeting = meet(launch, env, settings.start_timeout_seconds)
+                undo.callback(meeting.close, started=False)
+                rendezvous = serve_rendezvous(meeting, launch, env, settings)
                 undo.callback(rendezvous.close)
                 variables |= rendezvous.variables
             elif transport != "mpi" and _has_launchers_server(env):
                 cls._launchers_server_used = True
             with temporary_environment(variables), wrapped():
-                seconds = settings.start_timeout_seconds
-                cls._connect(None if rendezvous is None else rendezvous.watch, launch.rank, seconds)
+                cls._connect(hvd.init, meeting, launch.rank, settings.start_timeout_seconds)
             cls._group_numbers = itertools.count()
             with wrapped():
-                started = cls(launch, settings, env, rendezvous, adopted=False)
+                started = cls(launch, settings, env, meeting, rendezvous, adopted=False)
             undo.pop_all()
         return started
 
     @classmethod
-    def _connect(cls, watch: StartWatch | None, rank: int, seconds: float) -> None:
-        """Connect to the other ranks. If one of them ends, Horovod itself waits for it, also when the process exits."""
-        if watch is None:
-            limited(hvd.init, rank, seconds)
-            return
+    def _connect(cls, step: Callable[[], T], meeting: Meeting | None, rank: int, seconds: float) -> T:
+        """Return `step()`, in which Horovod connects to the other ranks.
+
+        If one of them ends, Horovod itself waits for it, also when the process exits.
+        """
+        if meeting is None:
+            return limited(step, rank, seconds)
         try:
-            watch.run(hvd.init, seconds)
+            return meeting.wait_for(in_thread(step), seconds)
         except HorovodInternalError:
             never_shut_down()
             raise
@@ -386,18 +404,11 @@ class HorovodBackend(Backend):
             )
 
     def _open_store(self, env: Mapping[str, str]) -> SharedStore:
-        """Open a store that rank 0 serves. Its address goes to all ranks through Horovod itself. Collective."""
-        rounds = itertools.count()
-
-        def gather(text: str) -> list[str]:
-            return list(hvd.allgather_object(text, name=f"dualdist.addresses.{next(rounds)}"))
-
-        timeout = timedelta(seconds=self._stall_timeout)
-        addresses = find_addresses(self.rank, gather, env)
-        served = serve_store(addresses.first, timeout) if self.rank == 0 else None
-        port = int(gather(str(served.port if served else None))[0])
-        store = served or dist.TCPStore(addresses.first, port, is_master=False, timeout=timeout)
-        return SharedStore(store, addresses)
+        """Meet, and open a store. Collective."""
+        board = HorovodsBoard(Launch("Horovod", self.rank, self.size), env)
+        self._meeting = Meeting(board, self.rank, self.size, self._timeout)
+        self._on_shutdown.callback(self._meeting.close, started=False)
+        return open_store(self._meeting, env, self._stall_timeout)
 
     def add_host_listener(self, listener: Any) -> None:
         if self._elastic:
@@ -430,7 +441,7 @@ class HorovodBackend(Backend):
         made = None if self._starts else in_thread(make)
         try:
             if made is None:
-                return self.start_step(make, "process set")
+                return self.start_step(make)
             return wait_for(made, Patience(self._groups[0].has_lost_member, self._timeout))
         except BaseException:  # KeyboardInterrupt, too
             if made is None or not made.done():  # Horovod may still wait
@@ -438,18 +449,17 @@ class HorovodBackend(Backend):
                 never_shut_down()
             raise
 
-    def start_step(self, step: Callable[[], T], name: str) -> T:
-        if self._rendezvous is not None:
-            return self._rendezvous.watch.run(step, self._timeout)
-        return limited(step, self.rank, self._timeout)
+    def start_step(self, step: Callable[[], T]) -> T:
+        return self._connect(step, self._meeting, self.rank, self._timeout)
 
     def check_start(self, cause: BaseException | None = None) -> None:
-        if self._starts and self._rendezvous is not None:
-            self._rendezvous.watch.check(cause)
+        if self._meeting is not None:
+            self._meeting.check(cause)
 
     def finish_start(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.watch.close(started=True)
+        if self._meeting is not None:
+            self._meeting.close(started=True)
+            self._meeting = None
         self._starts, self._timeout = False, self._stall_timeout
         timeout = timedelta(seconds=self._timeout)
         self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
@@ -466,7 +476,7 @@ class HorovodBackend(Backend):
         connect = functools.partial(
             self._default_group.open, config_text(kinds), store, self.rank, self.size, timeout, self.device
         )
-        self.start_step(connect, "process group")
+        self.start_step(connect)
 
     def shutdown(self) -> None:
         with self._on_shutdown:

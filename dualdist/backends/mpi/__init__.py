@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...errors import BackendUnavailableError
 from ...launch import detect
-from ...meeting import mpi
+from ...meeting import Meeting, mpi
 from ...types import Launch
 from ..store import open_store
 from .group import NAME, MpiProcessGroup, closed_communicators
@@ -73,7 +73,10 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> 
     world = mpi.library().COMM_WORLD  # type: ignore[union-attr]
     rank, size = world.Get_rank(), world.Get_size()
     joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
-    yield open_store(joined, os.environ, timeout.total_seconds()).store, rank, size
+    seconds = timeout.total_seconds()
+    with Meeting(mpi.MpiBoard(joined, os.environ), rank, size, seconds) as meeting:
+        store = open_store(meeting, os.environ, seconds).store
+    yield store, rank, size
     raise RuntimeError("A process can join MPI's world only once.")
 
 

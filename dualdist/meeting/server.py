@@ -1,0 +1,361 @@
+"""The server at which the ranks of a job meet before any backend runs: it knows who is missing, and who has ended.
+
+Rank 0 runs it, or the launcher for all its processes. Each rank connects, sends a text, and receives the texts of all
+ranks when the last one has arrived. It keeps the connection until its `init()` has ended. The kernel closes the
+connection of a process that ends before, and the server reports that rank to all others: torch, Horovod and MPI connect
+the ranks in C, where each would wait for a dead rank until a timeout. A stopped rank keeps its connection, so a rank
+that waits too long has the server ask all others for a sign of life.
+
+On each new connection, both ends prove that they know the job's secret: HMAC-SHA256 of two random challenges, as in
+multiprocessing.connection, but with fixed sizes and without unpickling. Until then, no data is interpreted. The server
+is one thread. A silent or slow client does not delay other clients, and its connection is closed after a short time.
+The data after the proof is neither encrypted nor signed, because addresses are not secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def connected(address: str, port: int, seconds: float) -> socket.socket:
+    """Return a connection to a host's name or address, which has the timeout `seconds`. Raises OSError.
+
+    socket.create_connection imports encodings.idna, which takes several ms of the start of each rank.
+    """
+    with contextlib.ExitStack() as stack:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        connection.settimeout(seconds)
+        connection.connect((address, port))
+        stack.pop_all()
+    return connection
+
+
+_GREETING = b"dualdist-meeting-1\n"
+_CHALLENGE = _DIGEST = 32
+
+
+def reach(host: str, port: int, secret: bytes, seconds: float) -> socket.socket:
+    """Return a connection to a MeetingServer that knows `secret`. Raises OSError without one within `seconds`."""
+    with contextlib.ExitStack() as undo:
+        try:
+            connection = undo.enter_context(connected(host, port, seconds))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _prove(connection, secret)
+        except socket.gaierror as error:
+            raise ConnectionError(f"the host {host!r} has no address ({error.strerror})") from error
+        except OSError as error:
+            raise ConnectionError(f"{host}:{port}: {error}") from error
+        undo.pop_all()
+    return connection
+
+
+def _prove(connection: socket.socket, secret: bytes) -> None:
+    greeting = connection.recv(len(_GREETING) + _CHALLENGE, socket.MSG_WAITALL)
+    theirs, mine = greeting[len(_GREETING) :], secrets.token_bytes(_CHALLENGE)
+    if not greeting.startswith(_GREETING) or len(theirs) < _CHALLENGE:
+        raise ConnectionError("another program answers there")
+    connection.sendall(mine + _proof(secret, b"client", theirs, mine))
+    answer = connection.recv(_DIGEST, socket.MSG_WAITALL)
+    if not hmac.compare_digest(answer, _proof(secret, b"server", theirs, mine)):
+        raise ConnectionError("it did not prove that it knows this job's secret")
+
+
+def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.digest(secret, role + server + client, "sha256")
+
+
+# The messages after the proof. Each is a list in JSON, compressed, after its length.
+
+HELLO = "hello"
+"""From a rank, at first: [HELLO, rank, size]."""
+TEXT = "text"
+"""From a rank: [TEXT, text, seconds, advice], its part of a gather. seconds: how long it waits for the others. advice:
+the last sentences of the error if one does not arrive."""
+TEXTS = "texts"
+"""From the server: [TEXTS, texts of all ranks]."""
+FAILED = "failed"
+"""From the server: [FAILED, error, is_own]. A rank has waited too long in a gather. It receives the error before the
+others, and sends [FAILED] when it has reported it; then all receive it."""
+STALLED = "stalled"
+"""From a rank that waits too long for others that have arrived: [STALLED]. The answer is LOST or [STALLED] again, which
+means that all are alive."""
+QUESTION = "question"
+"""From the server: [QUESTION], which the rank sends back."""
+LOST = "lost"
+"""From the server: [LOST, rank], which has ended, is stopped, or whose `init()` has failed."""
+STARTED = "started"
+"""From a rank that has started: [STARTED]. From the server: rank 0 has started, and watches the others no more."""
+
+_LENGTH = struct.Struct("!I")
+_LONGEST = 1 << 28
+"""Bytes of a message."""
+
+
+def packed(*message: Any) -> bytes:
+    """Return the bytes to send for a message."""
+    # Ranks repeat much of each other's texts.
+    data = zlib.compress(json.dumps(message).encode(), 1)
+    return _LENGTH.pack(len(data)) + data
+
+
+def take_message(unread: bytearray) -> list[Any] | None:
+    """Remove the first message from `unread` and return it; None while it is not complete."""
+    end = _LENGTH.size + (_LENGTH.unpack_from(unread)[0] if len(unread) >= _LENGTH.size else 0)
+    if len(unread) < end:
+        return None
+    message = _unpacked(bytes(unread[_LENGTH.size : end]))
+    del unread[:end]
+    return message
+
+
+def _unpacked(data: bytes) -> list[Any]:
+    return list(json.loads(zlib.decompress(data)))
+
+
+_PROOF_SECONDS = 10.0
+"""How long a client may take for its proof and its first message."""
+_ANSWER_SECONDS = 1.0
+"""How long a rank may take for a sign of life."""
+_FAREWELL_SECONDS = 3.0
+"""How long a server that closes waits until its last messages are sent."""
+_SHORTAGE_SECONDS = 1.0
+"""How long to accept no connections when too many files are open."""
+_BACKLOG = 4096
+
+
+class MeetingServer:
+    """Serves meetings of `size` ranks, one after the other, until it is closed. A context manager.
+
+    hosts: the addresses to listen on, "" for all. port: the same on all addresses, 0 for a free one. Raises OSError
+    when the port is not free.
+    """
+
+    def __init__(self, size: int, hosts: Iterable[str], secret: bytes, port: int = 0) -> None:
+        self._size = size
+        self._secret = secret
+        self._meeting = _Meeting(size)
+        """The meeting of the ranks that connect now."""
+        self._writers: set[asyncio.StreamWriter] = set()
+        """All connections."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """What serves them: asyncio keeps no references to tasks."""
+        self._farewell = b""
+        self.port = port
+        with contextlib.ExitStack() as undo:
+            self._listeners = []
+            for host in hosts:
+                self._listeners.append(undo.enter_context(_listener(host, self.port)))
+                self.port = int(self._listeners[0].getsockname()[1])
+            undo.pop_all()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="dualdist-meeting", daemon=True)
+        self._thread.start()
+        self._up.wait()
+
+    def __enter__(self) -> MeetingServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, *farewell: Any) -> None:
+        """Send the message `farewell` to all ranks, if given, and stop serving. Safe to call twice."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            self._farewell = packed(*farewell) if farewell else b""
+            loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            asyncio.run(self._run())
+        finally:
+            # Wake the constructor, even if the server could not start.
+            self._up.set()
+
+    async def _run(self) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            listener.setblocking(False)
+            loop.add_reader(listener, self._accept, loop, listener)
+        self._up.set()
+        await self._stop.wait()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+            listener.close()
+        await asyncio.sleep(0)  # so that the tasks of new connections begin: else they would not close them
+        writers, self._writers = self._writers, set()
+        for writer in writers:
+            writer.write(self._farewell)
+            writer.close()
+        if writers:
+            sent = [asyncio.ensure_future(writer.wait_closed()) for writer in writers]
+            await asyncio.wait(sent, timeout=_FAREWELL_SECONDS)
+
+    def _accept(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
+        # Not asyncio.Server: in Python 3.11, it never closes a connection that arrives while it closes.
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # too many files are open
+            loop.remove_reader(listener)
+            loop.call_later(_SHORTAGE_SECONDS, loop.add_reader, listener, self._accept, loop, listener)
+            return
+        task = loop.create_task(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Serve one connection. Any error closes it, without an answer."""
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        self._writers.add(writer)
+        try:
+            rank, size = await asyncio.wait_for(self._greet(reader, writer), _PROOF_SECONDS)
+            meeting = self._meeting
+            # A rank that is here already begins its next start before the others, or there are two of this rank.
+            if size == self._size and rank not in meeting.writers:
+                await self._attend(meeting, rank, reader, writer)
+        except (OSError, EOFError, asyncio.TimeoutError, ValueError, zlib.error):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, int]:
+        """Exchange proofs, and return the rank at the other end and its size of the world."""
+        mine = secrets.token_bytes(_CHALLENGE)
+        writer.write(_GREETING + mine)
+        theirs = await reader.readexactly(_CHALLENGE)
+        proof = await reader.readexactly(_DIGEST)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"client", mine, theirs)):
+            raise ValueError
+        writer.write(_proof(self._secret, b"server", mine, theirs))
+        _, rank, size = await _receive(reader)
+        return int(rank), int(size)
+
+    async def _attend(
+        self, meeting: _Meeting, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        meeting.writers[rank] = writer
+        try:
+            while True:
+                meeting.handle(rank, *await _receive(reader))
+                if meeting is self._meeting and meeting.is_closed:
+                    self._meeting = _Meeting(self._size)
+        finally:
+            if writer in self._writers:  # else this server leaves first
+                meeting.leave(rank)
+
+
+class _Meeting:
+    """One meeting: the connections of its ranks, and the gather in progress."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.writers: dict[int, asyncio.StreamWriter] = {}
+        """The connection of each rank that has arrived, until it has started or ended."""
+        self.is_closed = False
+        """Whether it takes no more ranks: all have arrived, or those that have arrived give up."""
+        self._has_begun = False
+        """Whether all ranks have arrived."""
+        self._texts: dict[int, str] = {}
+        self._gathers = 0
+        """How many gathers have ended."""
+        self._error = ""
+        self._unanswered: set[int] = set()
+        """The ranks that have not answered the question yet."""
+        self._askers: set[int] = set()
+        """The ranks that wait until all others have answered."""
+
+    def handle(self, rank: int, kind: str, *content: Any) -> None:
+        """Handle a message of `rank`."""
+        if kind == TEXT:
+            self._gather(rank, *content)
+        elif kind == FAILED:
+            self._send_to(self.writers, FAILED, self._error, False)
+        elif kind == STALLED:
+            if not self._askers:
+                self._unanswered = self.writers.keys() - {rank}
+                self._send_to(self._unanswered, QUESTION)
+                asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._judge)
+            self._askers.add(rank)
+        elif kind == QUESTION:
+            self._unanswered.discard(rank)
+        elif kind == STARTED:
+            del self.writers[rank]
+
+    def leave(self, rank: int) -> None:
+        """Report to the others that `rank` has closed its connection, unless it has started."""
+        if self.writers.pop(rank, None) is None:
+            return
+        if self._has_begun:
+            self._send_to(self.writers, LOST, rank)
+        elif self._error:
+            self._send_to(self.writers, FAILED, self._error, False)
+        self._texts.pop(rank, None)
+
+    def _gather(self, rank: int, text: str, seconds: float, advice: str) -> None:
+        self._texts[rank] = text
+        if len(self._texts) < self._size:
+            asyncio.get_running_loop().call_later(
+                seconds, self._give_up, self._gathers, rank, seconds, advice
+            )
+            return
+        self._has_begun = self.is_closed = True
+        texts, self._texts = self._texts, {}
+        self._gathers += 1
+        self._send_to(self.writers, TEXTS, [texts[rank] for rank in range(self._size)])
+
+    def _give_up(self, gather: int, rank: int, seconds: float, advice: str) -> None:
+        if gather == self._gathers and rank in self._texts and not self._error:
+            self.is_closed = True
+            missing = [other for other in range(self._size) if other not in self._texts]
+            self._error = not_arrived(rank, missing, seconds, advice)
+            self._send_to([rank], FAILED, self._error, True)
+
+    def _judge(self) -> None:
+        askers, self._askers = self._askers, set()
+        silent = self._unanswered & self.writers.keys()
+        if silent:
+            self._send_to(self.writers.keys() - {min(silent)}, LOST, min(silent))
+        else:
+            self._send_to(askers & self.writers.keys(), STALLED)
+
+    def _send_to(self, ranks: Iterable[int], *message: Any) -> None:
+        data = packed(*message)
+        for rank in ranks:
+            self.writers[rank].write(data)
+
+
+def not_arrived(rank: int, ranks: Sequence[int], seconds: float, advice: str) -> str:
+    """Return the text of the error of `rank`, which has waited so many seconds for `ranks`."""
+    others = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"Rank {rank} waited {seconds:.0f} s for {others}, which did not arrive. {advice}"
+
+
+async def _receive(reader: asyncio.StreamReader) -> list[Any]:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > _LONGEST:
+        raise ValueError
+    return _unpacked(await reader.readexactly(length))
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server((host, port), backlog=_BACKLOG)

@@ -1,0 +1,300 @@
+"""Ranks that meet before any backend runs. Without one rank, all others raise an error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from dualdist.backends.store import StoreBoard, open_store
+from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
+from dualdist.meeting import Board, Meeting
+from dualdist.meeting.boards import FileBoard, HttpBoard, Known, LaunchersBoard, Place
+from dualdist.meeting.server import MeetingServer, connected, reach
+from dualdist.types import Launch
+
+SIZE = 3
+LAUNCH = Launch("x", 0, SIZE, local_size=SIZE)
+SECONDS = 60.0
+HOST = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def launchers(_: Path) -> Iterator[Callable[[], Board]]:
+    secret = secrets.token_bytes(32)
+    with MeetingServer(SIZE, [HOST], secret) as server:
+        env = {"DUALDIST_RENDEZVOUS": f"{HOST}:{server.port}", "DUALDIST_SECRET": secret.hex()}
+        yield lambda: LaunchersBoard(env)
+
+
+@contextlib.contextmanager
+def file(folder: Path) -> Iterator[Callable[[], Board]]:
+    yield lambda: FileBoard(LAUNCH, {}, folder / "job")
+
+
+class Values(http.server.BaseHTTPRequestHandler):
+    """horovodrun's server: PUT sets a value, GET returns it or 404."""
+
+    values: dict[str, bytes]
+
+    def do_PUT(self) -> None:
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        value = self.values.get(self.path)
+        self.send_response(200 if value is not None else 404)
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def horovodruns(_: Path) -> Iterator[Callable[[], Board]]:
+    Values.values = {}
+    with http.server.ThreadingHTTPServer((HOST, 0), Values) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield lambda: HttpBoard(LAUNCH, {}, f"{HOST}:{server.server_address[1]}")
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def store(_: Path) -> Iterator[Callable[[], Board]]:
+    shared = HashStore()
+    yield lambda: StoreBoard(LAUNCH, {}, shared)
+
+
+@contextlib.contextmanager
+def given(_: Path) -> Iterator[Callable[[], Board]]:
+    with socket.create_server((HOST, 0)) as free:
+        port = int(free.getsockname()[1])
+    yield lambda: Known(Place([HOST], [port], b""), "there", "Look.")
+
+
+@pytest.fixture(params=[launchers, file, horovodruns, store, given])
+def board(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Board]]:
+    with request.param(tmp_path) as made:
+        yield made
+
+
+MakeBoard = Callable[[], Board]
+
+
+def error_of(board: MakeBoard, timeout: float, rank: int) -> str:
+    """Gather without some ranks, and return the error."""
+    with pytest.raises(ConfigurationError) as caught, Meeting(board(), rank, SIZE, timeout) as meeting:
+        meeting.gather("here")
+    return str(caught.value)
+
+
+def test_all_ranks_get_all_texts_at_each_start(board: MakeBoard) -> None:
+    def start(rank: int, number: int) -> list[list[str]]:
+        with Meeting(board(), rank, SIZE, SECONDS) as meeting:
+            return [meeting.gather(f"{number} {part} {rank}") for part in range(2)]
+
+    def run(rank: int) -> list[list[list[str]]]:
+        return [start(rank, number) for number in range(3)]
+
+    expected = [
+        [[f"{number} {part} {rank}" for rank in range(SIZE)] for part in range(2)] for number in range(3)
+    ]
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(run, range(SIZE))) == [expected] * SIZE
+
+
+@pytest.mark.parametrize("missing", range(SIZE))
+def test_all_that_arrived_name_the_rank_that_did_not(board: MakeBoard, missing: int) -> None:
+    arrived = [rank for rank in range(SIZE) if rank != missing]
+    with ThreadPoolExecutor(2) as pool:
+        for error in pool.map(partial(error_of, board, 1.0), arrived):
+            # Where rank 0 runs the server at a known address, nobody answers there.
+            named = f"waited 1 s for rank {missing}, which did not arrive. Look at its output"
+            assert named in error or ("Connection refused. Look." in error and missing == 0)
+
+
+def test_the_rank_that_waited_longest_ends_the_wait_of_all(board: MakeBoard) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.map(partial(error_of, board), (600.0, 1.0), (0, 2))
+    assert first == last
+    assert "Rank 2 waited 1 s for rank 1, which did not arrive" in last
+    assert "DUALDIST_START_TIMEOUT_SECONDS" in last
+
+
+def test_the_rank_that_reports_an_error_does_so_before_any_other_raises_it(board: MakeBoard) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def fail(rank: int, timeout: float) -> None:
+        def note(error: str, is_own: bool) -> None:
+            seen.append((rank, is_own))
+
+        with pytest.raises(ConfigurationError), Meeting(board(), rank, SIZE, timeout, note) as meeting:
+            meeting.gather("here")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fail, (0, 2), (1.0, 600.0)))
+    assert seen == [(0, True), (2, False)]
+
+
+def test_an_address_that_an_earlier_start_has_left_disturbs_nobody(tmp_path: Path) -> None:
+    board = FileBoard(LAUNCH, {}, tmp_path / "job")
+    left = board.serve(SIZE)
+    left.close()
+    test_all_ranks_get_all_texts_at_each_start(lambda: FileBoard(LAUNCH, {}, tmp_path / "job"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_ends_before_all_have_arrived_can_come_again(board: MakeBoard) -> None:
+    def run(rank: int) -> list[str]:
+        with Meeting(board(), rank, SIZE, SECONDS) as meeting:
+            return meeting.gather(str(rank))
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        error_of(board, 0.0, 1)
+        assert list(pool.map(run, range(SIZE))) == [["0", "1", "2"]] * SIZE
+
+
+@contextlib.contextmanager
+def gathered() -> Iterator[list[Meeting]]:
+    """Yield the meetings of all ranks, which have arrived."""
+    shared = HashStore()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(SIZE) as pool:
+
+        def arrive(rank: int) -> Meeting:
+            meeting = Meeting(StoreBoard(LAUNCH, {}, shared), rank, SIZE, SECONDS)
+            stack.callback(meeting.close, started=False)
+            meeting.gather("")
+            return meeting
+
+        yield list(pool.map(arrive, range(SIZE)))
+
+
+def raised_by(meeting: Meeting, seconds: float) -> str:
+    with pytest.raises(HorovodInternalError) as caught:
+        meeting.wait_for(Future(), seconds)
+    return str(caught.value)
+
+
+def test_all_others_raise_when_a_rank_ends_that_has_not_started() -> None:
+    with gathered() as meetings, ThreadPoolExecutor(2) as pool:
+        errors = [pool.submit(raised_by, meetings[rank], SECONDS) for rank in (0, 2)]
+        meetings[1].close(started=False)
+        for rank, error in zip((0, 2), errors, strict=True):
+            named = f"Rank {rank} could not connect to the other ranks: rank 1 has ended, is stopped"
+            assert named in error.result()
+
+
+def test_all_others_name_a_rank_that_gives_no_sign_of_life() -> None:
+    with gathered() as meetings, ThreadPoolExecutor(2) as pool:
+        for error in pool.map(raised_by, [meetings[0], meetings[2]], (0.1, SECONDS)):
+            assert "rank 1 has ended, is stopped" in error
+
+
+def test_a_step_that_takes_too_long_while_all_are_alive_has_stalled() -> None:
+    step: Future[int] = Future()
+    with gathered() as meetings, ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(meeting.wait_for, step, SECONDS) for meeting in meetings[1:]]
+        with pytest.raises(StallError, match=r"Rank 0 could not connect to the other ranks in 0\.1 s"):
+            meetings[0].wait_for(Future(), 0.1)
+        step.set_result(7)
+        assert [other.result() for other in others] == [7, 7]
+
+
+def test_a_rank_that_has_started_may_leave() -> None:
+    with gathered() as meetings:
+        meetings[1].close(started=True)
+        meetings[2].check()
+        meetings[0].close(started=True)
+        meetings[2].check()
+
+
+def test_ranks_that_have_met_share_a_store(board: MakeBoard) -> None:
+    def run(rank: int) -> list[str]:
+        with Meeting(board(), rank, SIZE, SECONDS) as meeting:
+            shared = open_store(meeting, os.environ, SECONDS, f"message {rank}")
+            assert shared.messages == tuple(f"message {other}" for other in range(SIZE))
+            shared.store.set(str(rank), "here")
+            return [shared.store.get(str(other)).decode() for other in range(SIZE)]
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(run, range(SIZE))) == [["here"] * SIZE] * SIZE
+
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def server() -> Iterator[MeetingServer]:
+    with MeetingServer(1, [HOST], SECRET) as server:
+        yield server
+
+
+def rest(connection: socket.socket) -> bytes:
+    """Return everything that arrives until the other end closes."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
+
+
+def test_a_wrong_secret_gets_nothing(server: MeetingServer) -> None:
+    with pytest.raises(OSError, match="did not prove that it knows this job's secret"):
+        reach(HOST, server.port, b"t" * 32, SECONDS)
+
+
+def test_a_server_without_the_secret_is_refused() -> None:
+    with MeetingServer(1, [HOST], SECRET) as honest, socket.create_server((HOST, 0)) as listener:
+
+        def relay() -> None:
+            # Passes on the greeting and accepts every client.
+            connection, _ = listener.accept()
+            with connection, connected(HOST, honest.port, SECONDS) as real:
+                connection.sendall(real.recv(1 << 16))
+                connection.recv(1 << 16)
+                connection.sendall(bytes(32))
+
+        with ThreadPoolExecutor(1) as pool:
+            relayed = pool.submit(relay)
+            with pytest.raises(OSError, match="did not prove"):
+                reach(HOST, listener.getsockname()[1], SECRET, SECONDS)
+            relayed.result()
+
+
+def test_a_client_cannot_use_one_connection_to_answer_the_challenge_of_another(server: MeetingServer) -> None:
+    with connected(HOST, server.port, SECONDS) as one, connected(HOST, server.port, SECONDS) as other:
+        challenge = one.recv(1 << 16)[-32:]
+        other.recv(1 << 16)
+        other.sendall(challenge + bytes(32))
+        one.sendall(challenge + bytes(32))
+        assert (rest(one), rest(other)) == (b"", b"")
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 63])
+def test_silent_and_wrong_clients_do_not_delay_others(words: bytes, server: MeetingServer) -> None:
+    board = Known(Place([HOST], [server.port], SECRET), "there", "Look.")
+    with connected(HOST, server.port, SECONDS) as other:
+        other.sendall(words)
+        board.serve = lambda size: None  # type: ignore[method-assign]
+        with Meeting(board, 0, 1, SECONDS) as meeting:
+            assert meeting.gather("here") == ["here"]
+
+
+def test_the_server_listens_only_on_its_addresses() -> None:
+    with MeetingServer(1, [HOST, "127.0.0.2"], SECRET) as server:
+        for host in (HOST, "127.0.0.2"):
+            reach(host, server.port, SECRET, SECONDS).close()
+        with pytest.raises(ConnectionRefusedError):
+            connected("127.0.0.3", server.port, SECONDS)
