@@ -16,9 +16,8 @@ from .meeting import Meeting, find_addresses, mpi
 from .meeting.addresses import reserved_port
 from .meeting.mpi import MpiBoard, ending_late_calls, limited_start
 from .types import Launch
-from .world.context import current, is_forked, is_initialized, join_world, leave_world
+from .world.context import current, is_forked, is_initialized, join_world, leave_world, read_settings
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
-from .world.settings import read_settings
 
 # `init(comm=)`: a world of some of the launched processes, as in Horovod under mpirun.
 #

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import pickle
 import queue
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -27,19 +28,142 @@ import torch
 from .. import accelerator
 from ..backends.base import Group
 from ..checks import text_of
-from ..errors import CollectiveMismatchError, StallError
+from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
 from . import call_kinds
-from .ahead import Ahead
 from .call import Call, call_site
 from .call_kinds import Data, Kind, WhenJoined
 from .connections import Connections
 from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
-from .matching import Match, Standing, match
+from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
 from .timeline import Timeline
-from .verdict import ACTIVE, FAILED, JOINED, Execute, PendingCall, Verdict, agree
 from .watch import StallWatch
 
+# Collectives on devices that the host starts without waiting for the other ranks.
+#
+# An agreement is a message from host to host, and the host waits for it, although it could run ahead of the device. The
+# calls of training repeat in each step. Therefore the members agree on a call only where the last step made another one
+# at this place. At the end of each step they compare the calls, so that a difference raises on all members.
+
+_LONGEST = 10_000
+"""How many calls of a step are remembered. More are made only where no step ends."""
+_DESCRIPTION_BYTES = 32
+"""The length of what a rank reports of its calls."""
+
 T = TypeVar("T")
+
+
+class Ahead:
+    """The calls of one process set that run ahead. All members make them in the same order."""
+
+    def __init__(
+        self,
+        run: Callable[[Call, Execute[Any]], Any],
+        guard: Callable[[Call, Callable[[], Any]], Any],
+        make_group: Callable[[], Group] | None,
+    ) -> None:
+        """Prepare. Local.
+
+        Args:
+            run: runs a call with an agreement.
+            guard: returns what the function returns, watched for a stall of the call.
+            make_group: makes the group of the calls; collective over the members. None: every call has an agreement.
+        """
+        self._run, self._guard, self._make_group = run, guard, make_group
+        # A group of its own: other threads use the groups of the channel.
+        self._group: Group | None = None
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._last_end: Hashable = None
+        """The call that ended the last step."""
+        self._earlier: dict[Hashable, list[tuple[object, ...]]] = {}
+        """The call that ended a step -> the calls of the last step after it."""
+        self._made: list[tuple[object, ...]] = []
+        """The calls since then."""
+        self._count, self._digest = 0, b""
+
+    def run(self, call: Call, execute: Execute[T]) -> T:
+        """Run `call` as Channel.run does, but without an agreement if the last step made it at this place.
+
+        `execute` must not wait for the data.
+        """
+        if self._make_group is None:
+            return self._run(call, execute)  # type: ignore[no-any-return]
+        earlier = self._earlier.get(self._last_end, [])
+        if earlier[self._count : self._count + 1] == [call.identity]:
+            result = in_turn(call, self._execute, call, execute, Verdict(call))
+        else:
+            known = replace(call, arguments=(*call.arguments, ("calls_before", self._description())))
+            result = self._run(known, lambda group, verdict: self._execute(call, execute, verdict))
+        if self._count < _LONGEST:
+            self._made.append(call.identity)
+        self._count += 1
+        self._digest = hashlib.blake2b(self._digest + repr(call.identity).encode(), digest_size=4).digest()
+        return result
+
+    def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
+        if self._group is None:
+            assert self._make_group is not None
+            self._group = self._make_group()
+        group = self._group
+        return self._guard(call, lambda: execute(group, verdict))  # type: ignore[no-any-return]
+
+    def _description(self) -> str:
+        """Return the number and a digest of the calls of this step; "" if there are none."""
+        return f"{self._count} calls ({self._digest.hex()})" if self._count else ""
+
+    def end_step(self, call: Call, execute: Execute[T]) -> T:
+        """Run `call` as Channel.run does, and compare the calls before it. The step ends.
+
+        Raises CollectiveMismatchError if they differ, HorovodInternalError if a member has joined and missed them.
+        """
+        if self._make_group is None:
+            return self._run(call, execute)  # type: ignore[no-any-return]
+        made = self._description()
+        own = made.encode().ljust(_DESCRIPTION_BYTES)
+
+        def compare_first(group: Group, verdict: Verdict) -> tuple[T | None, Sequence[bytes]]:
+            if verdict.joined:
+                if made:
+                    raise HorovodInternalError(
+                        f"ranks have joined, but the others made {made} of SyncBatchNorm"
+                    )
+                return execute(group, verdict), ()
+            all_made = verdict.payloads if any(verdict.payloads) else group.allgather_bytes(own)
+            return (None, all_made) if len(set(all_made)) > 1 else (execute(group, verdict), ())
+
+        result, differing = self._run(replace(call, payload=own), compare_first)
+        if differing:
+            self.forget()
+            shown = [text.decode().strip() or "no calls" for text in differing]
+            raise CollectiveMismatchError(
+                f"The ranks ran different layers before {call.kind} at {call.where}: "
+                f"{', '.join(f'{place}: {text}' for place, text in enumerate(shown))} (places in the process set). Run "
+                "the same layers in the same order on all ranks."
+            )
+        if made:
+            self._earlier[self._last_end] = self._made
+            self._earlier.setdefault(call.identity, self._made)  # most programs have one kind of step
+            self._last_end = call.identity
+            self._made, self._count, self._digest = [], 0, b""
+        return result  # type: ignore[no-any-return]
+
+    def forget(self) -> None:
+        """Start over after members have made different calls: those that only some have made would never end. Local."""
+        self._start_over()
+        self.abort()
+        self._group = None
+
+    def abort(self) -> None:
+        """End the collectives in progress without the other members. Local."""
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        """Release the group. Local."""
+        if self._group is not None:
+            self._group.close()
+
 
 StandIn = Callable[[Call, Group, Verdict], None]
 """What a rank that has called `join` runs when the other ranks call a collective."""

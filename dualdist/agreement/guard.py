@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from ..errors import HorovodInternalError, StallError
 from .call import Call
 from .connections import Connections
-from .verdict import shown_ranks
+from .matching import shown_ranks
 from .watch import WatchedChannel
 
 T = TypeVar("T")

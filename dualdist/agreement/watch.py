@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..types import Settings
 from .call import LONGEST_TEXT, Call
-from .verdict import shown_ranks
+from .matching import shown_ranks
 
 # Questions between ranks that are answered at any time, such as what a rank is doing.
 #

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HorovodInternalError, StallError
+from ..executor import CHECK_SECONDS, Patience
 from .base import REDUCE_OPERATIONS, Group, Work
-from .patience import CHECK_SECONDS, Patience
 
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 _RING_SIZE = 8

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Its functions have the default group as the default value of a parameter. Imported later, they would keep the group,
-# with its connections, when this rank leaves the world, and would use it in the next world.
 import torch.distributed.nn.functional
 
 from ..meeting import INTERFACE, check_interfaces, interface_of
@@ -20,6 +17,10 @@ from .base import Exchange, Group
 from .shared_memory import share_host
 from .torch_group import TorchGroup, set_timeout, wrapped
 from .torch_interface import carried_types, transport_timeout
+
+# Its functions have the default group as the default value of a parameter. Imported later, they would keep the group,
+# with its connections, when this rank leaves the world, and would use it in the next world.
+
 
 # Process groups that their members make without the other ranks, and without torch.distributed's list of groups.
 #

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from .export import export_weights
 from .format import Manifest, read_manifest
 from .manager import CheckpointManager, Preempted
 from .restoration import RandomState
-from .save_and_load import load, save
+from .save_and_load import export_weights, load, save
 
 __all__ = (
     "CheckpointManager",

@@ -36,7 +36,7 @@ from ..launch import DeviceView, choose_devices, detect, shared_devices
 from ..meeting import Gather, find_addresses, interface_of, mpi, own_node
 from ..meeting.mpi import limited_start
 from ..types import Launch
-from ..world.settings import read_settings
+from ..world.context import read_settings
 
 
 def check_world(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average

@@ -9,7 +9,7 @@ import torch
 
 from ..agreement import call_kinds
 from ..agreement.call import warn_deprecated
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..compiling import not_compiled

@@ -8,20 +8,13 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict, payload_capacity
+from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allreduce import Allreduce, plan_allreduce
-from .plan import (
-    Plan,
-    check_root,
-    check_tensor,
-    make_call,
-    planned,
-    root_of,
-)
+from .plan import Plan, check_root, check_tensor, make_call, planned, root_of
 from .reduction import Reduction
 from .wire import broadcast_into, bytes_of, dtype_name, from_bytes
 

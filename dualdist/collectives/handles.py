@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .. import accelerator
 from ..agreement.call import Call
 from ..agreement.channel import Channel
-from ..agreement.verdict import Execute, Verdict
+from ..agreement.matching import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer
 from ..world.context import current

@@ -9,7 +9,7 @@ import torch
 from ..agreement import call_kinds
 from ..agreement.call import Call
 from ..agreement.call_kinds import WhenJoined
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import integer
 from ..world.context import current

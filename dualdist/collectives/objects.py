@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import items, text_of
 from ..compiling import not_compiled

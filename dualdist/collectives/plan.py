@@ -13,7 +13,7 @@ from .. import accelerator
 from ..agreement.call import Call, call_site
 from ..agreement.call_kinds import Kind
 from ..agreement.channel import Channel
-from ..agreement.verdict import Execute
+from ..agreement.matching import Execute
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..types import Average, Sum
 from ..world.process_sets import ProcessSet, channel_of, report, reporting

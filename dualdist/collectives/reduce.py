@@ -7,19 +7,13 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average, Op, Sum
 from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
 from .broadcast import Broadcast, plan_broadcast
-from .plan import (
-    Plan,
-    check_root,
-    check_tensor,
-    make_call,
-    root_of,
-)
+from .plan import Plan, check_root, check_tensor, make_call, root_of
 from .reduction import Reduction, reduce_tensors, scale_
 
 

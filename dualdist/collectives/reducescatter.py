@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..errors import HorovodInternalError
@@ -17,13 +17,7 @@ from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
 from .compression import Compression, Compressor, compressed
-from .plan import (
-    Plan,
-    check_rows,
-    check_tensors,
-    make_call,
-    planned,
-)
+from .plan import Plan, check_rows, check_tensors, make_call, planned
 from .reduction import Reduction, reduce_tensors, scale_
 from .wire import check_reducible, rows_per_rank
 

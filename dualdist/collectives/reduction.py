@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..agreement.call import Call
-from ..agreement.verdict import payload_capacity
+from ..agreement.matching import payload_capacity
 from ..backends.base import Group
 from ..checks import number, reduce_op
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum

@@ -30,10 +30,11 @@ from ..launch import detect
 from ..launch.environment import add_copies
 from ..types import World
 
+__all__ = ("MODULES", "HorovodFinder", "export_launch", "export_world", "install")
+
 __version__ = "0.28.1"
 """The release of Horovod whose API dualdist has."""
 
-__all__ = ("MODULES", "HorovodFinder", "export_launch", "export_world", "install")
 
 # HOROVOD_RANK and similar variables, which horovodrun sets and scripts read, set under every launcher.
 #

@@ -2,19 +2,173 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import itertools
 import logging
-from collections.abc import Callable
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import checks
-from ..errors import ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt
+from ..agreement.connections import Connections
+from ..checkpoint.for_elastic import Commits
+from ..collectives.objects import on_all_ranks
+from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt
+from ..launch import ELASTIC_DIR
 from ..lifecycle import init, shutdown
+from ..meeting import LauncherProcess, find_launcher_process
 from ..world.context import current
-from .restarts import restarting
-from .state import State, commits_made
+from ..world.ranks import rank
+from .state import ObjectState, State, commits_made
+
+# What `run` does in addition under launchers that end all processes after a failure and start new ones.
 
 logger = logging.getLogger("dualdist")
+
+_numbers = itertools.count()
+"""Numbers the `run`s of a program, since each has its own commits."""
+_lifelines = itertools.count()
+"""Numbers the lifelines, since each needs a new name under which its ranks meet."""
+
+
+@contextlib.contextmanager
+def restarting(state: State) -> Iterator[Callable[[], None]]:
+    """Resume from the newest commit, write the commits of the `with` block, and yield a function to rejoin the world.
+
+    Collective. Raises TypeError when a value of `state` cannot be written, CheckpointError when the folder cannot be
+    used or the commit does not fit. All errors are raised on every rank.
+    """
+    commits = _open_commits(next(_numbers))
+    outer = state._commits if isinstance(state, ObjectState) else None  # of a `run` inside which this one is
+    if isinstance(state, ObjectState):
+        state._resume(commits)
+    elif rank() == 0:
+        logger.warning(
+            "A %s is not saved outside its processes. When torchrun restarts them, training starts from the beginning. "
+            "Use an ObjectState or a TorchState.",
+            type(state).__name__,
+        )
+    lifeline = _Lifeline()
+    try:
+        yield lifeline.rejoin
+    finally:
+        lifeline.close()
+        if isinstance(state, ObjectState):
+            state._commits = outer
+
+
+def _open_commits(number: int) -> Commits:
+    env = os.environ
+    folder = folder_of_commits(env, sys.argv, number)
+    first_of_node = not current().launch.local_rank
+    if first_of_node:
+        remove_abandoned()
+    on_all_ranks(lambda: make_private(folder, env), CheckpointError)
+    # In the temporary folder, the files must survive processes, not the machine.
+    return Commits(folder, first_of_node, durable=bool(env.get(ELASTIC_DIR)))
+
+
+class _Lifeline:
+    """Idle connections between all ranks. If they close, a process has ended; otherwise a failure has another cause."""
+
+    def __init__(self) -> None:
+        self._connect()
+
+    def rejoin(self) -> None:
+        """Leave the world, and join it again with the same processes. Collective.
+
+        Raises HorovodInternalError when one of them has ended. The launcher restarts all processes when it notices
+        that, or when this process ends.
+        """
+        arguments = current().arguments
+        shutdown()
+        try:
+            self._connections.allgather_messages(b"here")
+        except HorovodInternalError as error:
+            raise HorovodInternalError(
+                "A process has ended, so this one must end, too. torchrun then restarts all of them, if --max-restarts "
+                "allows it, and they resume from the last commit."
+            ) from error
+        self.close()
+        init(**arguments)
+        self._connect()
+
+    def close(self) -> None:
+        """Close the connections. Local."""
+        self._connections.close()
+
+    def _connect(self) -> None:
+        context = current()
+        backend = context.backend
+        self._connections = Connections(
+            backend.store,
+            f"lifeline-{next(_lifelines)}",
+            range(backend.size),
+            backend.rank,
+            backend.address,
+            context.settings.stall_timeout_seconds,
+        )
+
+
+# The folder of a job's commits on this node.
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_OF_AGENT = "{prefix}{pid}-{start}"
+
+
+def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: int) -> Path:
+    """Return the folder for the commits of the program's `number`-th `elastic.run`.
+
+    A folder that the user sets is used as it is, so that a job which is started again continues from it. Otherwise the
+    folder belongs to the torchrun process of this node, because only that lives as long as the job. The run id alone is
+    not enough: jobs reuse it, and the default "none" is the same for all.
+    """
+    if env.get(ELASTIC_DIR):
+        return Path(env[ELASTIC_DIR]) / f"run-{number}"
+    torchrun = find_launcher_process(_RUN_ID)
+    agent = _OF_AGENT.format(prefix=_prefix(), pid=torchrun.pid, start=torchrun.start_time)
+    name = hashlib.sha256("\0".join([env[_RUN_ID], *program]).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / agent / f"{name}-{number}"
+
+
+def make_private(folder: Path, env: Mapping[str, str]) -> None:
+    """Make the folder. Under the temporary folder, only this user may access it.
+
+    Raises CheckpointError when its parent is not a folder of this user.
+    """
+    if not env.get(ELASTIC_DIR):
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        status = folder.parent.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(
+                f"{folder.parent} must be a folder of this user, but is not. Remove it, or set {ELASTIC_DIR}."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders under the temporary folder whose torchrun process has ended."""
+    pattern = re.compile(re.escape(_prefix()) + r"(\d+)-(\d+)")
+    for folder in Path(tempfile.gettempdir()).iterdir():
+        of_agent = pattern.fullmatch(folder.name)
+        if of_agent is not None and not LauncherProcess(int(of_agent[1]), int(of_agent[2])).is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix() -> str:
+    """Return the start of the folders' names. It identifies boot and container, in which process ids are unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    place = hashlib.sha256((boot + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
+    return f"dualdist-elastic-{os.getuid()}-{place}-"
+
 
 _MOST_FAILURES = 10
 """After this many failures in a row without a commit, `run` raises the error. (horovodrun has --reset-limit.)"""

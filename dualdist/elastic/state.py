@@ -34,7 +34,6 @@ from ..world.ranks import rank
 if TYPE_CHECKING:
     from ..checkpoint.for_elastic import Commits
 
-
 # The samples of each rank when the number of ranks may change in the middle of an epoch.
 
 logger = logging.getLogger("dualdist")

@@ -19,8 +19,8 @@ import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
 
 from ..compiling import in_compiled_backward, not_compiled
+from .bucket_memory import TrackedParameter
 from .layout import ArrivalOrder
-from .tracked_parameter import TrackedParameter
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 

@@ -33,8 +33,7 @@ from ..agreement.channel import Channel
 from ..backends.base import Backend, Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
-from .bucket_memory import GradientSlot
-from .tracked_parameter import TrackedParameter
+from .bucket_memory import GradientSlot, TrackedParameter
 
 # A bucket of gradients as communication hooks see it, with the interface of torch.distributed.GradBucket.
 

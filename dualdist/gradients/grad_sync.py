@@ -18,17 +18,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Backend, Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
-from .combiner import Combiner, alive, combiners_of
+from .bucket_memory import TrackedParameter
+from .combiner import Combiner, SyncOptions, alive, combiners_of
 from .comm_hook import CommHook
-from .options import SyncOptions
 from .reducer import Reducer
-from .tracked_parameter import TrackedParameter
 
 
 class GradSync(Combiner):

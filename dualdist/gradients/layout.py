@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ..world.process_sets import channel_of
-from .bucket_memory import DENSE, NEW, SPARSE, Bucket, BucketMemory, Contributions, lay_out
-from .options import SyncOptions
-from .tracked_parameter import TrackedParameter
+from .bucket_memory import DENSE, NEW, SPARSE, Bucket, BucketMemory, Contributions, TrackedParameter, lay_out
+from .combiner import SyncOptions
 
 # The order in which backward completes gradients, and which buckets are complete.
 #

@@ -24,7 +24,7 @@ from ..agreement import call_kinds
 from ..agreement.call import Call, call_site
 from ..agreement.channel import Channel
 from ..agreement.guard import in_turn
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
 from ..collectives.allreduce import allreduce_
 from ..collectives.reduction import scale_
@@ -34,11 +34,10 @@ from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Min, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
-from .bucket_memory import SPARSE, BucketMemory
+from .bucket_memory import SPARSE, BucketMemory, TrackedParameter, as_real
+from .combiner import SyncOptions
 from .comm_hook import CommHook, GradBucket, HookQueue, HookWork
 from .layout import Layout
-from .options import SyncOptions
-from .tracked_parameter import TrackedParameter, as_real
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""

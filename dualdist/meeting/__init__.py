@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ..errors import ConfigurationError
 from ..launch.environment import RENDEZVOUS
 from ..types import Launch
-from . import mpi, slurm
+from . import mpi
 from .addresses import (
     INTERFACE,
     LOOPBACK,
@@ -22,8 +22,19 @@ from .addresses import (
     interface_of,
     own_node,
 )
-from .boards import ADVICE, Board, HttpBoard, LaunchersBoard, Published, given_board, one_host_board
-from .launcher_process import LauncherProcess, find_launcher_process
+from .boards import (
+    ADVICE,
+    Board,
+    HttpBoard,
+    LauncherProcess,
+    LaunchersBoard,
+    Published,
+    find_launcher_process,
+    given_board,
+    has_first_host,
+    one_host_board,
+    slurm_board,
+)
 from .member import Meeting
 from .server import connected
 
@@ -66,8 +77,8 @@ def find_board(launch: Launch, env: Mapping[str, str]) -> Board:
         return mpi.MpiBoard(launch, env)
     if is_one_host:
         return one_host_board(launch, env)
-    if slurm.has_first_host(env):
-        return slurm.slurm_board(launch.rank, env)
+    if has_first_host(env):
+        return slurm_board(launch.rank, env)
     raise ConfigurationError(
         f"World size is {launch.describe('size')}, but no address of rank 0 is known, and nothing shows that all "
         "processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or install mpi4py (pip install "

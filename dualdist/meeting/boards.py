@@ -10,9 +10,13 @@ ranks an address of rank 0.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import secrets
+import socket
+import subprocess
 import tempfile
 import urllib.error
 import urllib.request
@@ -26,8 +30,56 @@ from ..errors import ConfigurationError
 from ..launch.environment import RENDEZVOUS, secret_in
 from ..types import Launch
 from .addresses import INTERFACE, LOOPBACK, candidates, own_node
-from .launcher_process import job_digest
 from .server import MeetingServer
+
+# The process that started the processes of a job on this node. It identifies the job.
+
+
+class LauncherProcess(NamedTuple):
+    """Process ID and start time (clock ticks since boot), because process IDs are reused."""
+
+    pid: int
+    start_time: int
+
+    def is_alive(self) -> bool:
+        """Return whether the process still runs."""
+        with contextlib.suppress(OSError):
+            return _start_time(self.pid) == self.start_time
+        return False
+
+
+def find_launcher_process(variable: str) -> LauncherProcess:
+    """Return the process that set `variable` for this one: the nearest ancestor that does not have it itself.
+
+    A shell between the two has inherited the variable, so it is not the launcher.
+    """
+    prefix, pid = f"{variable}=".encode(), os.getppid()
+    while True:
+        # The environment of another user's process, such as Slurm's, cannot be read.
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if any(entry.startswith(prefix) for entry in entries):
+                pid = int(_status(pid)[1])
+                continue
+        return LauncherProcess(pid, _start_time(pid))
+
+
+def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
+    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
+    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
+    return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
+
+
+def _start_time(pid: int) -> int:
+    return int(_status(pid)[19])
+
+
+def _status(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
 
 ADVICE = (
     "Look at its output; every process must call dualdist.init(), with a rank of its own. "
@@ -246,3 +298,61 @@ def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
     """Return a file of this host whose name is the same for all processes of this job, and different for other jobs."""
     name = f"dualdist-{os.getuid()}-{job_digest(launch, env)}"
     return FileBoard(launch, env, Path(tempfile.gettempdir()) / name)
+
+
+# Where the ranks of a Slurm step on several hosts meet: Slurm itself carries no message between them.
+#
+# A step's variables name its first host, where rank 0 runs (srun's block and cyclic distributions), but no port. So a
+# few ports are computed from the IDs of job and step. Rank 0 serves at the first one that is free on all its addresses.
+# The others try all of them; they recognise rank 0 because its server proves that it knows the secret.
+
+_NODES = "SLURM_STEP_NODELIST"
+_LOWEST_PORT, _PORTS, _TRIES = 20000, 10000, 8
+"""The lowest port, the number of ports, and how many to try. All are below the ports that Linux itself assigns."""
+_SCONTROL_SECONDS = 10.0
+
+
+def has_first_host(env: Mapping[str, str]) -> bool:
+    """Return whether `env` names the step's first host, which `connect` needs."""
+    return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's list, such as node07 for node[07-12,20],gpu1."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None  # it matches the empty string
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def slurm_board(rank: int, env: Mapping[str, str]) -> Board:
+    """Return the first host of the step. Without DUALDIST_SECRET, all who know the job's IDs know its secret."""
+    job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    digest = hashlib.sha256(job.encode()).digest()
+    start = int.from_bytes(digest[:4], "big")
+    ports = [_LOWEST_PORT + (start + 1237 * number) % _PORTS for number in range(_TRIES)]
+    first = first_host(env[_NODES])
+    is_there = rank == 0 or env.get("SLURM_NODEID") == "0"
+    return Known(
+        Place([LOOPBACK if is_there else node_address(first)], ports, secret_in(env) or digest),
+        f"{first}, the first host of {_NODES}",
+        "Start MPI with srun --mpi=pmix, or set MASTER_ADDR and MASTER_PORT for every process.",
+        [LOOPBACK, *candidates(env)] if rank == 0 else [],
+    )
+
+
+def node_address(node: str) -> str:
+    """Return an address of `node`. Ask Slurm if only Slurm knows the name."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(node)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(
+            ["scontrol", "show", "node", node],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_SECONDS,
+            check=True,
+        )
+        found = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
+        if found:
+            return found[1]
+    return node

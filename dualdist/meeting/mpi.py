@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from ..errors import ConfigurationError
 from ..launch import detect
 from ..types import Launch
-from .boards import ADVICE, Published, rising
-from .launcher_process import job_digest
+from .boards import ADVICE, Published, job_digest, rising
 
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 #

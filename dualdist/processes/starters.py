@@ -16,7 +16,7 @@ from ..errors import ConfigurationError
 from ..launch.environment import HOST_VARIABLES
 from ..launch.launchers import is_open_mpi
 from ..meeting.addresses import INTERFACE, candidates, own_address
-from ..meeting.slurm import node_address
+from ..meeting.boards import node_address
 from . import relay
 from .agent_connection import AGENT_COMMAND
 

@@ -33,10 +33,9 @@ from ..collectives.join import join, share_grad_scaler
 from ..collectives.reduction import Reduction
 from ..compiling import not_compiled
 from ..gradients.bucket_memory import BUCKET_BYTES
-from ..gradients.combiner import Combiner, NullCombiner
+from ..gradients.combiner import Combiner, NullCombiner, SyncOptions
 from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
-from ..gradients.options import SyncOptions
 from ..types import Average, Max, Sum
 from ..world.context import current
 from ..world.process_sets import global_process_set, reporting

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..collectives.broadcast import overwrite, root_payload

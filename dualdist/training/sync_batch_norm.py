@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ..agreement import call_kinds
-from ..agreement.verdict import Verdict, payload_capacity
+from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
 from ..backends.torch_interface import ranks_of, world_group
 from ..checks import converted, flag, instance, integer, number, wrong

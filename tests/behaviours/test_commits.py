@@ -211,7 +211,7 @@ def test_a_run_inside_another_with_the_same_state_keeps_their_commits_apart(tmp_
         state.commit()
 
     with restarted_by_torchrun(tmp_path) as folder:
-        with patch("dualdist.elastic.restarts._numbers", itertools.count()):
+        with patch("dualdist.elastic.loop._numbers", itertools.count()):
             outer(TorchState(batch=0))
         hvd.barrier()
         batches = [torch.load(next(folder.glob(f"run-{number}/*")))["batch"] for number in (0, 1)]

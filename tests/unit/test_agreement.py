@@ -9,8 +9,17 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.call_kinds import Kind
-from dualdist.agreement.matching import Match, Outcome, Standing, match
-from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, PendingCall, payload_capacity
+from dualdist.agreement.matching import (
+    ACTIVE,
+    FAILED,
+    JOINED,
+    Match,
+    Outcome,
+    PendingCall,
+    Standing,
+    match,
+    payload_capacity,
+)
 
 RANKS = (0, 2, 5)
 

@@ -14,8 +14,9 @@ from dualdist.gradients.bucket_memory import (
     LAST_BUCKET_BYTES,
     Bucket,
     BucketMemory,
+    TrackedParameter,
+    as_real,
 )
-from dualdist.gradients.tracked_parameter import TrackedParameter, as_real
 
 
 def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

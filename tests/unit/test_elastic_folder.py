@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.elastic import restarts
-from dualdist.elastic.restarts import folder_of_commits, make_private, remove_abandoned
+from dualdist.elastic import loop
+from dualdist.elastic.loop import folder_of_commits, make_private, remove_abandoned
 from dualdist.errors import CheckpointError
 from dualdist.meeting import LauncherProcess
 
@@ -25,7 +25,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of_torchrun(torchrun: LauncherProcess, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(restarts, "find_launcher_process", lambda variable: torchrun)
+    monkeypatch.setattr(loop, "find_launcher_process", lambda variable: torchrun)
     made = folder_of_commits(RUN, ["train.py"], 0)
     make_private(made, RUN)
     return made
@@ -38,14 +38,14 @@ def test_a_given_folder_is_the_same_for_all_programs() -> None:
 
 
 def test_each_job_program_and_run_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "find_launcher_process", lambda variable: OWN)
+    monkeypatch.setattr(loop, "find_launcher_process", lambda variable: OWN)
     folders = [
         folder_of_commits(RUN, ["train.py"], 0),
         folder_of_commits(RUN, ["train.py"], 1),
         folder_of_commits(RUN, ["tune.py"], 0),
         folder_of_commits({"TORCHELASTIC_RUN_ID": "other"}, ["train.py"], 0),
     ]
-    monkeypatch.setattr(restarts, "find_launcher_process", lambda variable: ENDED)
+    monkeypatch.setattr(loop, "find_launcher_process", lambda variable: ENDED)
     folders.append(folder_of_commits(RUN, ["train.py"], 0))
     assert len(set(folders)) == len(folders)
 

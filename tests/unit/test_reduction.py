@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from dualdist.agreement.verdict import payload_capacity
+from dualdist.agreement.matching import payload_capacity
 from dualdist.backends.base import Group, Work
 from dualdist.collectives.reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 from dualdist.collectives.wire import neutral

@@ -14,7 +14,7 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.channel import Request
-from dualdist.agreement.verdict import ACTIVE
+from dualdist.agreement.matching import ACTIVE
 
 Job = tuple[Request[object], Callable[[], object]]
 jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -6,7 +6,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.types import NEVER_SECONDS, Settings
-from dualdist.world.settings import read_settings
+from dualdist.world.context import read_settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -9,7 +9,7 @@ import pytest
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.connections import Connections, _Peer
-from dualdist.agreement.verdict import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
+from dualdist.agreement.matching import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
 from dualdist.errors import HorovodInternalError
 
 from .test_connections import each_of

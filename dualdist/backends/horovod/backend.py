@@ -27,14 +27,13 @@ import torch.distributed as dist
 
 from ... import accelerator
 from ...errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
-from ...executor import in_thread
+from ...executor import Patience, in_thread, wait_for
 from ...launch import DeviceView, Place, nodes, topology
 from ...launch.environment import names_of_copies
 from ...meeting import LOOPBACK, Meeting, Published, check_interfaces, interface_of, own_node
 from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
-from ..patience import Patience, wait_for
 from ..store import SharedStore, meet, open_store
 from ..torch_groups import DefaultGroup, config_text, gloo_interface
 from ..torch_interface import bind_device, config_of, transport_timeout

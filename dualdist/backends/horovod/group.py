@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import BackendUnavailableError, HorovodInternalError, StallError
-from ...executor import in_time
+from ...executor import Patience, in_time
 from ...meeting import mpi
 from ...meeting.mpi import missing_on_host, waited
 from ...process_exit import skip_destructors_at_exit
 from ..base import CombinedWork, Group, Work
-from ..patience import Patience
 from .installed import horovods_version, real_horovod
 
 with real_horovod():
