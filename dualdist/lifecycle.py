@@ -135,7 +135,7 @@ def init(
 def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tuple[Any, list[Any]]:
     """Return `comm`, a list of ranks as a list, and the process sets to register.
 
-    Raises TypeError or ValueError for an argument that no world accepts. launch/__init__.py checks the others.
+    Raises TypeError or ValueError for an argument that no world accepts. launch/detect.py checks the others.
     """
     rule, fix = "a communicator, a list of ranks or None", "Pass a list of ranks or an mpi4py communicator."
     if isinstance(comm, str):

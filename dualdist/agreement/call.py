@@ -96,7 +96,7 @@ class Call:
     """Small data sent in the same message as the agreement. Its length follows from `arguments`.
 
     If the kind has `Data.AFTER`, it is all data of the call: nothing else is sent when all members have sent theirs.
-    `payload_capacity` in verdict.py limits it.
+    `payload_capacity` in matching.py limits it.
     """
 
     @property

@@ -1,11 +1,12 @@
 """Runs the collectives of one process set, matched by kind and name.
 
 For each call the members first agree to make it, and then send its data. They run the calls in the same order. While
-each rank's oldest pending call is the same, one exchange of digests suffices (verdict.py). Otherwise the members
-exchange all their pending calls (matching.py), and wait for each other's news where nothing matches yet.
+each rank's oldest pending call is the same, one exchange of digests suffices (`agree`). Otherwise the members
+exchange all their pending calls (`match`), and wait for each other's news where nothing matches yet.
 
-A call is a request. The thread that holds `_running` runs the pending ones, in rounds: a synchronous call's own thread
-when nothing else is pending, else one worker thread.
+A Request holds a call until it has ended. One thread at a time, which holds `_running`, runs the pending ones in
+rounds: the caller's own thread if nothing else is pending, else a worker thread. In this file: Ahead (calls without an
+agreement), Request, News (wakes the thread), Channel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from .watch import StallWatch
 #
 # An agreement is a message from host to host, and the host waits for it, although it could run ahead of the device. The
 # calls of training repeat in each step. Therefore the members agree on a call only where the last step made another one
-# at this place. At the end of each step they compare the calls, so that a difference raises on all members.
+# at this point. At the end of each step they compare the calls, so that a difference raises on all members.
 
 _LONGEST = 10_000
 """How many calls of a step are remembered. More are made only where no step ends."""
@@ -83,7 +84,7 @@ class Ahead:
         self._count, self._digest = 0, b""
 
     def run(self, call: Call, execute: Execute[T]) -> T:
-        """Run `call` as Channel.run does, but without an agreement if the last step made it at this place.
+        """Run `call` as Channel.run does, but without an agreement if the last step made it at this point.
 
         `execute` must not wait for the data.
         """
@@ -291,8 +292,8 @@ class Channel:
     ) -> None:
         self.group = data
         self.gradients = gradients
-        """A second group, only for gradients: buckets are sent in their own order; see gradients/reducer.py."""
-        self.gradients_sent = 0
+        """The group that sends buckets of gradients: without an agreement for each, see gradients/reducer.py."""
+        self.sent_digest = 0
         """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction."""
         self._name = name
         self._connections = connections
@@ -497,11 +498,13 @@ class Channel:
             request.end(error=error)
 
     def _perform(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
+        """Execute a call of a match. If it sends more data, it has a guard of its own: it may stall by itself."""
         if not _has_more_data(call, verdict):
             return self._execute(call, execute, verdict)
         return self._guard.run(self._watched, call, self._execute, call, execute, verdict)
 
     def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
+        """Return what `execute` returns, and record its time on the timeline."""
         assert execute is not None
         if not self._timeline.is_open:
             return execute(self.group, verdict)
@@ -522,6 +525,7 @@ class Channel:
             self._connections.alert()
 
     def _standing(self) -> tuple[list[Request[Any]], Standing]:
+        """Return this rank's pending requests, and what it reports about them to the other members."""
         requests, waited_for = list(self._pending), awaited()
         return requests, Standing(
             tuple(request.listed for request in requests),

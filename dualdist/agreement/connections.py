@@ -78,8 +78,8 @@ _POLL_SECONDS = (0.005, 0.2)
 """The first and the longest pause between two questions. Thousands of members may ask one store."""
 
 
-class Meeting:
-    """The keys of one process set in c10d's Store. When one member fails, all raise its error."""
+class AddressExchange:
+    """Where the members of a process set publish their addresses: c10d's Store. When one fails, all raise its error."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Connections:
             address: the IPv4 address at which the other members reach this process.
             timeout: seconds to wait for the other members in each exchange.
             connect_timeout: seconds to wait for their connections; None: the same.
-            check_start: as for Meeting.
+            check_start: as for AddressExchange.
 
         Raises:
             HorovodInternalError: a peer cannot be reached.
@@ -207,7 +207,7 @@ class Connections:
         self._peers: dict[int, _Peer] = {}
         if self.rank >= 0 and self.size > 1:
             limit = timeout if connect_timeout is None else connect_timeout
-            meeting = Meeting(store, f"connections/{name}", self.ranks, self.rank, limit, check_start)
+            meeting = AddressExchange(store, f"connections/{name}", self.ranks, self.rank, limit, check_start)
             self._connect(meeting, address)
         self._rounds = [
             (
@@ -286,7 +286,7 @@ class Connections:
         for peer in self._peers.values():
             peer.socket.close()
 
-    def _connect(self, meeting: Meeting, address: str) -> None:
+    def _connect(self, meeting: AddressExchange, address: str) -> None:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -326,7 +326,9 @@ class Connections:
             stack.pop_all()
         return connection
 
-    def _accept(self, server: socket.socket, token: bytes, callers: set[int], meeting: Meeting) -> None:
+    def _accept(
+        self, server: socket.socket, token: bytes, callers: set[int], meeting: AddressExchange
+    ) -> None:
         while missing := callers - self._peers.keys():
             server.settimeout(min(_CHECK_SECONDS, meeting.left()))
             try:
@@ -419,7 +421,7 @@ def _left(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())
 
 
-def _check_reply(connection: socket.socket, meeting: Meeting) -> None:
+def _check_reply(connection: socket.socket, meeting: AddressExchange) -> None:
     """Wait for the reply to a call. Raises OSError without one: a listener that accepts the token is the peer."""
     host, port = connection.getpeername()
     connection.settimeout(meeting.left())

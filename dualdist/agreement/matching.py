@@ -31,7 +31,7 @@ from .connections import Connections
 # Each member sends a digest of its oldest pending call, its state (active, joined or failed), the call's flag and
 # count, the time (for the timeline), and the call's payload. A payload is data small enough to be sent with the
 # agreement, so that a small reduction costs one exchange instead of two. If all members are active and all digests are
-# equal, the call runs. Otherwise the members exchange all their pending calls; see matching.py.
+# equal, the call runs. Otherwise the members exchange all their pending calls; see `match`.
 #
 # Equal messages are sent as one (connections.py), but times always differ. So in a large world the members exchange the
 # times after the calls, and only if the member that writes a timeline has asked for them. Then an agreement of n
@@ -225,7 +225,7 @@ def _shortened(call: Call, argument: str, entry: int) -> Call:
 MatchKey = tuple[tuple[str, str | None], int]
 """What matches a call: `Call.key`, and how many older pending calls of the member have the same."""
 EntriesByIndex = dict[int, PendingCall]
-"""EntriesByIndex entries of one member, by their index in its Standing."""
+"""Pending calls of one member, by their index in its Standing."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..meeting import ADVICE, Addresses, Board, Meeting, Published, find_addresses, find_board
+from ..meeting import ADVICE, Addresses, Board, Meeting, PublishedBoard, find_addresses, find_board
 from ..types import Launch
 
 
-class StoreBoard(Published):
+class StoreBoard(PublishedBoard):
     """A store that the ranks share before they meet: that of torchrun's agent, or of a process group."""
 
     _KEY = "dualdist/rank 0"

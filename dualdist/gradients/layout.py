@@ -14,7 +14,7 @@ from .combiner import SyncOptions
 # The order in which backward completes gradients, and which buckets are complete.
 #
 # Most backwards complete the gradients in the same order. Once it is known, a hook only needs to look at the arrived
-# gradients when there is something to do, see GradSync.
+# gradients when there is something to do, see Arrivals.
 
 _MOVE_BYTES = 1 << 20
 """How much may wait on a CPU until it is moved to the buckets, see Reducer.mark_ready."""

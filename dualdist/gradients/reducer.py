@@ -1,13 +1,14 @@
 """Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
 
-Buckets are sent in the order of the layout. The ranks compare the layout once, when the reducer enters the world, so no
-bucket needs its own agreement. An average divides before the sum or after it, see `SyncOptions.divides_first`.
+Buckets are sent in the order of the layout. The ranks compare the layout when the reducer enters the world, and when
+parameters are added, so no bucket needs its own agreement. An average divides before the sum or after it, see
+`SyncOptions.divides_first`.
 
-At the end of backward, while the data is being sent, the ranks agree on the reduction once, as on any other collective,
-and learn which gradients the others contribute. If a rank calls something else instead, all ranks raise an error; a
-rank that has called `join` learns that it must take part. The announcement first waits up to 50 ms for the data:
-otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 % longer. On a GPU nothing
-waits: `Work.wait` orders streams, and the host reads no tensor.
+At the end of backward, while the data is being sent, the ranks agree on the reduction once, as on any other collective
+(the announcement), and learn which gradients the others contribute. If a rank calls something else instead, all ranks
+raise an error; a rank that has called `join` learns that it must take part. Before the announcement, a rank waits up to
+50 ms for its last bucket: otherwise thread wake-ups slow the data down, and the step of a small network takes 2 to 8 %
+longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads no tensor.
 """
 
 from __future__ import annotations
@@ -190,9 +191,7 @@ class Reducer:
     def _count_sent(self, place: int) -> None:
         """Add the bucket at `place` to the digest of the buckets that this rank has sent."""
         channel = self._channel
-        channel.gradients_sent = (channel.gradients_sent * 1_000_003 + (self._id << 20) + place + 1) % (
-            1 << 60
-        )
+        channel.sent_digest = (channel.sent_digest * 1_000_003 + (self._id << 20) + place + 1) % (1 << 60)
 
     def _allreduce(self, place: int, memory: BucketMemory) -> SentBucket:
         """Start the allreduce of a bucket."""
@@ -330,7 +329,7 @@ class Reducer:
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, self._receive, call, keep=False, settled=False)
-            channel.gradients_sent = 0  # no rank uses what was sent, in whatever order
+            channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
         hook_error = in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
         if changes:
@@ -356,11 +355,11 @@ class Reducer:
         Nothing that the ranks must know of each other's gradients is read from a GPU.
         """
         arguments = (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id))
-        count = 2 * self._channel.gradients_sent + self.layout.contributions.changed(self._kinds)
+        count = 2 * self._channel.sent_digest + self.layout.contributions.changed(self._kinds)
         return Call(call_kinds.GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self.changes))
 
     def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
-        """Return the ranks on which parameters have changed; if there are none, bring the contributions up to date.
+        """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.
 
         Collective, after the agreement on an announcement. kinds: what this rank contributes; None on a rank that has
         joined. Raises HorovodInternalError if the ranks are out of step.
@@ -390,14 +389,14 @@ class Reducer:
             self._compares_start = False  # the others have passed the first reduction without this rank
         self._receive(self._announcement(), keep=False, settled=settled)
         if verdict.call is None:
-            self._channel.gradients_sent = 0
+            self._channel.sent_digest = 0
         self.start_over()
 
     def _receive(self, call: Call, keep: bool, settled: bool) -> Exception | None:
         """Wait for the data of the buckets, which `call` has announced. Return what a communication hook has raised.
 
         Args:
-            keep: whether it becomes the gradients.
+            keep: whether the received data becomes the gradients; if not, they are cleared.
             settled: whether all ranks know which gradients are sparse. If not, no rank combines those.
         """
         return self._channel.receive(call, functools.partial(self._unpack, keep, settled))

@@ -1,7 +1,8 @@
 """How the ranks of a job meet before any backend runs, and who is missing. Imports no torch.
 
 A meeting has one server, which all ranks find with the help of their launcher (boards.py). Each connects to it, and
-the ranks gather texts through it. Until all have started, the server notices a rank that ends (server.py, member.py).
+the ranks gather texts through it. Until the `init()` of rank 0 has ended, or with a
+launcher's server that of each rank, the server notices a rank that ends (server.py, member.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .boards import (
     HttpBoard,
     LauncherProcess,
     LaunchersBoard,
-    Published,
+    PublishedBoard,
     find_launcher_process,
     given_board,
     has_first_host,
@@ -47,7 +48,7 @@ __all__ = (
     "Gather",
     "LauncherProcess",
     "Meeting",
-    "Published",
+    "PublishedBoard",
     "check_interfaces",
     "connected",
     "find_addresses",

@@ -87,7 +87,7 @@ ADVICE = (
 )
 
 
-class Place(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where a server listens, or several places where it may listen."""
 
     hosts: Sequence[str]
@@ -101,8 +101,9 @@ class Board(ABC):
     advice = ADVICE
     """The last sentences of an error about missing ranks."""
     where: str
-    """Where that is, and what to do if no server is there: for errors."""
+    """The place of the server, as errors name it."""
     fix: str
+    """What to do if no server is there, as errors say it."""
     is_launchers = False
     """Whether the launcher runs the server, from before the ranks start until the last one has ended."""
 
@@ -111,14 +112,14 @@ class Board(ABC):
         """On rank 0, start the server for `size` ranks, and publish where it is. None if the launcher runs it."""
 
     @abstractmethod
-    def find(self, seconds: float) -> Place | None:
+    def find(self, seconds: float) -> ServerAddress | None:
         """Return where the server is; None if that is not known yet. May wait until it is, for so many seconds."""
 
     def clear(self) -> None:  # noqa: B027 - most publish nothing
         """On rank 0, when all ranks have arrived or it gives up, remove what it has published."""
 
 
-class Published(Board):
+class PublishedBoard(Board):
     """Rank 0 publishes the address of its server."""
 
     where = "the address that rank 0 has published"
@@ -130,7 +131,7 @@ class Published(Board):
     def __init__(self, launch: Launch, env: Mapping[str, str]) -> None:
         self._env = env
         self._is_one_host = launch.size in (1, launch.local_size)
-        self._own: Place | None = None
+        self._own: ServerAddress | None = None
         """On rank 0, where its server is."""
 
     @abstractmethod
@@ -145,7 +146,7 @@ class Published(Board):
         hosts = [] if self._is_one_host else self._candidates()
         secret = secrets.token_bytes(32)
         server = MeetingServer(size, [LOOPBACK, *hosts], secret)
-        self._own = Place([LOOPBACK], [server.port], secret)
+        self._own = ServerAddress([LOOPBACK], [server.port], secret)
         try:
             self.write(json.dumps([own_node(), hosts, server.port, secret.hex()]))
         except BaseException:
@@ -159,14 +160,14 @@ class Published(Board):
         except ConfigurationError:  # all ranks learn of it when they have met: see find_addresses
             return candidates({})
 
-    def find(self, seconds: float) -> Place | None:
+    def find(self, seconds: float) -> ServerAddress | None:
         if self._own is not None:
             return self._own
         text = self.read(seconds)
         if not text:
             return None
         node, hosts, port, secret = json.loads(text)
-        return Place([LOOPBACK] if node == own_node() else hosts, [port], bytes.fromhex(secret))
+        return ServerAddress([LOOPBACK] if node == own_node() else hosts, [port], bytes.fromhex(secret))
 
 
 def rising(first: float, longest: float) -> Iterator[float]:
@@ -176,7 +177,7 @@ def rising(first: float, longest: float) -> Iterator[float]:
         first = min(2 * first, longest)
 
 
-class FileBoard(Published):
+class FileBoard(PublishedBoard):
     """A file that belongs to this user and has one line."""
 
     def __init__(self, launch: Launch, env: Mapping[str, str], path: Path) -> None:
@@ -206,7 +207,7 @@ class FileBoard(Published):
         return descriptor
 
 
-class HttpBoard(Published):
+class HttpBoard(PublishedBoard):
     """horovodrun's server (horovod/runner/http/http_server.py)."""
 
     def __init__(self, launch: Launch, env: Mapping[str, str], address: str) -> None:
@@ -234,10 +235,10 @@ class HttpBoard(Published):
 _HTTP_SECONDS = 60.0
 
 
-class Known(Board):
+class KnownBoard(Board):
     """The address is known before: `place`, of which rank 0 takes the first port that is free."""
 
-    def __init__(self, place: Place, where: str, fix: str, listens_on: Sequence[str] = ("",)) -> None:
+    def __init__(self, place: ServerAddress, where: str, fix: str, listens_on: Sequence[str] = ("",)) -> None:
         """listens_on: the addresses on which rank 0 listens."""
         self._place, self.where, self.fix, self._listens_on = place, where, fix, listens_on
 
@@ -250,11 +251,11 @@ class Known(Board):
             "Set MASTER_ADDR and MASTER_PORT to a free one for every process."
         )
 
-    def find(self, seconds: float) -> Place:
+    def find(self, seconds: float) -> ServerAddress:
         return self._place
 
 
-class LaunchersBoard(Known):
+class LaunchersBoard(KnownBoard):
     """The server of `dualdist run` and `spawn`."""
 
     is_launchers = True
@@ -268,7 +269,7 @@ class LaunchersBoard(Known):
                 "overwrites it."
             )
         super().__init__(
-            Place([host], [int(port)], secret_in(env)),
+            ServerAddress([host], [int(port)], secret_in(env)),
             f"{RENDEZVOUS}={address}",
             "Check that the launcher still runs, and that no firewall is between the hosts.",
         )
@@ -278,7 +279,7 @@ class LaunchersBoard(Known):
 
 
 def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
-    """Return the address of an `init_method`: file:///path, tcp://host:port, or env:// with MASTER_ADDR and _PORT."""
+    """Return the board of an `init_method`: file:///path, tcp://host:port, or env:// with MASTER_ADDR and _PORT."""
     method = str(launch.init_method)
     url = urlsplit(method)
     if url.scheme == "file":
@@ -291,7 +292,7 @@ def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
             f"{method!r} instead. Give the address of rank 0, and a free port."
         ) from None
     fix = "Check the address, and that rank 0 was started."
-    return Known(Place([host], [port], b""), f"`init_method`={method!r}", fix)
+    return KnownBoard(ServerAddress([host], [port], b""), f"`init_method`={method!r}", fix)
 
 
 def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
@@ -313,7 +314,7 @@ _SCONTROL_SECONDS = 10.0
 
 
 def has_first_host(env: Mapping[str, str]) -> bool:
-    """Return whether `env` names the step's first host, which `connect` needs."""
+    """Return whether `env` names the step's first host, which `slurm_board` needs."""
     return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
 
 
@@ -325,15 +326,15 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_board(rank: int, env: Mapping[str, str]) -> Board:
-    """Return the first host of the step. Without DUALDIST_SECRET, all who know the job's IDs know its secret."""
+    """Return the board of the step's first host. Without DUALDIST_SECRET, the job's IDs are the secret."""
     job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     digest = hashlib.sha256(job.encode()).digest()
     start = int.from_bytes(digest[:4], "big")
     ports = [_LOWEST_PORT + (start + 1237 * number) % _PORTS for number in range(_TRIES)]
     first = first_host(env[_NODES])
     is_there = rank == 0 or env.get("SLURM_NODEID") == "0"
-    return Known(
-        Place([LOOPBACK if is_there else node_address(first)], ports, secret_in(env) or digest),
+    return KnownBoard(
+        ServerAddress([LOOPBACK if is_there else node_address(first)], ports, secret_in(env) or digest),
         f"{first}, the first host of {_NODES}",
         "Start MPI with srun --mpi=pmix, or set MASTER_ADDR and MASTER_PORT for every process.",
         [LOOPBACK, *candidates(env)] if rank == 0 else [],

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ..errors import ConfigurationError, HorovodInternalError, StallError
-from .boards import Board, Place, rising
+from .boards import Board, ServerAddress, rising
 from .server import (
     FAILED,
     HELLO,
@@ -44,7 +44,7 @@ class Meeting:
     """The ranks of a job, as one of them sees them. A context manager.
 
     The ranks gather texts. Then they connect their backends, while `wait_for` and `check` notice that one of them ends.
-    They close the meeting when they have started.
+    Each closes the meeting when its `init()` has ended.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Meeting:
                 self._socket.sendall(packed(*message))
 
 
-def _call(place: Place) -> socket.socket:
+def _call(place: ServerAddress) -> socket.socket:
     """Return a connection to the server at `place`. Raises OSError if nobody there proves that it knows the secret."""
     endpoints = [(host, port) for host in place.hosts for port in place.ports]
     problems = []

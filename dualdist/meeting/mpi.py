@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from ..errors import ConfigurationError
 from ..launch import detect
 from ..types import Launch
-from .boards import ADVICE, Published, job_digest, rising
+from .boards import ADVICE, PublishedBoard, job_digest, rising
 
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 #
@@ -325,7 +325,7 @@ _TAG = 29_313
 """Of the messages. MPI allows tags up to 32767 at least."""
 
 
-class MpiBoard(Published):
+class MpiBoard(PublishedBoard):
     """Messages of MPI. For hosts without a common file system, or where MPI has started already."""
 
     def __init__(self, launch: Launch, env: Mapping[str, str], communicator: Any = None) -> None:

@@ -95,7 +95,7 @@ QUESTION = "question"
 LOST = "lost"
 """From the server: [LOST, rank], which has ended, is stopped, or whose `init()` has failed."""
 STARTED = "started"
-"""From a rank that has started: [STARTED]. From the server: rank 0 has started, and watches the others no more."""
+"""From a rank whose `init()` has ended: [STARTED]. From rank 0's server: its own `init()` has ended; it closes."""
 
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 28

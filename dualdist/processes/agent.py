@@ -338,7 +338,7 @@ def _error_text(error: OSError | ValueError) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Undo agent_connection.py:portable."""
+    """Undo agent_connection.py:_portable."""
     return text.encode("latin-1")
 
 

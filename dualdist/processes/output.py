@@ -1,7 +1,7 @@
 """Writes the output of all processes to the launcher's own output, in whole lines with the rank before each.
 
 The form of a line is that of horovodrun and mpirun, `[1,0]<stdout>:text`. As in horovodrun, a carriage return also ends
-a line, so that progress bars move. A write never blocks, even while nobody reads; see sink.py.
+a line, so that progress bars move. A write never blocks, even while nobody reads; see Sink.
 """
 
 from __future__ import annotations

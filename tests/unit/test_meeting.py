@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from dualdist.backends.store import StoreBoard, open_store
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.meeting import Board, Meeting
-from dualdist.meeting.boards import FileBoard, HttpBoard, Known, LaunchersBoard, Place
+from dualdist.meeting.boards import FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
 from dualdist.meeting.server import MeetingServer, connected, reach
 from dualdist.types import Launch
 
@@ -81,7 +81,7 @@ def store(_: Path) -> Iterator[Callable[[], Board]]:
 def given(_: Path) -> Iterator[Callable[[], Board]]:
     with socket.create_server((HOST, 0)) as free:
         port = int(free.getsockname()[1])
-    yield lambda: Known(Place([HOST], [port], b""), "there", "Look.")
+    yield lambda: KnownBoard(ServerAddress([HOST], [port], b""), "there", "Look.")
 
 
 @pytest.fixture(params=[launchers, file, horovodruns, store, given])
@@ -284,7 +284,7 @@ def test_a_client_cannot_use_one_connection_to_answer_the_challenge_of_another(s
 
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 63])
 def test_silent_and_wrong_clients_do_not_delay_others(words: bytes, server: MeetingServer) -> None:
-    board = Known(Place([HOST], [server.port], SECRET), "there", "Look.")
+    board = KnownBoard(ServerAddress([HOST], [server.port], SECRET), "there", "Look.")
     with connected(HOST, server.port, SECONDS) as other:
         other.sendall(words)
         board.serve = lambda size: None  # type: ignore[method-assign]

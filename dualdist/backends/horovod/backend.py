@@ -30,7 +30,7 @@ from ...errors import BackendUnavailableError, ConfigurationError, HorovodIntern
 from ...executor import Patience, in_thread, wait_for
 from ...launch import DeviceView, Place, nodes, topology
 from ...launch.environment import names_of_copies
-from ...meeting import LOOPBACK, Meeting, Published, check_interfaces, interface_of, own_node
+from ...meeting import LOOPBACK, Meeting, PublishedBoard, check_interfaces, interface_of, own_node
 from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
@@ -122,8 +122,8 @@ class Notifications(WorkerNotificationManager):  # type: ignore[misc]
 
 # The rendezvous of Horovod's Gloo controller, which horovodrun provides, for every other launcher.
 #
-# Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the store that
-# they share, and every rank sets the variables that hvd.init() reads.
+# Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the meeting,
+# and every rank sets the variables that hvd.init() reads.
 
 _NUMBERS = {
     "HOROVOD_RANK": "rank",
@@ -184,7 +184,7 @@ def serve_rendezvous(
     return GlooRendezvous(shared, variables, server)
 
 
-class HorovodsBoard(Published):
+class HorovodsBoard(PublishedBoard):
     """Horovod itself, where it runs already. It carries one text."""
 
     _text: str | None = None
