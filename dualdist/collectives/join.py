@@ -16,8 +16,7 @@ from ..world.context import current
 from ..world.process_sets import ProcessSet, channel_of, global_process_set
 from .objects import broadcast_object
 from .plan import Plan, make_call, planned
-from .reduction import Reduction, reduce_tensors
-from .wire import neutral
+from .reduction import Reduction, reduce_neutral
 
 
 def join(device: int = -1) -> int:
@@ -86,13 +85,11 @@ def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
 
 def _contribute_neutral(group: Group, call: Call) -> None:
     """Take part in the reduction `call` with values that do not change its result."""
-    arguments, op = dict(call.arguments), Reduction.of(call).op
+    arguments = dict(call.arguments)
     device = _device_of(arguments["device"])
-    tensors = []
-    for shape, name in zip(arguments["shapes"], arguments["dtypes"], strict=True):
-        dtype = getattr(torch, name)
-        tensors.append(torch.full(shape, neutral(dtype, op), dtype=dtype, device=device))
-    reduce_tensors(group, tensors, Reduction(op))
+    shapes = zip(arguments["shapes"], arguments["dtypes"], strict=True)
+    tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for shape, name in shapes]
+    reduce_neutral(group, tensors, Reduction.of(call))
 
 
 def _device_of(kind: str) -> torch.device:

@@ -19,7 +19,7 @@ from ..agreement.matching import payload_capacity
 from ..backends.base import Group
 from ..checks import number, reduce_op
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
-from .wire import REDUCED_AS, bytes_of, check_reducible, dtype_name, pack, reduction_dtype, unpack
+from .wire import REDUCED_AS, bytes_of, check_reducible, dtype_name, neutral, pack, reduction_dtype, unpack
 
 # Adasum: a sum that adds orthogonal gradients and averages parallel ones.
 #
@@ -131,10 +131,7 @@ def _described(
 
 def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
     """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_kind[tensor.dtype, tensor.device].append(tensor)
-    for (dtype, device), same_kind in by_kind.items():
+    for (dtype, device), same_kind in _by_kind(tensors).items():
         wire_dtype, wire_device = _wire_dtype(dtype, group, reduction), group.wire_device(device)
         first = same_kind[0]
         if len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == (wire_dtype, wire_device):
@@ -143,6 +140,28 @@ def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Red
         flat = pack(same_kind, wire_dtype, wire_device)
         _reduce_flat(group, flat, reduction, [tensor.numel() for tensor in same_kind])
         unpack(flat, same_kind)
+
+
+def reduce_neutral(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    """Take part in `reduce_tensors` of the other members with numbers that do not change its result.
+
+    tensors: of the shapes, dtypes and device of theirs; neither read nor changed.
+    """
+    for (dtype, device), same_kind in _by_kind(tensors).items():
+        wire_dtype = _wire_dtype(dtype, group, reduction)
+        sizes = [tensor.numel() * (2 if dtype.is_complex else 1) for tensor in same_kind]
+        number = neutral(wire_dtype, reduction.op)
+        flat = torch.full((sum(sizes),), number, dtype=wire_dtype, device=group.wire_device(device))
+        _exchange(group, flat, reduction.op, sizes)
+
+
+def _by_kind(
+    tensors: Sequence[torch.Tensor],
+) -> dict[tuple[torch.dtype, torch.device], list[torch.Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_kind[tensor.dtype, tensor.device].append(tensor)
+    return by_kind
 
 
 def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch.dtype:
@@ -157,11 +176,15 @@ def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch
 
 def _reduce_flat(group: Group, flat: torch.Tensor, reduction: Reduction, sizes: Sequence[int]) -> None:
     scale_(flat, reduction.prescale_factor)
-    if reduction.op == Adasum:
+    _exchange(group, flat, reduction.op, sizes)
+    _finish(flat, reduction, group.size)
+
+
+def _exchange(group: Group, flat: torch.Tensor, op: int, sizes: Sequence[int]) -> None:
+    if op == Adasum:
         adasum(group, list(flat.split(sizes)))
     else:
-        group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()
-    _finish(flat, reduction, group.size)
+        group.allreduce_(flat, Sum if op == Average else op).wait()
 
 
 def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:

@@ -64,6 +64,22 @@ def test_groups_and_factors_work_while_a_rank_has_joined() -> None:
     hvd.join()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("numel", [3, 5000])
+@everywhere
+def test_integers_are_scaled_while_a_rank_has_joined(numel: int, dtype: torch.dtype) -> None:
+    """Small integers are scaled and reduced in a wider dtype, so that the rank that has joined must use that, too."""
+    rank, others = hvd.rank(), hvd.size() - 1
+    held = torch.full((numel,), 3, dtype=dtype)
+    if rank > 0:
+        assert hvd.allreduce(held, op=hvd.Sum, postscale_factor=2.0).tolist() == [6 * others] * numel
+        assert hvd.allreduce(held, op=hvd.Product, postscale_factor=2.0).tolist() == [2 * 3**others] * numel
+        for op in (hvd.Min, hvd.Max):
+            scaled = hvd.allreduce(held, op=op, prescale_factor=40000.0, postscale_factor=1 / 40000)
+            assert scaled.tolist() == [3] * numel
+    hvd.join()
+
+
 @everywhere
 def test_barrier_passes_while_a_rank_has_joined() -> None:
     if hvd.rank() > 0:
