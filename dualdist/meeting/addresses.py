@@ -195,7 +195,7 @@ def _reachable(hosts: Sequence[str], port: int, secret: bytes) -> dict[str, str]
     """Return {address: own address} of the addresses at which a server proves that it knows `secret`."""
 
     def own_towards(host: str) -> str | None:
-        with contextlib.suppress(OSError), reach(host, port, secret, _CONNECT_SECONDS) as connection:
+        with contextlib.suppress(OSError), reach([(host, port)], secret, _CONNECT_SECONDS) as connection:
             return str(connection.getsockname()[0])
         return None
 

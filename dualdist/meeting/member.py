@@ -8,11 +8,11 @@ import math
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ..errors import ConfigurationError, HorovodInternalError, StallError
-from .boards import Board, ServerAddress, rising
+from .boards import Board, rising
 from .server import (
     FAILED,
     HELLO,
@@ -174,7 +174,8 @@ class Meeting:
         if place is None:
             return False
         try:
-            self._socket = _call(place)
+            endpoints = [(host, port) for host in place.hosts for port in place.ports]
+            self._socket = reach(endpoints, place.secret, _CONNECT_SECONDS)
         except OSError as error:
             if not self._board.is_launchers:  # else it must be there
                 raise
@@ -245,25 +246,3 @@ class Meeting:
             if self._socket is not None:
                 self._socket.settimeout(_ANSWER_SECONDS)
                 self._socket.sendall(packed(*message))
-
-
-def _call(place: ServerAddress) -> socket.socket:
-    """Return a connection to the server at `place`. Raises OSError if nobody there proves that it knows the secret."""
-    endpoints = [(host, port) for host in place.hosts for port in place.ports]
-    problems = []
-    # An address may lead to another network, where nobody answers.
-    pool = ThreadPoolExecutor(max(1, len(endpoints)))
-    calls = [pool.submit(reach, *endpoint, place.secret, _CONNECT_SECONDS) for endpoint in endpoints]
-    pool.shutdown(wait=False)
-    for call in concurrent.futures.as_completed(calls):
-        if call.exception() is None:
-            for other in set(calls) - {call}:
-                other.add_done_callback(_close_result)
-            return call.result()
-        problems.append(str(call.exception()))
-    raise ConnectionError("; ".join(problems) or "its host has no address that others can reach")
-
-
-def _close_result(call: Future[socket.socket]) -> None:
-    if call.exception() is None:
-        call.result().close()

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import json
+import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 
 def connected(address: str, port: int, seconds: float) -> socket.socket:
@@ -33,8 +37,7 @@ def connected(address: str, port: int, seconds: float) -> socket.socket:
     socket.create_connection imports encodings.idna, which takes several ms of the start of each rank.
     """
     with contextlib.ExitStack() as stack:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        connection = stack.enter_context(_socket_for(address))
         connection.settimeout(seconds)
         connection.connect((address, port))
         stack.pop_all()
@@ -45,30 +48,65 @@ _GREETING = b"dualdist-meeting-1\n"
 _CHALLENGE = _DIGEST = 32
 
 
-def reach(host: str, port: int, secret: bytes, seconds: float) -> socket.socket:
-    """Return a connection to a MeetingServer that knows `secret`. Raises OSError without one within `seconds`."""
-    with contextlib.ExitStack() as undo:
-        try:
-            connection = undo.enter_context(connected(host, port, seconds))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _prove(connection, secret)
-        except socket.gaierror as error:
-            raise ConnectionError(f"the host {host!r} has no address ({error.strerror})") from error
-        except OSError as error:
-            raise ConnectionError(f"{host}:{port}: {error}") from error
-        undo.pop_all()
+def reach(endpoints: Sequence[tuple[str, int]], secret: bytes, seconds: float) -> socket.socket:
+    """Return a connection to a MeetingServer that knows `secret`, at the first of `endpoints` where one answers.
+
+    All are tried at the same time: an address may lead to another network, where nobody answers. Raises OSError without
+    an answer within `seconds`.
+    """
+    problems = []
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for host, port in endpoints:
+            connection = opened.enter_context(_socket_for(host))
+            connection.setblocking(False)
+            try:
+                code = connection.connect_ex((host, port))
+            except socket.gaierror as error:
+                problems.append(f"the host {host!r} has no address ({error.strerror})")
+                continue
+            if code in (0, errno.EINPROGRESS):
+                selector.register(connection, selectors.EVENT_WRITE, f"{host}:{port}")
+            else:
+                problems.append(f"{host}:{port}: {os.strerror(code)}")
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                connection = cast(socket.socket, key.fileobj)
+                selector.unregister(connection)
+                try:
+                    connection.settimeout(seconds)
+                    _prove(connection, secret)
+                    return connection.dup()
+                except OSError as error:
+                    problems.append(f"{key.data}: {error}")
+        problems += [f"{key.data}: timed out" for key in selector.get_map().values()]
+    raise ConnectionError("; ".join(problems) or "its host has no address that others can reach")
+
+
+def _socket_for(host: str) -> socket.socket:
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def _prove(connection: socket.socket, secret: bytes) -> None:
-    greeting = connection.recv(len(_GREETING) + _CHALLENGE, socket.MSG_WAITALL)
-    theirs, mine = greeting[len(_GREETING) :], secrets.token_bytes(_CHALLENGE)
-    if not greeting.startswith(_GREETING) or len(theirs) < _CHALLENGE:
+    """Prove to the server at the other end, and let it prove, that both know `secret`. Raises OSError."""
+    if _read(connection, len(_GREETING)) != _GREETING:
         raise ConnectionError("another program answers there")
+    theirs, mine = _read(connection, _CHALLENGE), secrets.token_bytes(_CHALLENGE)
     connection.sendall(mine + _proof(secret, b"client", theirs, mine))
-    answer = connection.recv(_DIGEST, socket.MSG_WAITALL)
-    if not hmac.compare_digest(answer, _proof(secret, b"server", theirs, mine)):
+    if not hmac.compare_digest(_read(connection, _DIGEST), _proof(secret, b"server", theirs, mine)):
         raise ConnectionError("it did not prove that it knows this job's secret")
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise ConnectionError("it did not prove that it knows this job's secret")
+        data += part
+    return data
 
 
 def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:

@@ -252,7 +252,7 @@ def rest(connection: socket.socket) -> bytes:
 
 def test_a_wrong_secret_gets_nothing(server: MeetingServer) -> None:
     with pytest.raises(OSError, match="did not prove that it knows this job's secret"):
-        reach(HOST, server.port, b"t" * 32, SECONDS)
+        reach([(HOST, server.port)], b"t" * 32, SECONDS)
 
 
 def test_a_server_without_the_secret_is_refused() -> None:
@@ -269,7 +269,7 @@ def test_a_server_without_the_secret_is_refused() -> None:
         with ThreadPoolExecutor(1) as pool:
             relayed = pool.submit(relay)
             with pytest.raises(OSError, match="did not prove"):
-                reach(HOST, listener.getsockname()[1], SECRET, SECONDS)
+                reach([(HOST, listener.getsockname()[1])], SECRET, SECONDS)
             relayed.result()
 
 
@@ -295,6 +295,6 @@ def test_silent_and_wrong_clients_do_not_delay_others(words: bytes, server: Meet
 def test_the_server_listens_only_on_its_addresses() -> None:
     with MeetingServer(1, [HOST, "127.0.0.2"], SECRET) as server:
         for host in (HOST, "127.0.0.2"):
-            reach(host, server.port, SECRET, SECONDS).close()
+            reach([(host, server.port)], SECRET, SECONDS).close()
         with pytest.raises(ConnectionRefusedError):
             connected("127.0.0.3", server.port, SECONDS)
