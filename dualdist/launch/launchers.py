@@ -42,6 +42,7 @@ class Launcher:
     """None: no variable has it, and only MPI can report it."""
     local_rank: str | None
     local_size: str | None
+    """None: no variable has it. Then the ranks of one host need MASTER_ADDR, MPI or a Board to meet."""
     markers: tuple[str, ...]
     """NAME or NAME=VALUE: any one of them shows that this launcher started the process."""
     inside: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dualdist
+from dualdist.launch import launchers
 
 PACKAGE = Path(dualdist.__file__).parent
 
@@ -37,13 +38,7 @@ ROOMS = (
 WITHOUT_TORCH = {"launch", "meeting", "processes", "checks", "executor", "types", "errors"}
 
 BACKENDS_AND_TRANSPORTS = {"torch", "horovod", "local", "nccl", "xccl", "gloo", "mpi"}
-LAUNCHERS = {"python", "init", "env", "spawn", "dualdist run", "torchrun", "horovodrun"} | {
-    "jsrun",
-    "mpirun",
-    "mpirun_rsh",
-    "mpiexec",
-    "srun",
-}
+LAUNCHERS = {"python", "init", "env", "spawn"} | {row.name for row in launchers.LAUNCHERS}
 
 
 def modules_of(package: Path) -> dict[str, Path]:
