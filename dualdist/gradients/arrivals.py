@@ -223,8 +223,16 @@ class Arrivals:
         handle = outer.register_prehook(begin)
         return True
 
+    def release(self) -> None:
+        """Drop the callbacks, whose object may refer to this one. The hooks have been removed."""
+        self._at_begin = self._handle_single = self._mark_ready = self._at_end = _ignore
+
     def forget(self) -> None:
         """Forget the gradients that were handled, and the graph tasks that will call `at_end`."""
         self._has_nested = False
         self.handled.clear()
         self._tasks.clear()
+
+
+def _ignore(*_: object) -> None:
+    """Take the place of a callback."""

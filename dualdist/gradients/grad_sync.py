@@ -138,6 +138,9 @@ class GradSync(Combiner):
         for param in self._params:
             param.release()
         self._reducer.layout.release_memory()
+        # These two refer to this object: without them, it is freed at once.
+        self._reducer.member = None
+        self._arrivals.release()
 
     def forget_world(self, backend: Backend) -> None:
         """Prepare for the next world, whose ranks may not know this GradSync. Called when a world is closed."""

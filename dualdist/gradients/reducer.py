@@ -66,9 +66,9 @@ class Reducer:
     layout: Layout
     """Of the parameters in the last `lay_out`."""
 
-    def __init__(self, options: SyncOptions, member: object) -> None:
+    def __init__(self, options: SyncOptions, member: object | None) -> None:
         """member: the GradSync; it takes part with zeros after this rank has called `join`."""
-        self.options, self._member = options, member
+        self.options, self.member = options, member
         self._hooks = HookQueue()
         self._sparse: frozenset[int] = frozenset()
         """Parameters (by index) that have had a sparse gradient on some rank."""
@@ -110,7 +110,7 @@ class Reducer:
         if not self.is_known:
             known = current().grad_syncs[options.process_set.process_set_id]
             self._id = len(known)
-            known.append(self._member)
+            known.append(self.member)
             self.is_known, self._compares_start = True, current().settings.compare_start
 
     def register_comm_hook(self, hook: CommHook) -> None:

@@ -240,8 +240,10 @@ class MeetingServer:
             writer.write(self._farewell)
             writer.close()
         if writers:
-            sent = [asyncio.ensure_future(writer.wait_closed()) for writer in writers]
-            await asyncio.wait(sent, timeout=_FAREWELL_SECONDS)
+            # Exceptions are results: the other end may be gone.
+            sent = asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(sent, _FAREWELL_SECONDS)
 
     def _accept(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
         # Not asyncio.Server: in Python 3.11, it never closes a connection that arrives while it closes.

@@ -22,7 +22,7 @@ from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any, TypeVar, cast
 
 from ..backends import check_transport, load
-from ..checks import configuration, function, integer, items, mapping, number, path, text
+from ..checks import configuration, flag, function, integer, items, mapping, number, path, text
 from ..errors import ConfigurationError, ProcessEndedError
 from ..launch import DUALDIST_RUN, SPAWN
 from . import spawn_child
@@ -158,9 +158,11 @@ def run(
     """
     given = dict(locals())
     for name, why in _REFUSED.items():
-        if given[name] not in (None, False):
+        if given[name] is not None and not (name == "use_mpi" and given[name] is False):
             raise ConfigurationError(f"`{name}` must not be set, but is {given[name]!r} instead: {why}")
     with configuration():
+        if use_gloo is not None:
+            flag("use_gloo", use_gloo)
         if np is not None:
             _deprecated("np", "num_proc")
         size = _size("num_proc", num_proc) if np is None else _size("np", np)
@@ -178,7 +180,8 @@ def run(
             if ssh_identity_file is None
             else str(path("ssh_identity_file", ssh_identity_file)),
             start_timeout=number("start_timeout", start_timeout, above=0, fix="Pass seconds."),
-            verbose=bool(verbose),
+            verbose=verbose is not None
+            and integer("verbose", int(verbose) if isinstance(verbose, bool) else verbose, least=0) > 0,
             task=_pickled_call("func", func, args, {} if kwargs is None else kwargs, by_value=True),
         )
         limit = _limit(timeout)
