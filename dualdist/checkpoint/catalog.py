@@ -87,8 +87,8 @@ class Catalog:
     def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
         """Write the checkpoint of `manifest.step`, and remove those beyond the number to keep.
 
-        Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written. May run in another
-        thread: it calls no collective.
+        Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written. It calls no
+        collective, because it may run in another thread.
         """
         path = self.folder / f"step-{manifest.step or 0:09d}.pt"
         try:

@@ -239,11 +239,10 @@ class MeetingServer:
         for writer in writers:
             writer.write(self._farewell)
             writer.close()
-        if writers:
-            # Exceptions are results: the other end may be gone.
-            sent = asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(sent, _FAREWELL_SECONDS)
+        # Exceptions are results: the other end may be gone.
+        sent = asyncio.gather(*[writer.wait_closed() for writer in writers], return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(sent, _FAREWELL_SECONDS)
 
     def _accept(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
         # Not asyncio.Server: in Python 3.11, it never closes a connection that arrives while it closes.
@@ -262,19 +261,18 @@ class MeetingServer:
     async def _serve(self, connection: socket.socket) -> None:
         """Serve one connection. Any error closes it, without an answer."""
         connection.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        self._writers.add(writer)
-        try:
-            rank, size = await asyncio.wait_for(self._greet(reader, writer), _PROOF_SECONDS)
-            meeting = self._meeting
-            # A rank that is here already begins its next start before the others, or there are two of this rank.
-            if size == self._size and rank not in meeting.writers:
-                await self._attend(meeting, rank, reader, writer)
-        except (OSError, EOFError, asyncio.TimeoutError, ValueError, zlib.error):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
+        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError, zlib.error):
+            reader, writer = await asyncio.open_connection(sock=connection)
+            self._writers.add(writer)
+            try:
+                rank, size = await asyncio.wait_for(self._greet(reader, writer), _PROOF_SECONDS)
+                meeting = self._meeting
+                # A rank that is here already begins its next start before the others, or there are two of this rank.
+                if size == self._size and rank not in meeting.writers:
+                    await self._attend(meeting, rank, reader, writer)
+            finally:
+                self._writers.discard(writer)
+                writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, int]:
         """Exchange proofs, and return the rank at the other end and its size of the world."""
