@@ -20,6 +20,7 @@ import errno
 import hmac
 import json
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -169,6 +170,8 @@ _FAREWELL_SECONDS = 3.0
 """How long a server that closes waits until its last messages are sent."""
 _SHORTAGE_SECONDS = 1.0
 """How long to accept no connections when too many files are open."""
+_SPARE_FILES = 256
+"""For what this process opens besides, while it serves."""
 _BACKLOG = 4096
 
 
@@ -190,6 +193,7 @@ class MeetingServer:
         """What serves them: asyncio keeps no references to tasks."""
         self._farewell = b""
         self.port = port
+        _allow_open_files(size)
         with contextlib.ExitStack() as undo:
             self._listeners = []
             for host in hosts:
@@ -391,6 +395,15 @@ async def _receive(reader: asyncio.StreamReader) -> list[Any]:
     if length > _LONGEST:
         raise ValueError
     return _unpacked(await reader.readexactly(length))
+
+
+def _allow_open_files(size: int) -> None:
+    """Raise this process's limit of open files if the connections of `size` ranks need it, as far as possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
+    needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listener(host: str, port: int) -> socket.socket:
