@@ -278,6 +278,9 @@ class TorchBackend(Backend):
 
     def finish_start(self) -> None:
         if self._meeting is not None:
+            self._meeting.gather(
+                ""
+            )  # a rank that ends at once must not close connections that others still make
             self._meeting.close(started=True)
             self._meeting = None
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)

@@ -123,6 +123,7 @@ TEXT = "text"
 the last sentences of the error if one does not arrive."""
 TEXTS = "texts"
 """From the server: [TEXTS, texts of all ranks]."""
+_TOGETHER_SECONDS = 0.5
 FAILED = "failed"
 """From the server: [FAILED, error, is_own]. A rank has waited too long in a gather. It receives the error before the
 others, and sends [FAILED] when it has reported it; then all receive it."""
@@ -316,6 +317,8 @@ class _Meeting:
         self._has_begun = False
         """Whether all ranks have arrived."""
         self._texts: dict[int, str] = {}
+        self._waits: dict[int, tuple[float, float, str]] = {}
+        """When each of these ranks gives up, after how many seconds, and its advice."""
         self._gathers = 0
         """How many gathers have ended."""
         self._error = ""
@@ -354,21 +357,24 @@ class _Meeting:
     def _gather(self, rank: int, text: str, seconds: float, advice: str) -> None:
         self._texts[rank] = text
         if len(self._texts) < self._size:
-            asyncio.get_running_loop().call_later(
-                seconds, self._give_up, self._gathers, rank, seconds, advice
-            )
+            loop = asyncio.get_running_loop()
+            self._waits[rank] = loop.time() + seconds, seconds, advice
+            loop.call_later(seconds, self._give_up, self._gathers, rank)
             return
         self._has_begun = self.is_closed = True
         texts, self._texts = self._texts, {}
         self._gathers += 1
         self._send_to(self.writers, TEXTS, [texts[rank] for rank in range(self._size)])
 
-    def _give_up(self, gather: int, rank: int, seconds: float, advice: str) -> None:
+    def _give_up(self, gather: int, rank: int) -> None:
         if gather == self._gathers and rank in self._texts and not self._error:
             self.is_closed = True
             missing = [other for other in range(self._size) if other not in self._texts]
-            self._error = not_arrived(rank, missing, seconds, advice)
-            self._send_to([rank], FAILED, self._error, True)
+            # Ranks that began together give up together. The lowest one reports, so rank 0 if it is among them.
+            soon = asyncio.get_running_loop().time() + _TOGETHER_SECONDS
+            reporter = min(other for other in self._texts if self._waits[other][0] <= soon)
+            self._error = not_arrived(reporter, missing, *self._waits[reporter][1:])
+            self._send_to([reporter], FAILED, self._error, True)
 
     def _judge(self) -> None:
         askers, self._askers = self._askers, set()

@@ -457,6 +457,9 @@ class HorovodBackend(Backend):
 
     def finish_start(self) -> None:
         if self._meeting is not None:
+            self._meeting.gather(
+                ""
+            )  # a rank that ends at once must not close connections that others still make
             self._meeting.close(started=True)
             self._meeting = None
         self._starts, self._timeout = False, self._stall_timeout
