@@ -11,12 +11,12 @@ from .checks import configuration, flag, integer, items, path, text, wrong
 from .collectives.join import stand_in
 from .errors import ConfigurationError
 from .launch import detect
-from .launch.environment import without_copies
+from .launch.environment import read_settings, without_copies
 from .meeting import Meeting, find_addresses, mpi
 from .meeting.addresses import reserved_port
 from .meeting.mpi import MpiBoard, ending_late_calls, limited_start
 from .types import Launch
-from .world.context import current, is_forked, is_initialized, join_world, leave_world, read_settings
+from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
 
 # `init(comm=)`: a world of some of the launched processes, as in Horovod under mpirun.

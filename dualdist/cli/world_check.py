@@ -33,10 +33,10 @@ from ..backends import choose, load
 from ..backends.store import meet
 from ..errors import ConfigurationError
 from ..launch import DeviceView, choose_devices, detect, shared_devices
+from ..launch.environment import read_settings
 from ..meeting import Gather, find_addresses, interface_of, mpi, own_node
 from ..meeting.mpi import limited_start
 from ..types import Launch
-from ..world.context import read_settings
 
 
 def check_world(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dualdist.errors import ConfigurationError
+from dualdist.launch.environment import read_settings
 from dualdist.types import NEVER_SECONDS, Settings
-from dualdist.world.context import read_settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
