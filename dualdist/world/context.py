@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -363,6 +364,7 @@ def _after_fork() -> None:
     if _context is None:
         return
     _inherited, _context = _context, None
+    gc.freeze()  # what the rank would still have collected is not collected here: see skip_destructors_at_exit
     atexit.unregister(leave_world)
     skip_destructors_at_exit()
     _inherited.abandon()
