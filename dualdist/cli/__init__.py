@@ -27,6 +27,7 @@ def version() -> str:
 _COMMANDS = {
     "bench": "measure dualdist beside torch, Horovod and others",
     "doctor": "show what was detected, and which backends and transports can start here",
+    "exec": "under any launcher: become a torch script, with all variables of torchrun",
     "run": "start a command in several processes, on one or more hosts",
 }
 """name of the subcommand and of its module -> what it does."""
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="those of the command; see COMMAND --help"
     )
-    given = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = parser.parse_args(words[:1])  # of the others, argparse would drop a "--"
     module = importlib.import_module(f".{given.command}", __name__)
     command = argparse.ArgumentParser(
         prog=f"dualdist {given.command}",
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(command)
     try:
-        return int(module.execute(command.parse_args(given.arguments)))
+        return int(module.execute(command.parse_args(words[1:])))
     except ConfigurationError as error:
         sys.stderr.write(f"dualdist {given.command}: {error}\n")
         return 2

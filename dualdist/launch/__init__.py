@@ -5,9 +5,11 @@ A row in launchers.py describes a launcher, and detect.py reads the environment 
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..types import World
 from .detect import detect, launch_from
@@ -28,6 +30,13 @@ __all__ = (
     "shared_devices",
     "topology",
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export_environment":  # for users; it needs the meeting, which is above this package
+        return importlib.import_module("dualdist.meeting.export").export_environment
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Where the ranks run: Horovod's six numbers of each rank, and the device of each rank.
 

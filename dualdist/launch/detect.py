@@ -163,6 +163,8 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
             "Give every process its own rank."
         )
     local_rank, local_size = values["local_rank"], values["local_size"]
+    if local_size is None and _number(env, launcher.node_count, launcher) == 1:
+        local_size, names["local_size"] = size, names["size"]
     # Slurm's list of sizes may be that of another part of a heterogeneous job.
     bound = local_size if launcher.node is None else None
     if local_rank is not None and bound is not None and local_rank >= bound:

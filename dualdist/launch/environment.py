@@ -126,6 +126,26 @@ def torchrun_variables(world: World, master: tuple[str, int]) -> dict[str, str]:
     return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
+def agent_variables(world: World, node: int, nodes: int, run_id: str) -> dict[str, str]:
+    """Return what torchrun sets beside `torchrun_variables` (torch/distributed/elastic/agent/server/
+    local_elastic_agent.py). node: the number of the process's node. run_id: the same text for all processes of a job.
+
+    The script itself serves the store at MASTER_ADDR, as with torchrun's static rendezvous.
+    """
+    return {
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_RANK": str(world.rank),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
 def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
     """Set `variables` in `env`, and record them as copies."""
     env.update(variables)

@@ -61,6 +61,8 @@ class Launcher:
     """Whether MPI may report the size where the variables do not."""
     pmix_namespace: str = ""
     """How PMIX_NAMESPACE starts if this launcher has set it, as far as that is known."""
+    node_count: str | None = None
+    """The variable with the number of nodes. If it is 1, `size` is also the local size."""
     node: str | None = None
     """The variable with this node's number. Then `local_size` lists the sizes of all nodes: 4(x2),3 is 4, 4, 3."""
     init_method: str | None = None
@@ -147,8 +149,9 @@ LAUNCHERS = (
         rank="FLUX_TASK_RANK",
         size="FLUX_JOB_SIZE",
         local_rank="FLUX_TASK_LOCAL_ID",
-        # FLUX_JOB_NNODES does not say which node has how many tasks.
+        # FLUX_JOB_NNODES does not say which of several nodes has how many tasks.
         local_size=None,
+        node_count="FLUX_JOB_NNODES",
         markers=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
         inside=("jsrun", "srun", "PALS", *_OUTERMOST),
         starts_mpi=("PMIX_RANK", "PMI_RANK", "PMI_FD"),

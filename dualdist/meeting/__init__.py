@@ -59,7 +59,7 @@ __all__ = (
 )
 
 
-def find_board(launch: Launch, env: Mapping[str, str]) -> Board:
+def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board:
     """Return where the ranks of `launch` find the server of their meeting.
 
     Raises ConfigurationError when this launcher provides no way.
@@ -74,7 +74,8 @@ def find_board(launch: Launch, env: Mapping[str, str]) -> Board:
         return HttpBoard(launch, env, address)
     is_one_host = launch.size in (1, launch.local_size)
     # MPI takes long to start, and can start once only.
-    if launch.starts_mpi and (mpi.has_started() or not is_one_host) and mpi.world_size() == launch.size:
+    wants_mpi = launch.starts_mpi and may_start_mpi and (mpi.has_started() or not is_one_host)
+    if wants_mpi and mpi.world_size() == launch.size:
         return mpi.MpiBoard(launch, env)
     if is_one_host:
         return one_host_board(launch, env)

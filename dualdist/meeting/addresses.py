@@ -31,12 +31,14 @@ Gather = Callable[[str], list[str]]
 
 
 @contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
+def reserved_port(*, stays_after_exec: bool = False) -> Iterator[int]:
     """Yield a port of this machine that the kernel gives to nobody else while the block runs.
 
     A process can still listen on it: both sockets have SO_REUSEADDR, and this one does not listen (socket(7)).
+    stays_after_exec: whether a program that replaces this one in its process keeps the port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.set_inheritable(stays_after_exec)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield int(holder.getsockname()[1])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import ConfigurationError
-from ..launch import detect
+from ..launch.detect import detect
 from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, rising
 

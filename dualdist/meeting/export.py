@@ -1,0 +1,119 @@
+"""torchrun's environment for a process that any launcher has started, for scripts that do not use dualdist."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+
+from ..errors import ConfigurationError
+from ..launch import nodes, topology
+from ..launch.detect import detect
+from ..launch.environment import (
+    add_copies,
+    agent_variables,
+    read_settings,
+    torchrun_variables,
+    without_copies,
+)
+from ..types import Launch, World
+from . import find_board
+from .addresses import find_addresses, interface_of, own_node, reserved_port
+from .boards import Board
+from .member import Meeting
+from .pmix import NAMESPACE, PmixBoard, connected_pmix
+
+_THREADS, _INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
+"""Variables that keep the user's value."""
+_held = contextlib.ExitStack()
+"""Keeps the port until this process ends."""
+
+
+def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = None) -> None:
+    """Set torchrun's variables in `os.environ`, under any launcher. Collective over the launched processes.
+
+    Afterwards `torch.distributed.init_process_group()` joins all processes that the launcher started. Does nothing
+    under torchrun. MASTER_ADDR and MASTER_PORT keep their values if both are set. Otherwise the port stays reserved as
+    long as rank 0 runs. Imports no torch, starts no MPI and uses no GPU.
+
+    prepare: returns more variables for this process. Called when all have met, and before any goes on.
+
+    Raises ConfigurationError when the environment is wrong or a process does not arrive, and on all ranks when
+    `prepare` raises it on one of them.
+    """
+    env = without_copies(os.environ)
+    with _job(env) as (launch, find):
+        if (
+            "TORCHELASTIC_RUN_ID" in env and launch.sources.get("rank") == "RANK"
+        ):  # torchrun has set everything
+            return
+        seconds = read_settings(env).start_timeout_seconds
+        with contextlib.ExitStack() as stack:
+            gather = _alone
+            if launch.size > 1:
+                gather = stack.enter_context(Meeting(find(), launch.rank, launch.size, seconds)).gather
+            variables = _agreed(launch, env, gather, prepare)
+    for name in (_THREADS, _INTERFACE):
+        if value := variables.pop(name, ""):
+            os.environ.setdefault(name, value)
+    add_copies(variables, os.environ)
+
+
+def _alone(text: str) -> list[str]:
+    return [text]
+
+
+@contextlib.contextmanager
+def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[], Board]]]:
+    """Yield this process's place in its job, and a function that returns where the ranks meet."""
+    with contextlib.ExitStack() as stack:
+
+        def pmix_size() -> int:
+            return stack.enter_context(connected_pmix()).job_size() if NAMESPACE in env else 0
+
+        launch = detect(env, pmix_size)
+
+        def find() -> Board:
+            is_one_host = launch.local_size == launch.size
+            if NAMESPACE in env and launch.init_method is None and launch.starts_mpi and not is_one_host:
+                return PmixBoard(launch, env, stack.enter_context(connected_pmix()))
+            return find_board(launch, env, may_start_mpi=False)
+
+        yield launch, find
+
+
+def _agreed(
+    launch: Launch,
+    env: Mapping[str, str],
+    gather: Callable[[str], list[str]],
+    prepare: Callable[[World], Mapping[str, str]] | None,
+) -> dict[str, str]:
+    """Return the variables of this process. Collective over the launched processes."""
+    addresses = find_addresses(launch.rank, gather, env)
+    port = _held.enter_context(reserved_port(stays_after_exec=True)) if launch.rank == 0 else None
+    own = [own_node(), launch.local_rank, port, secrets.token_hex(8)]
+    answers = [json.loads(text) for text in gather(json.dumps(own))]
+    places = [(node, local_rank) for node, local_rank, _, _ in answers]
+    world = topology(places)[launch.rank]
+    more, problem = {}, ""
+    try:
+        more = {} if prepare is None else dict(prepare(world))
+    except ConfigurationError as error:
+        problem = f"Rank {launch.rank}: {error}"
+    problems = [text for text in gather(problem) if text]
+    if problems:
+        raise ConfigurationError(problems[0])
+    names = nodes(places)
+    order = list(dict.fromkeys(names))
+    _, _, port, run_id = answers[0]
+    agent = agent_variables(world, order.index(names[launch.rank]), len(order), run_id)
+    variables = {**torchrun_variables(world, (addresses.first, port)), **agent, **more}
+    if world.local_size > 1:
+        variables[_THREADS] = "1"  # as torchrun does
+    if len(set(addresses.nodes)) > 1:
+        variables[_INTERFACE] = interface_of(addresses.own)  # Gloo takes that of the host's name
+    if launch.init_method is not None:
+        variables |= {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
+    return variables

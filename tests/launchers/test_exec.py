@@ -1,0 +1,176 @@
+"""`dualdist exec`: scripts for torchrun under every launcher."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..helpers import torchrun_script
+from ..helpers.forks import BIN
+from ..helpers.namespace_hosts import Network
+from ..helpers.requirements import need_modules, need_programs
+from ..helpers.script_launch import finish
+from ..helpers.slurm_cluster import Slurm
+from ..helpers.world import MPIRUN, ROOT
+from .test_hosts import OPEN_MPI
+
+EXEC = (sys.executable, "-m", "dualdist", "exec")
+SCRIPT = (torchrun_script.__file__, "a b", "$HOME")
+WORLDS = {
+    1: [[1, 0, 1, 0, 1, 0]],
+    2: [[3, 0, 2, 0, 2, 0], [3, 1, 2, 1, 2, 0]],
+    3: [[6, 0, 3, 0, 2, 0], [6, 1, 3, 1, 2, 0], [6, 2, 3, 0, 1, 1]],
+}
+"""The sum, and torchrun's numbers, of each process: on one node, and for three processes on two."""
+_MPIRUN = tuple(part.format(size=2) for part in MPIRUN)
+_OF_FLUX = 'for i in 0 1; do FLUX_TASK_RANK=$i FLUX_TASK_LOCAL_ID=$i "$@" & done; wait'
+_OF_PALS = 'for i in 0 1; do PMI_RANK=$i PALS_RANKID=$i PALS_LOCAL_RANKID=$i "$@" & done; wait'
+
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": (),
+    "mpirun": _MPIRUN,
+    "mpiexec of MPICH": ("mpiexec.hydra", "-np", "2"),
+    "torchrun": (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"),
+    "horovodrun": (f"{BIN}/horovodrun", "--gloo", "-np", "2"),
+    "dualdist run": (sys.executable, "-m", "dualdist", "run", "-np", "2"),
+    # Only their variables, since neither can be installed here.
+    "flux's variables": ("env", "FLUX_JOB_SIZE=2", "FLUX_JOB_NNODES=1", "sh", "-c", _OF_FLUX, "sh"),
+    "PALS' variables": ("env", "PMI_SIZE=2", "PALS_LOCAL_SIZE=2", "sh", "-c", _OF_PALS, "sh"),
+}
+
+
+def lines(output: str) -> list[list[Any]]:
+    """Return what the processes have printed, in the order of their ranks. Launchers put text before lines."""
+    found = [json.loads(text) for text in re.findall(r"\[\d+, \d.*\]\]$", output, re.MULTILINE)]
+    return sorted(found, key=lambda line: int(line[1]))
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_for_torchrun_runs_under_every_launcher(name: str) -> None:
+    launcher = LAUNCHERS[name]
+    need_programs(*launcher[:1])
+    ended = finish([*launcher, *EXEC, *SCRIPT], forks=False)
+    assert ended.code == 0, ended.output
+    expected = WORLDS[2 if launcher else 1]
+    assert lines(ended.output) == [[*numbers, ["a b", "$HOME"]] for numbers in expected], ended.output
+
+
+def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
+    command = ("srun", "-N", "2", "-n", "3", *EXEC, "-m", "tests.helpers.torchrun_script")
+    ended = finish(command, slurm.environment, forks=False)
+    assert ended.code == 0, ended.output
+    # Both nodes are this host, so their first processes have the same local rank.
+    assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
+
+
+def _on_two_hosts(size: int) -> tuple[str, ...]:
+    passed_on = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "DUALDIST_START_TIMEOUT_SECONDS")
+    options = ("--allow-run-as-root", "--oversubscribe", *passed_on)
+    return ("mpirun", *options, "-H", "alpha:2,beta:1", "-np", f"{size}")
+
+
+@pytest.mark.parametrize("arguments", [(), ("mpi",)], ids=["torch", "mpi4py"])
+def test_mpirun_on_two_hosts_leaves_mpi_to_the_script(network: Network, arguments: tuple[str, ...]) -> None:
+    need_modules("mpi4py")
+    start = (*_on_two_hosts(3), *EXEC, torchrun_script.__file__, *arguments)
+    ended = finish(network.hosts[0].command(*start), OPEN_MPI, forks=False)
+    assert ended.code == 0, ended.output
+    assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
+
+
+def test_a_missing_process_on_another_host_is_named(network: Network) -> None:
+    need_modules("mpi4py")
+    waits = 'if [ $OMPI_COMM_WORLD_RANK = 2 ]; then exec sleep 100; fi; exec "$@"'
+    start = (*_on_two_hosts(3), "sh", "-c", waits, "sh", *EXEC, "--", "true")
+    ended = finish(
+        network.hosts[0].command(*start), {**OPEN_MPI, "DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False
+    )
+    assert ended.code == 2, ended.output
+    assert "waited 3 s for rank 2, which did not arrive" in ended.output
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "dualdist run", "python"])
+def test_the_exit_code_is_that_of_the_script(launcher: str) -> None:
+    need_programs(*LAUNCHERS[launcher][:1])
+    ended = finish([*LAUNCHERS[launcher], *EXEC, "--", "sh", "-c", "exit 7"], forks=False)
+    assert ended.code == 7, ended.output
+
+
+def test_a_script_that_starts_mpi_itself() -> None:
+    need_modules("mpi4py")
+    ended = finish([*_MPIRUN, *EXEC, torchrun_script.__file__, "mpi"], forks=False)
+    assert ended.code == 0, ended.output
+    assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[2]], ended.output
+
+
+def test_a_script_that_calls_init_finds_its_launcher() -> None:
+    need_modules("mpi4py")
+    source = "import dualdist as hvd; hvd.init(); print(hvd.launcher_name(), hvd.size())"
+    ended = finish([*_MPIRUN, *EXEC, "--", sys.executable, "-c", source], forks=False)
+    assert ended.code == 0, ended.output
+    assert len(re.findall(r"mpirun 2$", ended.output, re.MULTILINE)) == 2, ended.output
+
+
+def test_a_horovod_script_runs_with_compat(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
+        "print('sum', hvd.__name__, int(hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)))\n"
+    )
+    ended = finish([*LAUNCHERS["dualdist run"], *EXEC, "--compat", str(script)], forks=False)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("sum horovod.torch 3\n") == 2, ended.output
+
+
+def test_jobs_that_start_at_the_same_time_do_not_meet() -> None:
+    need_programs("mpirun")
+    command = [*_MPIRUN, *EXEC, "--", "sh", "-c", 'echo "$RANK $MASTER_PORT $TORCHELASTIC_RUN_ID"']
+    jobs = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    worlds = set()
+    for job in jobs:
+        output, _ = job.communicate(timeout=100)
+        ranks = sorted(re.findall(r"(\d) (\d+) (\w{16})$", output, re.MULTILINE))
+        assert [rank for rank, *_ in ranks] == ["0", "1"]
+        assert len({tuple(place) for _, *place in ranks}) == 1
+        worlds.add(tuple(ranks[0][1:]))
+    assert len({run for _, run in worlds}) == 4
+
+
+def test_each_process_sees_one_gpu_of_its_own() -> None:
+    need_programs("mpirun")
+    command = (*_MPIRUN, *EXEC, "--bind", "gpu", "--", "sh", "-c", "echo $RANK sees $CUDA_VISIBLE_DEVICES.")
+    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, forks=False)
+    assert ended.code == 0, ended.output
+    assert sorted(re.findall(r"\d sees [^.]*", ended.output)) == ["0 sees 3", "1 sees GPU-5"]
+
+
+def test_too_few_gpus_are_an_error_on_all_ranks() -> None:
+    command = (*LAUNCHERS["dualdist run"][:-1], "3", *EXEC, "--bind", "gpu", "--", "echo", "started")
+    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "3,5"}, forks=False)
+    assert ended.code == 2
+    assert "has 2 for 3 processes (CUDA_VISIBLE_DEVICES=3,5)" in ended.output
+    assert "started" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        ((), "A script must be given", 2),
+        (("--",), "A script must be given", 2),
+        (("-m", "--", "true"), "which -m and --compat do not change", 2),
+        (("--", "no-such-command"), "'no-such-command' cannot be started: No such file", 127),
+        (("--", "/"), "'/' cannot be started: Permission denied", 126),
+    ],
+)
+def test_what_cannot_be_started_is_an_error(arguments: tuple[str, ...], said: str, code: int) -> None:
+    ended = finish([*EXEC, *arguments], forks=False)
+    assert (ended.code, said in ended.output) == (code, True), ended.output
