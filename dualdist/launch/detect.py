@@ -290,6 +290,8 @@ def _check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
 
 
 def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> bool:
+    if row is not None and mark.variable == "RANK" and env["RANK"].strip("0") == "":
+        return True  # the launcher's own number, also set by a container (NVIDIA's Pyxis) or a site's lines
     name, _, value = mark.unless.partition("=")
     if name and env.get(name) == value:
         return True

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualdist.errors import ConfigurationError
-from dualdist.launch import detect, launch_from
+from dualdist.launch import LAUNCHERS, detect, launch_from
 from dualdist.launch.environment import without_launchers
 from dualdist.launch.launchers import MARKS
 from dualdist.types import Launch
@@ -123,3 +123,22 @@ def test_a_size_set_by_hand_completes_a_rank_of_pmix() -> None:
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
     launch = detect(RECORDS["prterun"]["environment"] | by_hand)
     assert (launch.launcher, launch.rank, launch.size) == ("env", 1, 2)
+
+
+@pytest.mark.parametrize("name", ["srun", "openmpi4", "mpich", "pals"])
+def test_rank_0_of_a_container_or_site_agrees_with_a_single_process(name: str) -> None:
+    record = RECORDS[name]
+    env = dict(record["environment"])
+    row = next(row for row in LAUNCHERS if row.name == record["expected"]["launcher"])
+    alone = {
+        row.rank: "0",
+        row.size: "1",
+        row.local_rank: "0",
+        row.local_size: "1",
+        "PMIX_RANK": "0",
+        "PMI_RANK": "0",
+    }
+    env |= {str(key): value for key, value in alone.items() if key in env}
+    assert detect({**env, "RANK": "0", "LOCAL_RANK": "0"}).size == 1
+    with pytest.raises(ConfigurationError, match="`RANK` must be absent from a single process of"):
+        detect({**env, "RANK": "2"})

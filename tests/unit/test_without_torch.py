@@ -38,6 +38,17 @@ def test_dualdist_run_needs_no_torch() -> None:
     assert (ended.returncode, ended.stdout.count("started")) == (0, 2), ended.stderr
 
 
+def test_dualdist_exec_needs_no_torch() -> None:
+    ended = without_torch(HIDE_TORCH, "exec", "--", "sh", "-c", "echo $WORLD_SIZE")
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+
+
+def test_a_script_can_export_the_environment_itself() -> None:
+    source = "from dualdist.launch import export_environment as export; import os; export(); print(os.environ['RANK'])"
+    ended = without_torch(f"import sys; sys.modules['torch'] = None; {source}")
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+
+
 def test_doctor_shows_the_launch_before_it_needs_torch() -> None:
     ended = without_torch(HIDE_TORCH, "doctor")
     assert ended.stdout.startswith("Launch\n  launcher         python\n"), ended.stderr
