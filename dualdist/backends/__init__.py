@@ -29,6 +29,7 @@ __all__ = (
     "check_transport",
     "choose",
     "load",
+    "transport_named",
 )
 
 BACKENDS = {
@@ -56,19 +57,29 @@ class Transport:
     """Whether each process needs a GPU of its own."""
     needs_mpi: bool = False
     """Whether a launcher that starts MPI must start the processes."""
+    others: tuple[str, ...] = ()
+    """Names of torch's other backends that are the same transport."""
 
 
 TRANSPORTS = {
-    "nccl": Transport(needs_gpus=True),
+    # torch/distributed/distributed_c10d.py of 2.15; ncclx is that of torchcomms
+    "nccl": Transport(needs_gpus=True, others=("nccl2", "nccl-legacy", "nccl-lazy", "ncclx")),
     "xccl": Transport(needs_gpus=True),
+    "hccl": Transport(needs_gpus=True),
+    "cncl": Transport(needs_gpus=True),
     "gloo": Transport(),
-    "mpi": Transport(needs_mpi=True),
+    "mpi": Transport(needs_mpi=True, others=("mpi4py",)),
 }
+
+
+def transport_named(backend: str) -> str:
+    """Return the transport that torch's backend called `backend` is, its own name for one that is unknown."""
+    return next((name for name, known in TRANSPORTS.items() if backend in known.others), backend)
 
 
 def check_transport(transport: str | None) -> None:
     """Raise ConfigurationError unless `transport` is None or the name of a transport."""
-    if transport not in (None, *TRANSPORTS):
+    if transport is not None and transport_named(transport) not in TRANSPORTS:
         raise ConfigurationError(
             f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
             "Choose one of these, or leave it out to use the fastest one on this machine."

@@ -26,7 +26,7 @@ from ..executor import in_thread
 from ..launch import DeviceView, choose_devices, shared_devices
 from ..meeting import Meeting, own_node
 from ..types import Launch, Settings
-from . import TRANSPORTS
+from . import TRANSPORTS, transport_named
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from .store import SharedStore, StoreBoard, meet, open_store
 from .torch_group import abort_process_group, wrapped
@@ -88,7 +88,7 @@ def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
         hosts = {name: _hosts(offers, name) for name in sorted({offer.transport for offer in offers})}
         said = "; ".join(f"{name} on {', '.join(names)}" for name, names in hosts.items())
         logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
-    if TRANSPORTS[transport].needs_gpus:
+    if TRANSPORTS[transport_named(transport)].needs_gpus:
         _check_devices(offers, transport)
     return transport
 
@@ -153,7 +153,7 @@ class TorchBackend(Backend):
     ) -> None:
         """place: rank and size. adopted: whether the program has initialized torch.distributed."""
         self.rank, self.size = place
-        self.transport = transport
+        self.transport = transport_named(transport)
         self.device = device
         self.runs_ahead = device is not None
         self._config = config
@@ -219,7 +219,7 @@ class TorchBackend(Backend):
         """Use the process group that torch.distributed has already. Collective."""
         config = adopted_config()
         transport = adopted_transport(config)
-        if asked not in (None, transport):
+        if asked is not None and transport_named(asked) != transport:
             raise ConfigurationError(
                 f"`transport` must be {transport!r}, but is {asked!r} instead: torch.distributed runs already."
             )
@@ -236,11 +236,12 @@ class TorchBackend(Backend):
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
-        if TRANSPORTS[transport].needs_gpus and device_transport() != transport:
+        family = transport_named(transport)
+        if TRANSPORTS[family].needs_gpus and device_transport() != family:
             built = (
                 "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
             )
-            kind = dist.Backend.backend_capability[transport][0].upper()
+            kind = dist.Backend.backend_capability.get(family, ["matching"])[0].upper()
             raise BackendUnavailableError(
                 f"`transport` is {transport!r}, but no {kind} device is usable{built}. Choose gloo."
             )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .. import accelerator
 from ..launch import DeviceView, choose_devices
-from . import TRANSPORTS
+from . import TRANSPORTS, transport_named
 
 
 def world_group() -> Any:
@@ -125,9 +125,8 @@ def _nccl_version_code() -> int:
 
 _CPU = "gloo"
 """What carries tensors on the CPU beside a transport for accelerators."""
-_NAMES = {"mpi4py": "mpi"}
-"""torch's name for a backend -> the name of the transport, where they differ."""
-
+_MPI = "mpi4py"
+"""Our backend over MPI: torch has one called mpi, which only a torch that was built with MPI can use."""
 _MARGIN = timedelta(seconds=30)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -161,7 +160,7 @@ def device_transport() -> str | None:
 
 def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch.device | None:
     """Choose this rank's device, and make it the current one. None if `transport` needs no devices."""
-    index = choose_devices(views)[rank] if TRANSPORTS[transport].needs_gpus else None
+    index = choose_devices(views)[rank] if TRANSPORTS[transport_named(transport)].needs_gpus else None
     if index is None:
         return None
     device = torch.device(str(accelerator.kind()), index)
@@ -171,10 +170,9 @@ def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch
 
 def config_of(transport: str) -> dict[str, str]:
     """Return {type of device: torch's backend for it} for `transport`."""
-    if TRANSPORTS[transport].needs_gpus:
+    if TRANSPORTS[transport_named(transport)].needs_gpus:
         return {"cpu": _CPU, str(accelerator.kind()): transport}
-    names = {own: name for name, own in _NAMES.items()}
-    return {"cpu": names.get(transport, transport)}
+    return {"cpu": _MPI if transport == "mpi" else transport}
 
 
 def adopted_config() -> dict[str, str]:
@@ -185,8 +183,7 @@ def adopted_config() -> dict[str, str]:
 
 def adopted_transport(config: Mapping[str, str]) -> str:
     """Return the transport that carries the tensors of this machine's accelerator; without one, of the CPU."""
-    name = config.get(accelerator.kind() or "cpu", config["cpu"])
-    return _NAMES.get(name, name)
+    return transport_named(config.get(accelerator.kind() or "cpu", config["cpu"]))
 
 
 def adopted_device(transport: str) -> torch.device | None:
@@ -199,5 +196,5 @@ def adopted_device(transport: str) -> torch.device | None:
 
 def carried_types(config: Mapping[str, str]) -> frozenset[str]:
     """Return the types of devices whose tensors need no copy to the host."""
-    through_host = (_CPU, "mpi", *_NAMES)
+    through_host = (_CPU, "mpi", _MPI)
     return frozenset(kind for kind, name in config.items() if kind == "cpu" or name not in through_host)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..backends import TRANSPORTS
+from ..backends import TRANSPORTS, transport_named
 from ..errors import ConfigurationError
 from ..launch.detect import host_names, node_counts
 from ..meeting import INTERFACE
@@ -34,7 +34,7 @@ def backend_variables(
     option, launcher: the names, for an error, of the transport's option and of what starts the processes.
     Raises ConfigurationError for a transport that needs MPI, which only other launchers start.
     """
-    if transport is not None and TRANSPORTS[transport].needs_mpi:
+    if transport is not None and TRANSPORTS[transport_named(transport)].needs_mpi:
         possible = [name for name, needs in TRANSPORTS.items() if not needs.needs_mpi]
         raise ConfigurationError(
             f"`{option}` must be {' or '.join(possible)}, but is {transport} instead: {launcher} does not start MPI. "

@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 from dualdist import accelerator
-from dualdist.backends import torch_interface
+from dualdist.backends import check_transport, torch_interface
+from dualdist.backends.torch import Offer, agreed_transport
 from dualdist.launch import DeviceView
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
+NCCLS = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ncclx")
+"""Names that torch 2.15 and torchcomms have for NCCL."""
 
 
 @pytest.fixture
@@ -38,6 +41,8 @@ def test_a_group_is_adopted_however_it_was_named(adopted: None) -> None:
         ("cuda", {"cpu": "gloo"}, "gloo"),
         (None, {"cpu": "mpi4py"}, "mpi"),
         ("xpu", {"cpu": "gloo", "xpu": "xccl"}, "xccl"),
+        ("npu", {"cpu": "gloo", "npu": "hccl"}, "hccl"),
+        *(("cuda", {"cpu": "gloo", "cuda": name}, "nccl") for name in NCCLS),
     ],
 )
 def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
@@ -45,6 +50,14 @@ def test_the_transport_of_an_adopted_group_is_that_of_the_accelerator(
 ) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: kind)
     assert torch_interface.adopted_transport(config) == transport
+
+
+@pytest.mark.parametrize("name", NCCLS)
+def test_each_name_of_nccl_can_be_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    check_transport(name)
+    assert torch_interface.config_of(name) == {"cpu": "gloo", "cuda": name}
+    assert agreed_transport([Offer("a", 0, ["gpu"], name, is_asked=True)], 0) == name
 
 
 @pytest.mark.parametrize(

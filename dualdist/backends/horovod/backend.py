@@ -380,9 +380,10 @@ class HorovodBackend(Backend):
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
         cls._check_build()
-        if transport == "xccl":
+        if transport not in ("nccl", "gloo", "mpi"):
             raise BackendUnavailableError(
-                "`transport` must be nccl, gloo or mpi for Horovod, but is 'xccl' instead. Choose the backend torch."
+                f"`transport` must be nccl, gloo or mpi for Horovod, but is {transport!r} instead. Choose the backend "
+                "torch."
             )
         if transport == "mpi" and not (hvd.mpi_built() and (launch.starts_mpi or launch.size == 1)):
             lacking = (
