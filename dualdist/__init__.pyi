@@ -57,10 +57,12 @@ from .errors import (
     HostsUpdatedInterrupt as HostsUpdatedInterrupt,
     NotInitializedError as NotInitializedError,
     ProcessEndedError as ProcessEndedError,
+    ReplicaMismatchError as ReplicaMismatchError,
     StallError as StallError,
     WorldMismatchError as WorldMismatchError,
 )
 from .gradients.comm_hook import CommHookState as CommHookState
+from .gradients.replicas import check_replicas as check_replicas
 from .lifecycle import (
     init as init,
     shutdown as shutdown,

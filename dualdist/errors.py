@@ -9,6 +9,7 @@
        ├─ ProcessEndedError            a process of dualdist.spawn died, or its exception cannot be sent
        ├─ CheckpointError              a checkpoint could not be saved or restored, or does not fit
        │  └─ DamagedCheckpointError    a file differs from what was written, or holds what must not be loaded
+       ├─ ReplicaMismatchError         the ranks train different models: see check_replicas
        ├─ HostsUpdatedInterrupt        not an error: the hosts of an elastic job have changed
        └─ HorovodInternalError         a collective failed; elastic training recovers from it
           ├─ NotInitializedError       also a ValueError, because Horovod's rank() and size() raise ValueError
@@ -31,6 +32,7 @@ __all__ = (
     "HostsUpdatedInterrupt",
     "NotInitializedError",
     "ProcessEndedError",
+    "ReplicaMismatchError",
     "StallError",
     "WorldMismatchError",
 )
@@ -84,6 +86,10 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool) -> None:
         super().__init__("The hosts of this job have changed.")
         self.skip_sync = skip_sync
+
+
+class ReplicaMismatchError(RuntimeError):
+    """Parameters, buffers or the optimizer's state differ between ranks. Every member of the process set raises it."""
 
 
 class ProcessEndedError(RuntimeError):

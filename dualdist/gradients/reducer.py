@@ -14,8 +14,6 @@ longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads n
 from __future__ import annotations
 
 import functools
-import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,18 +25,18 @@ from ..agreement.channel import Channel
 from ..agreement.guard import in_turn
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
-from ..collectives.allreduce import allreduce_
 from ..collectives.reduction import scale_
 from ..collectives.sparse import add_sparse, sum_sparse
 from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
-from ..types import Average, Min, Sum
+from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
-from .bucket_memory import SPARSE, BucketMemory, TrackedParameter, as_real
+from .bucket_memory import SPARSE, BucketMemory, TrackedParameter
 from .combiner import SyncOptions
 from .comm_hook import CommHook, GradBucket, HookQueue, HookWork
 from .layout import Layout
+from .replicas import warn_of_differences
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
@@ -449,57 +447,3 @@ class Reducer:
             if self.options.reduction.op == Average:
                 combined *= self._correction(group) / group.size
             param.grad = combined if dense_part is None else add_sparse(combined, dense_part.to_sparse(1))
-
-
-# Warns once when ranks start from different parameters or options, which no exchange of gradients makes equal.
-#
-# Without broadcast_parameters(), or with another learning rate on one rank, each rank trains a model of its own, and
-# losses look normal. The ranks compare checksums when they first combine gradients.
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SHOWN = 5
-
-
-def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions, number: int) -> None:
-    """Warn on the first rank of the process set if parameters or hyperparameters differ between ranks. Collective.
-
-    The host waits for the device of the parameters. number: of the reducer.
-    """
-    # Their names are equal on all ranks, because the class of the optimizer is.
-    numbers, process_set = options.hyperparameters(), options.process_set
-    names = [*(repr(param.name) for param in params), *numbers]
-    values = torch.cat([_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()])])
-    least = allreduce_(
-        torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set
-    )
-    wrong = [name for name, low, high in zip(names, *least.tolist(), strict=True) if low != -high]
-    if wrong and channel_of(process_set).group.rank == 0:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        warnings.warn(
-            f"The ranks start with different values of {', '.join(wrong[:_SHOWN])}{more}, and will train different "
-            "models. Call broadcast_parameters(model.state_dict(), root_rank=0) and broadcast_optimizer_state("
-            "optimizer, root_rank=0) before training. DUALDIST_COMPARE_START=0 switches this comparison off.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-@torch.no_grad()
-def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
-    """Return a sum of the bits of each parameter, (n,) int64 on the CPU."""
-    sums: list[torch.Tensor] = []
-    for param in params:
-        data = param.tensor.data
-        if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
-            sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
-            continue
-        data = as_real(data).contiguous().reshape(-1)
-        sums.append(data.view(_WORDS[data.element_size()]).sum(dtype=torch.int64))
-    devices = {one.device for one in sums}
-    if len(devices) == 1:  # one wait for the device, not one for each parameter
-        return torch.stack(sums).cpu()
-    return torch.tensor([int(one) for one in sums], dtype=torch.int64)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
