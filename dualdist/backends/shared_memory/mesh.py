@@ -70,6 +70,8 @@ class Memory:
     def __init__(self, descriptor: int, place: int, size: int) -> None:
         """Map the memory. Raises OSError when a limit of the process does not allow it."""
         self._map = mmap.mmap(descriptor, 0)
+        # A core dump would read all of it, and so fill the memory of the host.
+        self._map.madvise(mmap.MADV_DONTDUMP)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._place, self._arena_bytes = place, _arena_bytes(size)
         self.box_bytes = box_bytes(size)
