@@ -2,7 +2,8 @@
 
 The launcher starts one agent per host, here or over ssh, and talks to it through its standard input and output. The
 end of its input means that the launcher or the connection is gone; then the agent ends its processes. It adopts the
-orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons that left their session.
+orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons that left their session. Its parent, the
+keeper, only waits for its end, and kills what it leaves behind if it is killed or stopped.
 
 The launcher sends the source of this file to the host's interpreter, so the host needs only Python. Therefore this
 file imports the standard library alone. See agent_connection.py for the launcher's side.
@@ -18,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -50,6 +52,15 @@ def main() -> None:
     length = int(sys.stdin.buffer.readline())
     request = json.loads(sys.stdin.buffer.read(length))
     agent = Agent(request, _file_with(sys.stdin.buffer, request["task"]))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if request["parent"] is not None:
+        _end_with(request["parent"])
+    keeper, (reader, writer) = os.getpid(), os.pipe()
+    worker = os.fork()
+    if worker:
+        os.close(writer)
+        _keep(worker, reader)
+    _end_with(keeper)
     try:
         agent.run()
     except BrokenPipeError:
@@ -87,10 +98,6 @@ class Agent:
     def run(self) -> None:
         """Start the processes and return when none is left."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        if self._request["parent"] is not None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != self._request["parent"]:
-                return
         self._take_signals()
         _write_all(self._request["token"].encode())
         for index in range(len(self._request["processes"])):
@@ -270,10 +277,12 @@ class Agent:
         signalled: set[int] = set()
         while alive := _descendants():
             late = time.monotonic() >= deadline
-            for pid in alive if late else alive - signalled:
+            if late:
+                _kill(alive)
+            for pid in () if late else alive.keys() - signalled:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL if late else number)
-            signalled |= alive
+                    os.kill(pid, number)
+            signalled |= alive.keys()
             time.sleep(_POLL_SECONDS)
 
     @staticmethod
@@ -281,20 +290,64 @@ class Agent:
         threading.Thread(target=target, daemon=True).start()
 
 
-def _descendants() -> set[int]:
-    """Return the ids of this process's children, their children and so on, without those that have ended."""
-    parents: dict[int, int] = {}
+def _end_with(parent: int) -> None:
+    """Receive SIGTERM when this process's parent, which was `parent`, ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _keep(worker: int, ended: int) -> NoReturn:
+    """Wait until the process `worker`, which runs the agent, ends, and kill what is left of its descendants.
+
+    At the end of the input, it has some seconds to end. ended: a pipe that it closes by its end.
+    """
+    os.close(1)  # the launcher waits for the worker to close it
+    events = select.poll()
+    events.register(ended, 0)
+    events.register(0, select.POLLRDHUP)
+    if ended not in dict(events.poll()):
+        events.unregister(0)
+        events.poll(1000 * (_GRACE_SECONDS + 1))
+    status = 0
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            _kill(_descendants(ended=True))
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                status = child[1] if child[0] == worker else status
+            time.sleep(_POLL_SECONDS)
+    os._exit(1 if status else 0)
+
+
+def _kill(groups: dict[int, int]) -> None:
+    """Kill the processes `groups`, a dictionary made by _descendants.
+
+    The members of a process group are killed at once, so that none can start another one meanwhile.
+    """
+    for pid, group in groups.items():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid if group == os.getpgrp() else -group, signal.SIGKILL)
+
+
+def _descendants(*, ended: bool = False) -> dict[int, int]:
+    """Return the process group of each of this process's children, their children and so on, by their ids.
+
+    ended: also of those that have ended and are not waited for yet. A process that lives for too short a time to be
+    found may have left one of its group.
+    """
+    parents: dict[int, tuple[int, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-                state, parent = stat.read().rpartition(b")")[2].split()[:2]
-                if state not in (b"Z", b"X"):
-                    parents[int(name)] = int(parent)
-    found: set[int] = set()
+                state, parent, group = stat.read().rpartition(b")")[2].split()[:3]
+                if ended or state not in (b"Z", b"X"):
+                    parents[int(name)] = int(parent), int(group)
+    found: dict[int, int] = {}
     level = {os.getpid()}
     while level:
-        level = {pid for pid, parent in parents.items() if parent in level} - found
-        found |= level
+        children = {pid: group for pid, (parent, group) in parents.items() if parent in level}
+        level = children.keys() - found.keys()
+        found |= children
     return found
 
 

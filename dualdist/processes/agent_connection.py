@@ -175,21 +175,27 @@ class AgentConnection:
         """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
         if not self.greeted:
             # Ends the agent or its ssh. An agent that still starts on another host finds the end of its input and ends.
-            self.popen.kill()
+            self._kill()
         self._outbox.put(b"end %d %f\n" % (number, grace))
 
     def kill(self) -> None:
         """Kill every process."""
         self._outbox.put(b"kill\n")
 
+    def _kill(self) -> None:
+        """Kill the agent or its ssh, and what a script in place of ssh has started."""
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
     def close(self, timeout: float) -> None:
-        """Wait for the end of the agent, `timeout` seconds at most, and kill it after that."""
-        try:
+        """Wait for the end of the agent, `timeout` seconds at most. After that, end its input, and later kill it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
         self._outbox.put(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(2 * _AGENT_SECONDS)
+        self._kill()
+        self.popen.wait()
         self._sender.join()
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,13 @@ STALE = {
     "DUALDIST_RANK": "5",
 }
 """Variables that outer launchers may have set."""
+
+
+def environments() -> Iterator[bytes]:
+    """Yield the environment of each process of this machine."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            yield file.read_bytes()
 
 
 def test_processes_get_their_own_numbers_and_no_variables_of_outer_launchers(
@@ -180,13 +190,60 @@ def test_a_lost_connection_ends_the_job_and_the_processes_of_the_lost_host(
 ) -> None:
     source = FAMILY + (
         "def parent(pid): return int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
-        "if os.environ['DUALDIST_RANK'] == '1': os.kill(parent(os.getppid()), 9)\n"
+        "if os.environ['DUALDIST_RANK'] == '1': os.kill(parent(parent(os.getppid())), 9)\n"
         "signal.pause()\n"
     )
     ended = run("-H", "hostA:1,hostB:1", *python(source))
     assert ended.code == 255
     assert "hostB, with rank 1, is lost: the connection was lost" in ended.errors
     assert families().left() == []
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("host", ["localhost", "hostA"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_an_agent_that_is_killed_leaves_nothing_running(
+    number: signal.Signals, host: str, run: Run, families: Families
+) -> None:
+    source = STUBBORN + "os.kill(os.getppid(), int(sys.argv[1]))\nsignal.pause()\n"
+    assert run("-H", f"{host}:1", *python(source, str(int(number)))).code in (128 + number, 255)
+    assert families().left(0) == []
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("host", ["localhost", "hostA"])
+def test_an_agent_that_is_stopped_is_ended_with_the_job(
+    host: str, run: Run, families: Families, tmp_path: Path
+) -> None:
+    source = FAMILY + (
+        "if os.environ['DUALDIST_RANK'] == '1':\n"
+        "    open(sys.argv[1]).read()\n"
+        "    sys.exit(3)\n"
+        "with open(f\"{os.environ['FAMILIES']}/{os.getppid()}\", 'w'):\n"
+        "    os.kill(os.getppid(), signal.SIGSTOP)\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "signal.pause()\n"
+    )
+    fifo = tmp_path / "stopped"
+    os.mkfifo(fifo)
+    other = {"localhost": "hostA", "hostA": "localhost"}[host]
+    assert run("-H", f"{host}:1,{other}:1", *python(source, str(fifo))).code == 3
+    assert families().left(0) == []
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("host", ["localhost", "hostA"])
+def test_processes_that_fork_for_ever_end_with_the_job(host: str, run: Run) -> None:
+    source = """
+    import os
+    while True:
+        if os.fork():
+            os._exit(0)
+    """
+    mark = f"FORKS={secrets.token_hex(8)}"
+    assert run("-H", f"{host}:1", "--env", mark, *python(source)).code == 0
+    for _ in range(20):  # one scan can miss a process that lives for a millisecond
+        assert not any(mark.encode() in environment for environment in environments())
 
 
 @pytest.mark.usefixtures("hosts")
