@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +36,9 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's own, and return its exit code."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed, and the next file that is opened would get its number
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     names = "\n".join(f"  {name:8} {purpose}" for name, purpose in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="dualdist",

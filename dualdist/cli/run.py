@@ -11,6 +11,7 @@ its exit code becomes the exit code of this command.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -62,6 +63,13 @@ class Refused:
     arguments: int = 0
 
 
+def whole_number(text: str) -> int:
+    """Return the number that `text` writes in the digits 0 to 9. Raises ValueError."""
+    if not text.isascii():
+        raise ValueError
+    return int(text)
+
+
 def _number(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
     """Return a function that converts a text to a number in the range. Raises ValueError."""
 
@@ -75,8 +83,8 @@ def _number(kind: Callable[[str], float], least: float, most: float = math.inf) 
 
 
 _count, _positive, _time, _noise = (
-    _number(int, 0),
-    _number(int, 1),
+    _number(whole_number, 0),
+    _number(whole_number, 1),
     _number(float, 0),
     _number(float, 0, 1),
 )
@@ -254,7 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-v", "--version", action="version", version=version())
     text = "the number of processes; by default all slots of the hosts"
-    add("-np", "--num-proc", dest="size", type=int, metavar="N", help=text)
+    add("-np", "--num-proc", dest="size", type=whole_number, metavar="N", help=text)
     add("--backend", choices=DISTRIBUTED_BACKENDS, help="the backend (DUALDIST_BACKEND)")
     text = "what transfers the backend's data (DUALDIST_TRANSPORT)"
     add("--transport", choices=TRANSPORTS, help=text)
@@ -270,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(*flags, dest="interfaces", action="append", default=[], metavar="IF", help=text)
     text = "what reaches the other hosts (ssh); the others need no ssh between the hosts of a job"
     add("--start-with", choices=STARTERS, default=DEFAULT_STARTER, help=text)
-    add("-p", "--ssh-port", type=int, metavar="PORT", help="the port of ssh on the other hosts")
+    add("-p", "--ssh-port", type=whole_number, metavar="PORT", help="the port of ssh on the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
     text = "how long to wait for each host to answer (30, or HOROVOD_START_TIMEOUT)"
     add("--start-timeout", metavar="SECONDS", help=text)
@@ -298,6 +306,11 @@ def execute(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         # The reader of the output has closed it.
         return _PIPE_CODE
+    except OSError as error:
+        # The standard error may be the file that cannot be written.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"dualdist run: {error}; all processes have ended.\n")
+        return 1
 
 
 def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:

@@ -65,7 +65,8 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     Raises ConfigurationError when this launcher provides no way.
     """
     source = launch.sources.get("rank")
-    if launch.init_method is not None:
+    is_alone = launch.size == 1 and launch.init_method == "env://" and not env.get("MASTER_ADDR")
+    if launch.init_method is not None and not is_alone:
         return given_board(launch, env)
     if source == "DUALDIST_RANK" and env.get(RENDEZVOUS):
         return LaunchersBoard(env)

@@ -289,7 +289,8 @@ def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     except (KeyError, ValueError):
         raise ConfigurationError(
             "`init_method` must be 'tcp://host:port', or 'env://' with MASTER_ADDR and MASTER_PORT, but is "
-            f"{method!r} instead. Give the address of rank 0, and a free port."
+            f"{method!r} instead. Give the address of rank 0 and a free port, or leave init_method out: launchers that "
+            "set no address need none."
         ) from None
     fix = "Check the address, and that rank 0 was started."
     return KnownBoard(ServerAddress([host], [port], b""), f"`init_method`={method!r}", fix)
@@ -343,7 +344,7 @@ def slurm_board(rank: int, env: Mapping[str, str]) -> Board:
 
 def node_address(node: str) -> str:
     """Return an address of `node`. Ask Slurm if only Slurm knows the name."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         return socket.gethostbyname(node)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         answer = subprocess.run(

@@ -20,6 +20,7 @@ import errno
 import hmac
 import json
 import os
+import queue
 import resource
 import secrets
 import selectors
@@ -62,7 +63,7 @@ def reach(endpoints: Sequence[tuple[str, int]], secret: bytes, seconds: float) -
             connection = opened.enter_context(_socket_for(host))
             connection.setblocking(False)
             try:
-                code = connection.connect_ex((host, port))
+                code = connection.connect_ex((_address(host, seconds), port))
             except socket.gaierror as error:
                 problems.append(f"the host {host!r} has no address ({error.strerror})")
                 continue
@@ -82,6 +83,28 @@ def reach(endpoints: Sequence[tuple[str, int]], secret: bytes, seconds: float) -
                     problems.append(f"{key.data}: {error}")
         problems += [f"{key.data}: timed out" for key in selector.get_map().values()]
     raise ConnectionError("; ".join(problems) or "its host has no address that others can reach")
+
+
+def _address(host: str, seconds: float) -> str:
+    """Return an address of `host`. Raises gaierror without one within `seconds`."""
+    if ":" in host or host.replace(".", "").isdecimal():
+        return host
+    found: queue.SimpleQueue[str | socket.gaierror] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            found.put(socket.gethostbyname(host))
+        except (OSError, UnicodeError) as error:
+            found.put(socket.gaierror(socket.EAI_NONAME, getattr(error, "strerror", str(error))))
+
+    # In a thread: name servers that do not answer hold it up for longer.
+    threading.Thread(target=look_up, daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        answer = found.get(timeout=seconds)
+        if isinstance(answer, str):
+            return answer
+        raise answer
+    raise socket.gaierror(socket.EAI_AGAIN, "no name server has answered")
 
 
 def _socket_for(host: str) -> socket.socket:

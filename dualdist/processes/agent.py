@@ -2,8 +2,8 @@
 
 The launcher starts one agent per host, here or over ssh, and talks to it through its standard input and output. The
 end of its input means that the launcher or the connection is gone; then the agent ends its processes. It adopts the
-orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons that left their session. Its parent, the
-keeper, only waits for its end, and kills what it leaves behind if it is killed or stopped.
+orphans among its descendants (PR_SET_CHILD_SUBREAPER), so it also finds daemons that left their session. Its parent
+only waits for its end, and kills what it leaves behind if it is killed or stopped.
 
 The launcher sends the source of this file to the host's interpreter, so the host needs only Python. Therefore this
 file imports the standard library alone. See agent_connection.py for the launcher's side.
@@ -127,6 +127,7 @@ class Agent:
         if self._request["output"] is not None:
             streams = list(zip((STDOUT, STDERR), self._request["output"], strict=True))
         argv = [_bytes(argument) for argument in process["argv"]]
+        stdin = self._request["stdin"]
         files = [] if self._task is None else [self._task, *os.pipe()]
         reader, passed = files[1:2], [files[0], files[2]] if files else []
         try:
@@ -134,7 +135,7 @@ class Agent:
                 [*argv, *(b"%d" % file for file in passed)],
                 env=env,
                 cwd=_bytes(self._request["cwd"]),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if index or stdin is None else stdin,
                 stdout=streams[0][1],
                 stderr=streams[1][1],
                 start_new_session=True,

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..errors import ConfigurationError
 from . import agent
 from .agent import ENDED, HEADER, RESULT, STARTED, STDERR, STDOUT
 
@@ -81,6 +82,8 @@ class HostJob:
     writes to the pipe is a RESULT event."""
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
+    stdin: int | None = None
+    """The open file for the standard input of the first process; None: it is empty, as that of the others."""
     window: int = 1 << 20
     """How many bytes of output the agent may send before the launcher has taken any."""
 
@@ -130,13 +133,14 @@ class AgentConnection:
         self._taken = 0
         """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox.put(_first_message(job, self._token))
         self.popen = subprocess.Popen(
             job.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=job.output or (),
+            pass_fds=[*(job.output or ()), *([] if job.stdin is None else [job.stdin])],
             bufsize=0,
         )
         assert self.popen.stdout is not None and self.popen.stderr is not None
@@ -145,7 +149,6 @@ class AgentConnection:
             # With a larger pipe, agent and launcher take turns less often. Some users may not enlarge it: pipe(7).
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.popen.stdout.fileno(), fcntl.F_SETPIPE_SZ, _READ_BYTES)
-        self._outbox.put(_first_message(job, self._token))
         self._sender = threading.Thread(target=self._send, name=f"dualdist-{job.host}", daemon=True)
         self._sender.start()
 
@@ -274,15 +277,22 @@ def _first_message(job: HostJob, token: str) -> bytes:
         }
         for process in job.processes
     ]
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "The working directory must exist, but was removed. Change to another one."
+        ) from None
     request = {
         "token": token,
-        "cwd": portable(os.getcwd()),
+        "cwd": portable(folder),
         "env": _portable(job.env),
         "inherit": not job.local,
         "parent": os.getpid() if job.local else None,
         "silence": 0 if job.local else _SILENCE_SECONDS,
         "launcher": job.launcher,
         "output": job.output,
+        "stdin": job.stdin,
         "window": job.window,
         "task": None if job.task is None else len(job.task),
         "processes": processes,

@@ -28,7 +28,7 @@ from ..launch import DUALDIST_RUN, SPAWN
 from . import spawn_child
 from .agent import ENDED, RESULT
 from .agent_connection import LOST, Event, describe_exit
-from .hosts import Host, backend_variables, parse_hosts, read_hostfile
+from .hosts import MOST_PROCESSES, Host, backend_variables, parse_hosts, read_hostfile
 from .job import RunOptions, started
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ def _deprecated(name: str, instead: str) -> None:
 
 
 def _size(name: str, value: Any) -> int:
-    return integer(name, value, least=1, below=1 << 16, fix="Give the number of processes.")
+    return integer(name, value, least=1, below=MOST_PROCESSES, fix="Give the number of processes.")
 
 
 def _limit(timeout: float | None) -> float:
@@ -269,7 +269,13 @@ def _pickled_call(name: str, called: Any, args: Any, kwargs: Any, *, by_value: b
             f"`{name}` and its arguments must be objects that can be pickled, but pickling failed: {error}. Use a "
             f"function at the top of a module and arguments that can be copied{'' if by_value else f', or {_INSTALL}'}."
         ) from error
-    preparation = multiprocessing_spawn.get_preparation_data("dualdist")
+    try:
+        preparation = multiprocessing_spawn.get_preparation_data("dualdist")
+    except RuntimeError:
+        raise RuntimeError(
+            "dualdist.spawn must be called under `if __name__ == '__main__':`, but is called while a new process "
+            "imports the script. Put the guard before the call."
+        ) from None
     if typed or by_value:
         for field in ("init_main_from_path", "init_main_from_name"):
             preparation.pop(field, None)

@@ -50,8 +50,12 @@ def backend_variables(
 
 _NAME = r"(?P<name>(?:[A-Za-z0-9_.][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.%\w]+\]))"
 """A host name or address, IPv6 in brackets, with an optional USER@ before it. It cannot be an option of ssh."""
-_ITEM = re.compile(rf"{_NAME}(?::(?P<slots>\d+))?", re.ASCII)
-_WORD = re.compile(r"(?P<key>[a-z_-]+)\s*=\s*(?P<value>\d+)")
+_ITEM = re.compile(rf"{_NAME}(?::(?P<slots>\d{{1,9}}))?", re.ASCII)
+_WORD = re.compile(r"(?P<key>[a-z_-]+)\s*=\s*(?P<value>\d{1,9})\b", re.ASCII)
+
+
+MOST_PROCESSES = 1 << 16
+"""A job has fewer processes."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ def assign(hosts: Sequence[Host], size: int | None) -> list[Slot]:
     if size is not None and size < 1:
         raise ConfigurationError(f"`-np` must be at least 1, but is {size} instead.")
     size = total if size is None else size
+    if size >= MOST_PROCESSES:
+        raise ConfigurationError(f"`-np` must be less than {MOST_PROCESSES}, but is {size} instead.")
     if not 1 <= size <= total:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ConfigurationError(
@@ -140,8 +146,8 @@ def parse_host(item: str, where: str) -> Host:
 
 
 def _parse_line(content: str, where: str) -> Host:
-    name, _, rest = content.partition(" ")
-    host = parse_host(name.strip(), where)
+    name, *more = content.split(None, 1)
+    host, rest = parse_host(name, where), "".join(more)
     words = {found["key"]: int(found["value"]) for found in _WORD.finditer(rest)}
     unknown = _WORD.sub("", rest).strip() or ", ".join(words.keys() - {"slots", "max_slots", "max-slots"})
     if unknown:

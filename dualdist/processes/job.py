@@ -7,6 +7,8 @@ where its processes meet, an agent on each host, which starts them, and a Superv
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fcntl
 import math
 import os
 import secrets
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..backends.horovod.installed import CHILDREN_FOLDER, is_installed
+from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN, nodes, topology
 from ..launch.environment import copied_variables, exportable, process_variables, without_launchers
 from ..meeting import INTERFACE, LOOPBACK, interface_of
@@ -60,6 +63,8 @@ class RunOptions:
     """See HostJob."""
     descriptors: tuple[int, int] | None = None
     """The open files for the processes' output on this host; None: it is sent to the launcher."""
+    stdin: int | None = None
+    """The open file for rank 0's standard input, if rank 0 is on this host. Without it, it is empty, as for others."""
 
     @property
     def ssh_options(self) -> list[str]:
@@ -80,6 +85,12 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     """
     slots = assign(options.hosts, options.size)
     remote = [host for host in dict.fromkeys(slot.host for slot in slots) if not is_local(host)]
+    local = [host for host in dict.fromkeys(slot.host for slot in slots) if host not in remote]
+    if len(local) > 1:
+        raise ConfigurationError(
+            f"`-H` must have one name for each host, but {' and '.join(local)} are all this one, whose processes would "
+            "share its GPUs. Use one name, with all slots."
+        )
     interface = options.variables.get(INTERFACE)
     address = address_towards(remote[0], env, interface) if remote else LOOPBACK
     first = address_of(slots[0].host, env) if slots[0].host in remote else None
@@ -110,6 +121,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
                 launcher=address if remote else None,
                 task=options.task,
                 output=None if host in remote else options.descriptors,
+                stdin=options.stdin if host == slots[0].host and host in local else None,
                 window=window,
             )
             for host in processes
@@ -252,8 +264,13 @@ def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     Must be called in the main thread, because it handles signals. Raises ConfigurationError, before it starts anything,
     when the options do not fit the hosts.
     """
-    with _signals() as signals, started(options, env) as job:
-        return _Ending(job, signals, options.start_timeout).follow()
+    stdin = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)  # an agent has files of its own below 3
+    options = dataclasses.replace(options, stdin=stdin)
+    try:
+        with _signals() as signals, started(options, env) as job:
+            return _Ending(job, signals, options.start_timeout).follow()
+    finally:
+        os.close(stdin)
 
 
 class _Ending:

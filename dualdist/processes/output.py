@@ -1,13 +1,15 @@
 """Writes the output of all processes to the launcher's own output, in whole lines with the rank before each.
 
-The form of a line is that of horovodrun and mpirun, `[1,0]<stdout>:text`. As in horovodrun, a carriage return also ends
-a line, so that progress bars move. A write never blocks, even while nobody reads; see Sink.
+The form of a line is that of horovodrun and mpirun, `[1,0]<stdout>:text`. A carriage return also ends a line: on a
+terminal, the next one replaces it, so that progress bars move, and elsewhere each of their updates is a line. A write
+never blocks, even while nobody reads; see Sink.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -40,6 +42,8 @@ class Sink:
         self._changed = threading.Condition()
         self._closed = False
         # A daemon thread: the interpreter can end while a write blocks.
+        self.redraws = os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
+        """Whether a line that ends with a carriage return is replaced by the next."""
         self._thread = threading.Thread(target=self._work, name=f"dualdist-output-{descriptor}", daemon=True)
 
     def put(self, data: bytes) -> None:
@@ -97,29 +101,32 @@ _LAST_SECONDS = 1.0
 """How long to wait for the last writes after an error."""
 
 
+_RETURN = re.compile(rb"\r(?!\n)")
+_EMPTY_UPDATE = re.compile(rb"(?<![^\r\n]) *\r(?!\n)")
+"""An update of a progress bar that shows nothing. tqdm starts each with a carriage return, and removes it by spaces."""
+
+
 class _Lines:
     """One stream of one rank."""
 
-    def __init__(
-        self, prefix: str, put: Callable[[bytes], None], copy: IO[bytes] | None, timestamps: bool
-    ) -> None:
+    def __init__(self, prefix: str, sink: Sink, copy: IO[bytes] | None, timestamps: bool) -> None:
         self._prefix = prefix
-        self._put = put
+        self._put = sink.put
+        self._redraws = sink.redraws
         self._copy = copy
         self._timestamps = timestamps
         self._rest = bytearray()
         """The start of a line whose end has not arrived."""
-        self._after_return = False
+        self._return = b""
+        """A carriage return at the end of what was written. The next byte shows whether it is one of \\r\\n."""
 
     def write(self, data: bytes) -> None:
         if self._copy is not None:
             self._copy.write(data)
             self._copy.flush()
-        # A \r\n that was split between two writes.
-        halved, self._after_return = self._after_return and data.startswith(b"\n"), data.endswith(b"\r")
-        if halved:
-            self._put(b"\n")
-            data = data[1:]
+        data = self._return + data
+        self._return = data[-1:] if data.endswith(b"\r") else b""
+        data = data[: len(data) - len(self._return)]
         if len(self._rest) + len(data) > LONGEST_LINE:
             data = self._cut(data)
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
@@ -141,11 +148,10 @@ class _Lines:
         """Write whole lines. One pass over the text for each kind of line end is 20 times as fast as one per line."""
         context = self._context()
         if b"\r" in text:
-            text = text.replace(b"\r", b"\r" + context).replace(b"\r" + context + b"\n", b"\r\n")
-        if text.endswith(b"\n"):
-            self._put(b"".join((context, text[:-1].replace(b"\n", b"\n" + context), b"\n")))
-        else:
-            # The text ends with \r. The prefix that was added after it is removed: that line has not begun.
+            end = b"\r" + context if self._redraws else b"\n"
+            text = _RETURN.sub(lambda _: end, _EMPTY_UPDATE.sub(b"", text))
+        if text:
+            # The last prefix is removed: that line has not begun.
             self._put((context + text.replace(b"\n", b"\n" + context))[: -len(context)])
 
     def close(self) -> None:
@@ -156,7 +162,8 @@ class _Lines:
             self._copy.close()
 
     def _context(self) -> bytes:
-        return f"{time.asctime() if self._timestamps else ''}{self._prefix}".encode()
+        erase = "\x1b[K" if self._redraws else ""
+        return f"{erase}{time.asctime() if self._timestamps else ''}{self._prefix}".encode()
 
 
 def _first_line(data: bytes) -> int:
@@ -230,9 +237,9 @@ class Output:
 
     def check(self) -> None:
         """Raise OSError when the output could not be written."""
-        for sink in self._sinks.values():
+        for stream, sink in self._sinks.items():
             if sink.error is not None:
-                raise sink.error
+                raise OSError(sink.error.errno, sink.error.strerror, _NAMES[stream])
 
     def close_rank(self, rank: int) -> None:
         """Write the rest of an unfinished last line."""
@@ -271,7 +278,7 @@ class Output:
         if self._folder is not None:
             copy = open(self._rank_folder(self._folder, rank) / _NAMES[stream], "ab")
         prefix = f"[1,{rank}]<{_NAMES[stream]}>:"
-        return _Lines(prefix, self._sinks[stream].put, copy, self._timestamps)
+        return _Lines(prefix, self._sinks[stream], copy, self._timestamps)
 
     def _make_files(self, folder: Path) -> None:
         for rank in range(self._size):

@@ -22,14 +22,14 @@ from .agent_connection import AGENT_COMMAND
 
 # Other hosts: which names mean this machine, the ssh command, and the address at which they reach this machine.
 
-_SSH_SECONDS = 10.0
+_SSH_SECONDS = "5"
 
 
 def is_local(host: str) -> bool:
     """Return whether `host` is this machine: one of its names or addresses."""
     if host in ("localhost", socket.gethostname(), socket.getfqdn()):
         return True
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: the name is too long
         for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 # Only an address of this machine can be bound.
@@ -74,7 +74,7 @@ def address_towards(host: str, env: Mapping[str, str], interface: str | None) ->
         return candidates({INTERFACE: interface})[0]
     try:
         return own_address(node_address(_network_name(host, env)))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"`-H` must name hosts that can be reached, but {host!r} cannot: {error}. "
             "Check the name, or choose the network with --network-interface."
@@ -90,21 +90,23 @@ def _network_name(host: str, env: Mapping[str, str]) -> str:
     """Return the name or address to which ssh connects for `host`, which may be an alias of its configuration."""
     name = _bare(host).rpartition("@")[2]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        question = [*_ssh(env), "-G", "--", _bare(host)]
+        # timeout(1) also ends what a script in place of ssh has started.
+        question = ["timeout", "-s", "KILL", _SSH_SECONDS, *_ssh(env), "-G", "--", _bare(host)]
         answer = subprocess.run(
-            question,
-            capture_output=True,
-            text=True,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_SSH_SECONDS,
+            question, capture_output=True, text=True, errors="replace", check=True, stdin=subprocess.DEVNULL
         )
         name = next((line[9:] for line in answer.stdout.splitlines() if line.startswith("hostname ")), name)
     return name
 
 
 def _ssh(env: Mapping[str, str]) -> list[str]:
-    return shlex.split(env.get("DUALDIST_SSH") or "ssh")
+    given = env.get("DUALDIST_SSH") or "ssh"
+    try:
+        return shlex.split(given)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"`DUALDIST_SSH` must be a command, but is {given!r} instead: {error}."
+        ) from None
 
 
 def _bare(host: str) -> str:

@@ -100,6 +100,49 @@ def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytes
     assert ended.written(0) == b"['torch', 'gloo', 'lo', 'b=c', '1']\n"
 
 
+def started_by_a_shell(command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `command` with `text` as its standard input. In it, RUN is `python -m dualdist run`."""
+    return subprocess.run(
+        command.replace("RUN", f"{sys.executable} -m dualdist run"),
+        shell=True,
+        cwd=ROOT,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_rank_0_has_the_standard_input_of_the_launcher() -> None:
+    ended = started_by_a_shell("RUN -np 2 sh -c 'echo $DUALDIST_RANK read $(cat)'", "some text")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["[1,0]<stdout>:0 read some text", "[1,1]<stdout>:1 read"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_standard_files_that_are_closed_are_empty(closed: str) -> None:
+    ended = started_by_a_shell(f"RUN -np 2 sh -c 'cat; echo out; echo err >&2' {closed}", "some text\n")
+    assert ended.returncode == 0, ended.stderr
+    files = closed.split()
+    assert ended.stdout.count("out\n") == (0 if ">&-" in files else 2)
+    assert ended.stderr.count("err\n") == (0 if "2>&-" in files else 2)
+    assert ended.stdout.count("some text") == (0 if {"<&-", ">&-"} & set(files) else 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("RUN -np 2 echo text >/dev/full", "No space left on device: 'stdout'"),
+        ("RUN -np 2 sh -c 'echo text >&2' 2>/dev/full", ""),
+        ("ulimit -n 16; RUN -np 2 true", "Too many open files"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_one_line(command: str, said: str) -> None:
+    ended = started_by_a_shell(command)
+    assert ended.returncode == 1
+    assert said in ended.stderr and ended.stderr.count("\n") == bool(said)
+
+
 def test_the_error_names_a_command_that_does_not_exist(run: Run) -> None:
     ended = run("-np", "2", "no-such-command")
     assert ended.code == 127
@@ -182,6 +225,23 @@ def test_the_error_names_a_host_that_cannot_be_reached(host: str, words: str, ru
     assert ended.code in (1, 255)
     assert host in ended.errors and words in ended.errors
     assert ended.errors.count("dualdist run:") == 1
+
+
+@pytest.mark.parametrize("mode", ["nothing", "garbage", "a wrong line"])
+def test_what_answers_in_place_of_ssh_is_ended(
+    mode: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = {"nothing": ":", "garbage": "head -c 200000 /dev/urandom", "a wrong line": "echo Welcome"}
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{written[mode]}\nsleep 1000\n")
+    ssh.chmod(0o755)
+    mark = f"STRAY={secrets.token_hex(8)}"
+    monkeypatch.setenv(*mark.split("="))
+    monkeypatch.setenv("DUALDIST_SSH", str(ssh))
+    ended = run("-H", "192.0.2.1:1", "--network-interface", "lo", "--start-timeout", "1", "true")
+    assert ended.code == 1 and ended.errors.count("dualdist run:") == 1
+    assert "192.0.2.1 did not answer within 1 s" in ended.errors
+    assert not any(mark.encode() in environment for environment in environments())
 
 
 @pytest.mark.usefixtures("hosts")

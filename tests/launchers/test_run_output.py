@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import random
 import select
 import signal
@@ -187,10 +188,7 @@ def test_output_is_passed_on_in_whole_lines_as_it_was_written(run: Run, tmp_path
         for stream in ("stdout", "stderr"):
             written = lines + b" 1%\r 2%\rdos\r\n\nthe end"
             assert (tmp_path / "out" / f"rank.{rank}" / stream).read_bytes() == written
-            assert (
-                ended.written(rank, stream).replace(b"dos\r", b"dos\r\n").replace(b"\n\n\n", b"\n\n")
-                == written + b"\n"
-            )
+            assert ended.written(rank, stream) == lines + b" 1%\n 2%\ndos\r\n\nthe end\n"
 
 
 def test_ranks_in_output_folders_are_padded_and_old_output_is_replaced(run: Run, tmp_path: Path) -> None:
@@ -199,3 +197,41 @@ def test_ranks_in_output_folders_are_padded_and_old_output_is_replaced(run: Run,
     assert {path.name for path in tmp_path.iterdir()} == {f"rank.{rank:02}" for rank in range(11)}
     assert (tmp_path / "rank.10" / "stdout").read_text() == "10\n"
     assert (tmp_path / "rank.10" / "stderr").read_text() == ""
+
+
+BARS = """
+import sys, tqdm
+for _ in tqdm.tqdm(range(3), mininterval=0, bar_format="{n}/{total}", file=sys.stdout):
+    pass
+for _ in tqdm.tqdm(range(3), mininterval=0, bar_format="{n} of {total}", file=sys.stdout, leave=False):
+    pass
+print("done")
+"""
+
+
+def test_each_update_of_a_progress_bar_is_a_line_of_a_file(run: Run) -> None:
+    ended = run("-np", "2", *python(BARS))
+    # tqdm itself writes the last state of a bar that it leaves twice.
+    updates = ["0/3", "1/3", "2/3", "3/3", "3/3", "0 of 3", "1 of 3", "2 of 3", "3 of 3", "done"]
+    expected = [f"[1,{rank}]<stdout>:{update}" for rank in range(2) for update in updates]
+    assert sorted(ended.output.decode().splitlines()) == sorted(expected)
+
+
+def test_a_progress_bar_is_drawn_in_place_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dualdist", "run", "-np", "1", *python(BARS)]
+    with (
+        os.fdopen(ours, "rb", 0) as terminal,
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=theirs) as launcher,
+    ):
+        os.close(theirs)
+        text = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while data := terminal.read(1 << 16):
+                text += data
+    assert launcher.returncode == 0
+    start = b"\x1b[K[1,0]<stdout>:"
+    first = b"".join(start + b"%d/3\r" % number for number in range(4)) + start + b"3/3\r\n"
+    second = b"".join(start + b"%d of 3\r" % number for number in range(4))
+    assert text == first + second + start + b"done\r\n"

@@ -202,7 +202,7 @@ def test_a_script_without_a_main_guard_is_an_error_instead_of_endless_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_to_be(tmp_path / "script.py", "import dualdist\ndualdist.spawn(print, nprocs=1)\n", monkeypatch)
-    with pytest.raises(RuntimeError, match="if __name__ == '__main__':"):
+    with pytest.raises(RuntimeError, match=r"^dualdist.spawn must .* `if __name__ == '__main__':`"):
         hvd.spawn(print, nprocs=1)
 
 

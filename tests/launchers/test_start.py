@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from ..helpers.requirements import need, need_programs, need_root
 from ..helpers.script_launch import finish
 
 SCRIPT = """\
@@ -187,6 +190,32 @@ def test_a_host_without_an_address_is_named() -> None:
     )
     ended = finish(["python", "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
     assert "the host 'no-such-host.invalid' has no address" in ended.output
+
+
+def test_a_name_server_that_does_not_answer_does_not_lengthen_the_start(tmp_path: Path) -> None:
+    """In a network of its own, with a name server that only listens."""
+    alone = ["unshare", "--net", "--mount"]
+    need_root()
+    need_programs("unshare", "ip", "mount")
+    allowed = subprocess.run([*alone, "true"], capture_output=True)
+    need(allowed.returncode == 0, f"needs namespaces: {allowed.stderr.decode().strip()}")
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:2\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import socket, time, torch, dualdist\n"
+        "server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "server.bind(('127.0.0.1', 53))\n"
+        "start = time.monotonic()\n"
+        "try:\n"
+        "    dualdist.init(init_method='tcp://no-such-host.example:1', rank=1, world_size=2)\n"
+        "finally:\n"
+        "    print('after', time.monotonic() - start)\n"
+    )
+    setup = f"ip link set lo up && mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
+    command = [*alone, "sh", "-c", f"{setup} && exec {sys.executable} {script}"]
+    ended = finish(command, {START_TIMEOUT: "2"}, seconds=MANY_SECONDS, forks=False)
+    assert "the host 'no-such-host.example' has no address" in ended.output, ended.output
+    assert float(ended.output.split("after ")[1].split()[0]) < 30, ended.output
 
 
 def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> None:

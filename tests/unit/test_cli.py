@@ -133,6 +133,9 @@ def test_the_error_names_the_option_with_a_value_out_of_range(
             ["-np", "1", "--timeline-mark-cycles", "--no-timeline-mark-cycles", "true"],
             "cannot be given together",
         ),
+        (["-np", "99999999999", "true"], "99999999999"),
+        (["-H", "localhost:1,127.0.0.1:1", "true"], "localhost and 127.0.0.1 are all this one"),
+        (["-H", f"{'x' * 300}:1", "true"], "x" * 300),
         (["-H", "192.0.2.1:1", "--network-interface", "none0", "true"], "'none0'"),
     ],
 )
@@ -142,6 +145,30 @@ def test_the_error_for_a_wrong_command_line_is_one_line_that_names_the_problem(
     assert main(["run", *arguments]) == 2
     errors = capsys.readouterr().err
     assert words in errors and errors.count("\n") == 1
+
+
+def test_a_command_for_ssh_with_an_open_quote_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DUALDIST_SSH", "ssh -F 'x")
+    assert main(["run", "-H", "192.0.2.1:1", "true"]) == 2
+    assert "`DUALDIST_SSH` must be a command" in capsys.readouterr().err
+
+
+def test_a_working_directory_that_was_removed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    assert main(["run", "-np", "1", "true"]) == 2
+    assert "working directory" in capsys.readouterr().err
+
+
+def test_only_the_digits_0_to_9_are_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "-np", "\u0663", "true"])
+    assert "'\u0663'" in capsys.readouterr().err
 
 
 def test_an_unknown_option_and_an_abbreviation_are_errors(capsys: pytest.CaptureFixture[str]) -> None:

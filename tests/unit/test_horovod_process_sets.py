@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -10,11 +11,15 @@ import dualdist as hvd
 
 from ..helpers.requirements import need_modules
 
-need_modules("horovod")
-
-from dualdist.backends.horovod import group  # noqa: E402 - it imports Horovod
-
 TWO_HOSTS = ("alpha", "alpha", "beta", "beta")
+
+
+@pytest.fixture
+def group() -> ModuleType:
+    need_modules("horovod")
+    from dualdist.backends.horovod import group
+
+    return group
 
 
 @pytest.mark.parametrize(
@@ -29,7 +34,7 @@ TWO_HOSTS = ("alpha", "alpha", "beta", "beta")
     ],
 )
 def test_only_a_gloo_controller_that_was_not_repaired_is_refused(
-    version: str, mpi: bool, refused: bool
+    version: str, mpi: bool, refused: bool, group: ModuleType
 ) -> None:
     with (
         mock.patch("importlib.metadata.version", return_value=version),
@@ -42,7 +47,7 @@ def test_only_a_gloo_controller_that_was_not_repaired_is_refused(
             group.check_process_set((1, 2, 3), TWO_HOSTS)
 
 
-def test_sets_of_one_host_are_never_refused() -> None:
+def test_sets_of_one_host_are_never_refused(group: ModuleType) -> None:
     with mock.patch("importlib.metadata.version", return_value="0.28.1"):
         group.check_process_set((0, 1), TWO_HOSTS)
         group.check_process_set((1, 3), ("alpha",) * 4)

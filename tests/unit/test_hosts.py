@@ -28,7 +28,20 @@ def test_a_host_list_is_names_and_slots(text: str, hosts: list[tuple[str, int]])
 
 @pytest.mark.parametrize(
     "text",
-    ["", "node1:", "node1:two", "node1:-1", ":4", "a b:1", "-oProxyCommand=x:1", "a;b:1", "$(x):1", "a\nb"],
+    [
+        "",
+        "node1:",
+        "node1:two",
+        "node1:-1",
+        "node1:9999999999",
+        "n:\u0663",
+        ":4",
+        "a b:1",
+        "-oProxyCommand=x:1",
+        "a;b:1",
+        "$(x):1",
+        "a\nb",
+    ],
 )
 def test_an_error_quotes_what_is_not_a_host_name(text: str) -> None:
     with pytest.raises(ConfigurationError, match="-H") as caught:
@@ -37,16 +50,22 @@ def test_an_error_quotes_what_is_not_a_host_name(text: str) -> None:
 
 
 def test_host_files_of_horovodrun_open_mpi_and_mpich_are_read() -> None:
-    text = "# all nodes\nnode1 slots=4\n\nnode2 slots = 2 max_slots=8  # the small one\nnode3:3\r\n  node4\n"
+    text = (
+        "# all nodes\nnode1 slots=4\n\nnode2 slots = 2 max_slots=8  # the small one\nnode3:3\r\n  node4\n"
+        "node5\tslots=2\t max_slots=2\n"
+    )
     assert parse_hostfile(text, "hosts") == [
         Host("node1", 4),
         Host("node2", 2),
         Host("node3", 3),
         Host("node4", 1),
+        Host("node5", 2),
     ]
 
 
-@pytest.mark.parametrize("line", ["node2 slots=x", "node2 4", "node2 slots=4 color=3", "no/de slots=1"])
+@pytest.mark.parametrize(
+    "line", ["node2 slots=x", "node2 4", "node2 slots=4 color=3", "no/de slots=1", "a slots=\u0663"]
+)
 def test_an_error_names_the_line_of_a_host_file(line: str) -> None:
     with pytest.raises(ConfigurationError, match="hosts:2"):
         parse_hostfile(f"node1 slots=1\n{line}\n", "hosts")
@@ -80,6 +99,11 @@ def test_without_a_number_of_processes_all_slots_are_used() -> None:
 def test_too_many_and_too_few_processes_are_errors(size: int, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         assign([Host("a", 2), Host("b", 1)], size)
+
+
+def test_a_job_has_a_largest_size() -> None:
+    with pytest.raises(ConfigurationError, match="less than 65536, but is 99999999999 instead"):
+        assign([Host("a", 99_999_999_999)], None)
 
 
 def test_names_and_addresses_of_this_machine_are_local() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect, launch_from
-from dualdist.meeting import find_board
+from dualdist.meeting import Meeting, find_board
 
 TORCHRUN = {
     "RANK": "1",
@@ -38,6 +38,20 @@ def test_an_address_alone_serves_the_processes_of_a_launcher() -> None:
 
 def test_env_is_an_address_for_a_single_process() -> None:
     assert launch_from({"init_method": "env://"}, {}).size == 1
+
+
+def test_a_world_of_one_needs_no_address() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1"}
+    for launch in (detect(env), launch_from({"init_method": "env://"}, {})):
+        with Meeting(find_board(launch, env), 0, 1, timeout=10.0) as meeting:
+            assert meeting.gather("alone") == ["alone"]
+
+
+def test_the_error_for_an_absent_address_says_that_a_launcher_may_need_none() -> None:
+    env = {name: value for name, value in TORCHRUN.items() if not name.startswith("MASTER_")}
+    launch = launch_from({"rank": 1, "size": 2, "init_method": "env://"}, env)
+    with pytest.raises(ConfigurationError, match="leave init_method out"):
+        find_board(launch, env)
 
 
 @pytest.mark.parametrize(
