@@ -278,12 +278,12 @@ class Agent:
         signalled: set[int] = set()
         while alive := _descendants():
             late = time.monotonic() >= deadline
-            if late:
-                _kill(alive)
-            for pid in () if late else alive.keys() - signalled:
+            for pid in alive.keys() - signalled:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
             signalled |= alive.keys()
+            if late:
+                _kill(alive)
             time.sleep(_POLL_SECONDS)
 
     @staticmethod
@@ -301,7 +301,7 @@ def _end_with(parent: int) -> None:
 def _keep(worker: int, ended: int) -> NoReturn:
     """Wait until the process `worker`, which runs the agent, ends, and kill what is left of its descendants.
 
-    At the end of the input, it has some seconds to end. ended: a pipe that it closes by its end.
+    At the end of the input, it has some seconds to end. ended: a pipe that closes when it ends.
     """
     os.close(1)  # the launcher waits for the worker to close it
     events = select.poll()
@@ -327,14 +327,15 @@ def _kill(groups: dict[int, int]) -> None:
     """
     for pid, group in groups.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid if group == os.getpgrp() else -group, signal.SIGKILL)
+            # A group of another PID namespace is 0.
+            os.kill(-group if group > 1 and group != os.getpgrp() else pid, signal.SIGKILL)
 
 
 def _descendants(*, ended: bool = False) -> dict[int, int]:
     """Return the process group of each of this process's children, their children and so on, by their ids.
 
-    ended: also of those that have ended and are not waited for yet. A process that lives for too short a time to be
-    found may have left one of its group.
+    ended: also of those that have ended and are not waited for yet. They show the groups of processes that start
+    another one and end too soon to be seen.
     """
     parents: dict[int, tuple[int, int]] = {}
     for name in os.listdir("/proc"):

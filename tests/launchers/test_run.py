@@ -295,10 +295,13 @@ def test_an_agent_that_is_stopped_is_ended_with_the_job(
 @pytest.mark.parametrize("host", ["localhost", "hostA"])
 def test_processes_that_fork_for_ever_end_with_the_job(host: str, run: Run) -> None:
     source = """
-    import os
-    while True:
-        if os.fork():
-            os._exit(0)
+    import os, signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _ in range(4):
+        if os.fork() == 0:
+            while True:
+                if os.fork():
+                    os._exit(0)
     """
     mark = f"FORKS={secrets.token_hex(8)}"
     assert run("-H", f"{host}:1", "--env", mark, *python(source)).code == 0
