@@ -327,23 +327,25 @@ def _kill(groups: dict[int, int]) -> None:
     """
     for pid, group in groups.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            # A group of another PID namespace is 0.
-            os.kill(-group if group > 1 and group != os.getpgrp() else pid, signal.SIGKILL)
+            os.kill(-group if group > 1 else pid, signal.SIGKILL)
 
 
 def _descendants(*, ended: bool = False) -> dict[int, int]:
     """Return the process group of each of this process's children, their children and so on, by their ids.
 
+    The group is 0 where others may be in it, too: in the session of this process, and in another PID namespace.
+
     ended: also of those that have ended and are not waited for yet. They show the groups of processes that start
     another one and end too soon to be seen.
     """
+    own = os.getsid(0)
     parents: dict[int, tuple[int, int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-                state, parent, group = stat.read().rpartition(b")")[2].split()[:3]
+                state, parent, group, session = stat.read().rpartition(b")")[2].split()[:4]
                 if ended or state not in (b"Z", b"X"):
-                    parents[int(name)] = int(parent), int(group)
+                    parents[int(name)] = int(parent), int(group) if int(session) != own else 0
     found: dict[int, int] = {}
     level = {os.getpid()}
     while level:
