@@ -148,7 +148,8 @@ class PublishedBoard(Board):
         server = MeetingServer(size, [LOOPBACK, *hosts], secret)
         self._own = ServerAddress([LOOPBACK], [server.port], secret)
         try:
-            self.write(json.dumps([own_node(), hosts, server.port, secret.hex()]))
+            place = [own_node(), hosts, server.port, secret.hex()]
+            self.write(json.dumps(place, separators=(",", ":")))  # PMI-1 allows no blanks
         except BaseException:
             server.close()
             raise

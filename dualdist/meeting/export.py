@@ -23,7 +23,7 @@ from . import find_board
 from .addresses import find_addresses, interface_of, own_node, reserved_port
 from .boards import Board
 from .member import Meeting
-from .pmix import NAMESPACE, PmixBoard, connected_pmix
+from .pmi import PmiBoard, Pmix, connected, process_manager
 
 _THREADS, _INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 """Variables that keep the user's value."""
@@ -53,7 +53,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
         with contextlib.ExitStack() as stack:
             gather = _alone
             if launch.size > 1:
-                gather = stack.enter_context(Meeting(find(), launch.rank, launch.size, seconds)).gather
+                gather = stack.enter_context(Meeting(find(seconds), launch.rank, launch.size, seconds)).gather
             variables = _agreed(launch, env, gather, prepare)
     for name in (_THREADS, _INTERFACE):
         if value := variables.pop(name, ""):
@@ -66,19 +66,24 @@ def _alone(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[], Board]]]:
-    """Yield this process's place in its job, and a function that returns where the ranks meet."""
+def _job(env: Mapping[str, str]) -> Iterator[tuple[Launch, Callable[[float], Board]]]:
+    """Yield this process's place in its job, and a function that returns where the ranks meet.
+
+    Its argument: how many seconds to wait for other ranks.
+    """
+    kind = process_manager(env)
     with contextlib.ExitStack() as stack:
 
         def pmix_size() -> int:
-            return stack.enter_context(connected_pmix()).job_size() if NAMESPACE in env else 0
+            manager = None if kind is None else stack.enter_context(connected(kind))
+            return manager.job_size() if isinstance(manager, Pmix) else 0
 
         launch = detect(env, pmix_size)
 
-        def find() -> Board:
+        def find(seconds: float) -> Board:
             is_one_host = launch.local_size == launch.size
-            if NAMESPACE in env and launch.init_method is None and launch.starts_mpi and not is_one_host:
-                return PmixBoard(launch, env, stack.enter_context(connected_pmix()))
+            if kind is not None and launch.init_method is None and launch.starts_mpi and not is_one_host:
+                return PmiBoard(launch, env, stack.enter_context(connected(kind)), seconds)
             return find_board(launch, env, may_start_mpi=False)
 
         yield launch, find

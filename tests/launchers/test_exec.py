@@ -19,6 +19,7 @@ from ..helpers.script_launch import finish
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import MPIRUN, ROOT
 from .test_hosts import OPEN_MPI
+from .test_mpis import debians_mpich
 
 EXEC = (sys.executable, "-m", "dualdist", "exec")
 SCRIPT = (torchrun_script.__file__, "a b", "$HOME")
@@ -73,6 +74,34 @@ def _on_two_hosts(size: int) -> tuple[str, ...]:
     passed_on = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "DUALDIST_START_TIMEOUT_SECONDS")
     options = ("--allow-run-as-root", "--oversubscribe", *passed_on)
     return ("mpirun", *options, "-H", "alpha:2,beta:1", "-np", f"{size}")
+
+
+_MPIEXEC = ("mpiexec.hydra", "-launcher", "ssh", "-iface", "net0", "-hosts", "alpha:2,beta:1", "-np", "3")
+
+
+def test_mpiexec_of_mpich_on_two_hosts(network: Network) -> None:
+    need_programs("mpiexec.hydra")
+    ended = finish(network.hosts[0].command(*_MPIEXEC, *EXEC, torchrun_script.__file__), forks=False)
+    assert ended.code == 0, ended.output
+    assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
+
+
+def test_mpiexec_of_mpich_leaves_mpi_to_the_script(network: Network, tmp_path: Path) -> None:
+    need_modules("mpi4py")
+    environment = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
+    command = network.hosts[0].command(*_MPIEXEC, *EXEC, torchrun_script.__file__, "mpi")
+    ended = finish(command, environment, forks=False)
+    assert ended.code == 0, ended.output
+    assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
+
+
+def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network) -> None:
+    need_programs("mpiexec.hydra")
+    waits = 'if [ $PMI_RANK = 2 ]; then exec sleep 100; fi; exec "$@"'
+    command = network.hosts[0].command(*_MPIEXEC, "sh", "-c", waits, "sh", *EXEC, "--", "true")
+    ended = finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False)
+    assert ended.code != 0
+    assert "Rank 0 waited 3 s for the other processes, of which some did not arrive." in ended.output
 
 
 @pytest.mark.parametrize("arguments", [(), ("mpi",)], ids=["torch", "mpi4py"])

