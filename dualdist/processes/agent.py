@@ -30,7 +30,7 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,9 +38,12 @@ STARTED, STDOUT, STDERR, RESULT, ENDED = range(5)
 HEADER = struct.Struct("!BII")
 """(kind of message, index of the process, length of the data that follows)"""
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
 _CHUNK = 1 << 16
 _GRACE_SECONDS = 3.0
-"""Between SIGTERM and SIGKILL, unless the launcher gives another time."""
+"""Between SIGTERM and SIGKILL when the launcher is gone, and for what the processes leave behind."""
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIOCGIFADDR = 0x8915
@@ -111,9 +114,18 @@ class Agent:
             self._drain(index)
 
     def _take_signals(self) -> None:
-        """Call `leave` at SIGTERM, SIGHUP, SIGINT and the alarm. Wake the selector when a child ends."""
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM):
-            signal.signal(number, lambda *_: self._thread(self.leave))
+        """Take signals as the launcher does, and call `leave` at the alarm. Wake the selector when a child ends.
+
+        A scheduler that signals all processes of a job also signals agents. They still report how the processes end.
+        """
+        signal.signal(signal.SIGALRM, lambda *_: self._thread(self.leave))
+        for number in PASSED_SIGNALS:
+            signal.signal(number, lambda number, _: self._signal(list(self._running), number))
+        for number in ENDING_SIGNALS:
+            signal.signal(
+                number, lambda number, _: self._thread(partial(self._end_rest, grace_of(number), number))
+            )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING_SIGNALS, *PASSED_SIGNALS))
         for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
@@ -246,7 +258,9 @@ class Agent:
         _write_all(HEADER.pack(kind, index, len(data)) + data)
 
     def _listen(self) -> None:
-        """Follow the launcher's commands: an empty line (it is alive), 'grant BYTES', 'end SIGNAL GRACE', or 'kill'.
+        """Follow the launcher's commands: an empty line (it is alive), or a command with numbers.
+
+        'grant BYTES', 'signal NUMBER' (pass it on), 'end NUMBER GRACE' (as `_end_rest`), or 'kill'.
 
         The alarm, which ends the agent, is put off by each of them.
         """
@@ -259,6 +273,8 @@ class Agent:
                 self._granted += int(words[1])
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._wake_writer, b"\0")
+            elif words[:1] == [b"signal"]:
+                self._signal(list(self._running), int(words[1]))
             elif words[:1] == [b"end"]:
                 number, grace = int(words[1]), float(words[2])
                 self._thread(partial(self._end_rest, grace, number))
@@ -273,27 +289,45 @@ class Agent:
             os._exit(1)
 
     def _end_rest(self, grace: float, number: int = signal.SIGTERM) -> None:
-        """Send signal `number` to all descendants of this process, and SIGKILL to those alive after `grace` seconds."""
+        """Send signal `number` to the processes, then to their descendants; after `grace` seconds SIGKILL to all.
+
+        The descendants get it when no process is left: a process that saves its state may need them. Ctrl-C goes to all
+        at once, as in a terminal.
+        """
         deadline = time.monotonic() + grace
         signalled: set[int] = set()
         while alive := _descendants():
-            late = time.monotonic() >= deadline
-            for pid in alive.keys() - signalled:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
-            signalled |= alive.keys()
-            if late:
+            if time.monotonic() >= deadline:
                 _kill(alive)
+            else:
+                first = set() if number == signal.SIGINT else alive.keys() & set(self._running)
+                chosen = first or set(alive)
+                self._signal(chosen - signalled, number)
+                signalled |= chosen
             time.sleep(_POLL_SECONDS)
+
+    @staticmethod
+    def _signal(pids: Iterable[int], number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
     @staticmethod
     def _thread(target: Callable[[], object]) -> None:
         threading.Thread(target=target, daemon=True).start()
 
 
+def grace_of(number: int) -> float:
+    """Return how many seconds a process has between signal `number` and SIGKILL.
+
+    A scheduler's SIGTERM gives time to save; Slurm's KillWait and torchrun's are as long.
+    """
+    return 30.0 if number == signal.SIGTERM else 4.0
+
+
 def _end_with(parent: int) -> None:
-    """Receive SIGTERM when this process's parent, which was `parent`, ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Receive SIGALRM when this process's parent, which was `parent`, ends: the agent's signal to leave."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGALRM)
     if os.getppid() != parent:
         os._exit(1)
 

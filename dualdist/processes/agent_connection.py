@@ -27,7 +27,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from . import agent
-from .agent import ENDED, HEADER, RESULT, STARTED, STDERR, STDOUT
+from .agent import ENDED, ENDING_SIGNALS, HEADER, PASSED_SIGNALS, RESULT, STARTED, STDERR, STDOUT
 
 LOST = max(STARTED, STDOUT, STDERR, RESULT, ENDED) + 1
 """The kind of event that reports the loss of a process's host."""
@@ -134,15 +134,20 @@ class AgentConnection:
         """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._outbox.put(_first_message(job, self._token))
-        self.popen = subprocess.Popen(
-            job.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=[*(job.output or ()), *([] if job.stdin is None else [job.stdin])],
-            bufsize=0,
-        )
+        # A scheduler may signal all processes of a job. ssh must survive that, and an agent from its start.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING_SIGNALS, *PASSED_SIGNALS))
+        try:
+            self.popen = subprocess.Popen(
+                job.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[*(job.output or ()), *([] if job.stdin is None else [job.stdin])],
+                bufsize=0,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert self.popen.stdout is not None and self.popen.stderr is not None
         os.set_blocking(self.popen.stderr.fileno(), False)
         if job.local:
@@ -173,6 +178,10 @@ class AgentConnection:
         if self._taken >= self.job.window // 2:
             self._outbox.put(b"grant %d\n" % self._taken)
             self._taken = 0
+
+    def pass_on(self, number: int) -> None:
+        """Send signal `number` to every process, without waiting for an end."""
+        self._outbox.put(b"signal %d\n" % number)
 
     def end(self, number: int, grace: float) -> None:
         """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
@@ -366,6 +375,11 @@ class Supervisor:
         """Let the processes write as many more bytes as were read since the last grant."""
         for connection in self.agents:
             connection.grant()
+
+    def pass_on(self, number: int) -> None:
+        """Send signal `number` to all processes, without waiting for an end."""
+        for connection in self.agents:
+            connection.pass_on(number)
 
     def end(self, number: int, grace: float = _GRACE_SECONDS) -> None:
         """Ask all processes to end by signal `number`. Those alive after `grace` seconds are killed."""

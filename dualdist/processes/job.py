@@ -28,7 +28,7 @@ from ..meeting import INTERFACE, LOOPBACK, interface_of
 from ..meeting.addresses import reserved_port
 from ..meeting.http_store import HttpStore, horovods_scopes
 from ..meeting.server import MeetingServer
-from .agent import ENDED, STARTED, STDERR, STDOUT
+from .agent import ENDED, ENDING_SIGNALS, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, LOST, Event, HostJob, Process, Supervisor, describe_exit
 from .hosts import Host, Slot, assign
 from .output import Output
@@ -251,9 +251,10 @@ def started(options: RunOptions, env: Mapping[str, str]) -> Iterator[Job]:
 
 
 # `dualdist run`: when a process fails, all others are ended, and its exit code is that of the job. A signal to the
-# launcher is passed on to all processes; a second one kills them. All this works even while nobody reads the output.
+# launcher is passed on to all processes. A second one kills them, unless it is SIGUSR1 or SIGUSR2. All this works even
+# while nobody reads the output.
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (*ENDING_SIGNALS, *PASSED_SIGNALS)
 _OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
 """How long the launcher waits for its output to be read after the first signal, and after a later one."""
 
@@ -283,6 +284,8 @@ class _Ending:
         self._start_timeout = start_timeout
         self._code: int | None = None
         """The exit code of the job, None until something ends it."""
+        self._signalled = False
+        """Whether it is that of a signal to the launcher. A process may still set another one."""
         self._patience = math.inf
         """Until when to wait for the output to be read, on the clock time.monotonic()."""
         job.supervisor.watch(signals, self._take_signals)
@@ -310,6 +313,9 @@ class _Ending:
             who, code, error = f"rank {event.rank} on {event.host}", event.facts["code"], event.facts["error"]
             if error is not None:
                 self._fail(code, f"{who} could not be started: {error}")
+            elif self._signalled and code > 1:
+                # It has saved its state, perhaps. 1 is the code of an exception, as when another one has ended sooner.
+                self._code, self._signalled = code, False
             elif code != 0:
                 self._fail(code if code > 0 else 128 - code, f"{who} {describe_exit(code)}")
 
@@ -324,12 +330,17 @@ class _Ending:
     def _take_signals(self) -> bool:
         # Other signals have numbers here, too, if somebody handles them.
         for number in filter(_SIGNALS.__contains__, os.read(self._signals, 64)):
+            name = signal.Signals(number).name
+            if number in PASSED_SIGNALS:
+                self._job.output.report(f"received {name}; passed it on to all processes.")
+                self._job.supervisor.pass_on(number)
+                continue
             first = math.isinf(self._patience)
             self._patience = time.monotonic() + (_OUTPUT_SECONDS if first else _LAST_OUTPUT_SECONDS)
             if self._code is None:
-                self._code = 128 + number
-                self._job.output.report(f"received {signal.Signals(number).name}; ending all processes.")
-                self._job.supervisor.end(number)
+                self._code, self._signalled = 128 + number, True
+                self._job.output.report(f"received {name}; ending all processes.")
+                self._job.supervisor.end(number, grace_of(number))
             else:
                 self._job.supervisor.kill()
         return True
