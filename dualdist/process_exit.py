@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import sys
 import time
+from collections.abc import Callable
 
 from .errors import CollectiveMismatchError, HorovodInternalError, NotInitializedError, StallError
 
@@ -26,6 +29,17 @@ def record_failure(error: BaseException) -> None:
 def has_failed() -> bool:
     """Return whether an exception ends the program of this process, or is being handled in this thread."""
     return bool(_failures or getattr(sys, "last_value", None) or sys.exc_info()[1])
+
+
+def at_exit(function: Callable[[], object]) -> Callable[[], None]:
+    """Call `function` when this process ends, not in its forked processes. Return what `atexit.unregister` takes."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            function()
+
+    return atexit.register(call)
 
 
 def never_delete(thing: object) -> None:

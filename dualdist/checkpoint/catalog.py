@@ -42,7 +42,7 @@ class Catalog:
     def __init__(
         self, folder: Path, keep: int | None, best: tuple[str, str] | None = None, *, durable: bool = True
     ) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # the program may change its working directory
         self._keep = keep
         self._best = best
         self._durable = durable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -11,11 +12,14 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.utils.data._utils import signal_handling, worker
 
 from ..agreement import call_kinds
 from ..checks import flag, integer, items, number, wrong
@@ -23,6 +27,7 @@ from ..checks import path as checked_path
 from ..collectives import allreduce
 from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
+from ..process_exit import at_exit
 from ..types import Max
 from ..world.process_sets import reporting
 from .catalog import Catalog, CatalogEntry
@@ -71,7 +76,11 @@ def check_best(best: Any) -> None:
 
 
 class SignalWatch:
-    """Records the last of the signals `numbers` that this process received, instead of ending."""
+    """Records the last of the signals `numbers` that this process received, instead of ending.
+
+    Launchers and schedulers often signal a rank's children, too. Forked processes have the former handlers. But workers
+    of a DataLoader that are started during the watch outlive the signals, because the rank needs them for its step.
+    """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """Install the handlers. Raises ValueError outside the main thread, where Python does not allow it."""
@@ -81,16 +90,81 @@ class SignalWatch:
             )
         self.received = 0
         """The number of the received signal; 0: none."""
-        self._previous: dict[int, Any] = {signum: signal.signal(signum, self._note) for signum in numbers}
+        self.previous: dict[int, Any] = {signum: signal.signal(signum, self._note) for signum in numbers}
+        """The former handlers; empty after `restore`."""
+        if not numbers:
+            return
+        # Only this process has the second end, so the first one is readable when the watch or this process has ended.
+        watched, self._watching = multiprocessing.Pipe(duplex=False)
+        self._worker_loop = worker._worker_loop
+        worker._worker_loop = partial(_outlive_signals, tuple(numbers), watched)
+        _watches.append(self)
+        atexit.register(self._ignore)  # runs before that of multiprocessing, which ends workers by SIGTERM
 
     def restore(self) -> None:
         """Install the former handlers again."""
-        for signum, handler in self._previous.items():
+        if not self.previous:
+            return
+        for signum, handler in self.previous.items():
             signal.signal(signum, handler)
-        self._previous = {}
+        self.previous = {}
+        self._watching.close()
+        worker._worker_loop = self._worker_loop
+        _watches.remove(self)
+        atexit.unregister(self._ignore)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
+
+    def _ignore(self) -> None:
+        self._watching.close()
+        # Python removes its handlers long before a process with torch has ended.
+        for signum in self.previous:
+            signal.signal(signum, signal.SIG_IGN)
+
+
+_original_worker_loop = worker._worker_loop
+
+
+def _outlive_signals(numbers: Sequence[int], watched: Connection, *arguments: Any) -> None:
+    """Be a worker of a DataLoader that `numbers` end only when the watch that `watched` belongs to has ended."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if watched.poll():
+            os._exit(0)  # as torch's handler (torch/csrc/DataLoader.cpp, handler_SIGTERM)
+
+    def set_handlers() -> None:
+        set_by_torch()
+        for signum in numbers:
+            signal.signal(signum, handle)
+
+    torchs: Any = signal_handling
+    set_by_torch, torchs._set_worker_signal_handlers = torchs._set_worker_signal_handlers, set_handlers
+    _original_worker_loop(*arguments)
+
+
+_watches: list[SignalWatch] = []
+"""Those of this process whose handlers are installed."""
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    # A signal must not reach the child before its handlers are the former ones.
+    numbers = {signum for watch in _watches for signum in watch.previous}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
+    for watch in _watches[::-1]:
+        watch.restore()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 _RANDOM = "random"
@@ -205,7 +279,7 @@ class CheckpointManager:
         self._background = ThreadPoolExecutor(1, "dualdist-checkpoint")
         self._saving: Future[None] | None = None
         """The asynchronous save whose error has not been raised yet."""
-        atexit.register(self._report_failure)
+        self._at_exit = at_exit(self._report_failure)
 
     def step(self, metrics: Mapping[str, float] | None = None) -> bool:
         """Count a training step, save if a save is due, and return whether it was. Call it after each step.
@@ -224,6 +298,14 @@ class CheckpointManager:
         if due or preempted:
             self._save(metrics, self._asynchronous and not preempted)
         if preempted:
+            if is_writer():
+                logger.warning(
+                    "Signal %d (%s) ended the run after step %d, which is saved. Its exit code is %d.",
+                    preempted,
+                    signal.strsignal(preempted),
+                    self.steps,
+                    self._exit_code,
+                )
             raise Preempted(self._exit_code, preempted)
         return due
 
@@ -268,7 +350,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            atexit.unregister(self._report_failure)
+            atexit.unregister(self._at_exit)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -281,6 +363,14 @@ class CheckpointManager:
         elif not isinstance(error, Preempted):
             # After Preempted the handlers stay: the launcher may send the signal again while this process ends. After
             # other errors the ranks may be out of step, so nothing collective runs: a running save ends by itself.
+            if signum := self._signals.received:
+                logger.error(
+                    "This rank failed before the save for signal %d (%s), so its last steps are not saved. If the "
+                    "signal has ended a process that it needs: workers of DataLoaders outlive it if they start after "
+                    "the manager is made.",
+                    signum,
+                    signal.strsignal(signum),
+                )
             self._signals.restore()
 
     def _open(self) -> None:

@@ -14,7 +14,6 @@ hook for a later bucket of this backward.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import random
@@ -33,6 +32,7 @@ from ..agreement.channel import Channel
 from ..backends.base import Backend, Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
+from ..process_exit import at_exit
 from .bucket_memory import GradientSlot, TrackedParameter
 
 # A bucket of gradients as communication hooks see it, with the interface of torch.distributed.GradBucket.
@@ -303,7 +303,7 @@ class HookQueue:
         if not self._ends_within(_LAST_HOOK_SECONDS):
             backend.keep_process_groups()
             # The script may end soon, and the other ranks with it.
-            atexit.register(self._ends_within, _LAST_HOOK_SECONDS)
+            at_exit(functools.partial(self._ends_within, _LAST_HOOK_SECONDS))
 
     def _ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for all hooks. Return whether they have ended."""

@@ -7,7 +7,6 @@ with exit code 0. Otherwise mpirun ends the job at once.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from ..errors import ConfigurationError
 from ..launch.detect import detect
+from ..process_exit import at_exit
 from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, rising
 
@@ -170,14 +170,12 @@ def _finalize_unless_failed(library: Any) -> None:
         leave(code)
 
     sys.excepthook, sys.exit = recording_hook, recording_exit
-    process = os.getpid()
 
     def finalize() -> None:
-        # A forked process must not finalize MPI.
-        if os.getpid() == process and not _failures and not library.Is_finalized():
+        if not _failures and not library.Is_finalized():
             library.Finalize()
 
-    atexit.register(finalize)
+    at_exit(finalize)
 
 
 def has_started() -> bool:

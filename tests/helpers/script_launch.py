@@ -17,9 +17,11 @@ from .forks import BIN, fork_variables, forked
 from .requirements import need_modules
 from .world import MPIRUN, ROOT
 
-__all__ = ("LAUNCHERS", "SECONDS", "Ended", "Launcher", "finish", "launch")
+__all__ = ("LAUNCHERS", "MARK", "SECONDS", "Ended", "Launcher", "finish", "launch", "started_by")
 
 SECONDS = 200.0
+MARK = "TEST_LAUNCH"
+"""The variable by which the processes of a launch are found."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def finish(
 
     forks: whether its Pythons may be forks of one that has imported torch, which do not run sitecustomize.
     """
-    mark = f"TEST_LAUNCH={secrets.token_hex(8)}"
+    mark = secrets.token_hex(8)
     process = subprocess.Popen(
         forked(command) if forks else command,
         cwd=ROOT,
@@ -95,22 +97,27 @@ def finish(
             **(fork_variables() if forks else {}),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
-            "TEST_LAUNCH": mark.partition("=")[2],
+            MARK: mark,
         },
     )
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        _end_all(mark.encode())
+        # torchrun's processes have sessions of their own.
+        for pid in started_by(mark):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"{' '.join(command)} did not end within {seconds:.0f} s:\n{output}") from None
     return Ended(process.returncode, output)
 
 
-def _end_all(mark: bytes) -> None:
-    """End every process with the variable `mark`: torchrun's have sessions of their own."""
+def started_by(mark: str) -> list[int]:
+    """Return the ids of all processes that have the variable MARK with the value `mark`."""
+    found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if mark in file.read_bytes().split(b"\0"):
-                os.kill(int(file.parent.name), signal.SIGKILL)
+            if f"{MARK}={mark}".encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found

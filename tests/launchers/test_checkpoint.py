@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from ..helpers.script_launch import launch
+from ..helpers.process_watch import Watched
+from ..helpers.requirements import need_modules
+from ..helpers.script_launch import LAUNCHERS, MARK, finish, launch, started_by
+from ..helpers.slurm_cluster import Slurm
+from ..helpers.world import ROOT
 
 PREEMPTED = """\
 import os, signal, sys, dualdist as hvd
@@ -53,3 +63,78 @@ def test_a_running_save_is_finished_before_the_process_ends(tmp_path: Path) -> N
     ended = launch("python", str(tmp_path / "script.py"), str(tmp_path / "saved"))
     assert (ended.code, ended.output) == (1, "the end\n")
     assert torch.load(tmp_path / "saved" / "step-000000001.pt", weights_only=True)["value"] == 5
+
+
+TRAINING = ("-m", "tests.helpers.preempted_training")
+DUALDIST_RUN = (sys.executable, "-m", "dualdist", "run", "-np", "2", sys.executable)
+ALL, LAUNCHER, OTHERS = "all", "the launcher", "all but the launcher"
+SRUN = ("srun", "-N", "1", "-n", "2", sys.executable)
+
+
+def preempt(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    number: signal.Signals,
+    workers: Sequence[str] = ("2",),
+    *,
+    to: str = ALL,
+) -> int:
+    """Signal the processes `to` of a training, check that it is saved and resumes, and return its exit code."""
+    mark, variables = secrets.token_hex(8), {"OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(
+        [*command, *TRAINING, "train", str(folder), *workers],
+        cwd=ROOT,
+        env={**os.environ, **variables, MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        lines = []
+        try:
+            for line in launcher.stdout:
+                lines.append(line.decode())
+                if "trains" in lines[-1]:
+                    break
+            pids = started_by(mark)
+            watched = Watched(pids)
+            for pid in pids:
+                if to == ALL or (to == LAUNCHER) == (pid == launcher.pid):
+                    os.kill(pid, number)
+            lines += [line.decode() for line in launcher.stdout]
+            code = launcher.wait(60)
+            assert watched.left() == [], "".join(lines)
+        finally:
+            for pid in started_by(mark):
+                os.kill(pid, signal.SIGKILL)
+    assert f"Signal {int(number)} ({signal.strsignal(number)}) ended the run after step " in "".join(lines)
+    resumed = finish([*command, *TRAINING, "compare", str(folder), *workers], variables)
+    assert resumed.code == 0 and "equal after " in resumed.output, "".join(lines) + resumed.output
+    return code
+
+
+@pytest.mark.parametrize("name", ["python", "torchrun", "horovodrun", "mpirun"])
+def test_a_signal_to_all_processes_of_a_job_saves_it_though_workers_load_data(
+    name: str, tmp_path: Path
+) -> None:
+    launcher = LAUNCHERS[name]
+    need_modules(*launcher.modules)
+    code = preempt(launcher.command, launcher.environment, tmp_path, signal.SIGTERM)
+    assert (code == 75) if name == "python" else code != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("to", [ALL, LAUNCHER, OTHERS])
+def test_dualdist_run_that_is_signalled_ends_with_the_code_of_the_saved_run(
+    number: signal.Signals, to: str, tmp_path: Path
+) -> None:
+    assert preempt(DUALDIST_RUN, {}, tmp_path, number, ("2", "persistent"), to=to) == 75
+
+
+@pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, OTHERS), (signal.SIGUSR1, LAUNCHER)])
+def test_a_signal_to_a_step_of_slurm_saves_it(
+    number: signal.Signals, to: str, slurm: Slurm, tmp_path: Path
+) -> None:
+    assert preempt(SRUN, slurm.environment, tmp_path, number, to=to) == 75
