@@ -13,12 +13,14 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling, worker
 
 from ..agreement import call_kinds
@@ -95,10 +97,9 @@ class SignalWatch:
         if not numbers:
             return
         # Only this process has the second end, so the first one is readable when the watch or this process has ended.
-        watched, self._watching = multiprocessing.Pipe(duplex=False)
-        self._worker_loop = worker._worker_loop
-        worker._worker_loop = partial(_outlive_signals, tuple(numbers), watched)
+        self.watched, self._watching = multiprocessing.Pipe(duplex=False)
         _watches.append(self)
+        _Iterator.__init__ = _start_workers
         atexit.register(self._ignore)  # runs before that of multiprocessing, which ends workers by SIGTERM
 
     def restore(self) -> None:
@@ -109,8 +110,9 @@ class SignalWatch:
             signal.signal(signum, handler)
         self.previous = {}
         self._watching.close()
-        worker._worker_loop = self._worker_loop
         _watches.remove(self)
+        if not _watches:
+            _Iterator.__init__ = _start
         atexit.unregister(self._ignore)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -123,11 +125,29 @@ class SignalWatch:
             signal.signal(signum, signal.SIG_IGN)
 
 
-_original_worker_loop = worker._worker_loop
+_Iterator: Any = dataloader._MultiProcessingDataLoaderIter
+_start, _worker_loop = _Iterator.__init__, worker._worker_loop
+
+
+def _start_workers(iterator: Any, loader: Any) -> None:
+    """Start the workers of a DataLoader so that they outlive signals: blocked at first, later handled."""
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method != "fork":
+        resource_tracker.ensure_running()  # it unblocks signals when it starts
+    if method == "forkserver":
+        forkserver.ensure_running()  # its other children must not inherit the mask
+    watch = _watches[-1]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watch.previous)
+    worker._worker_loop = partial(_outlive_signals, tuple(watch.previous), watch.watched)
+    try:
+        _start(iterator, loader)
+    finally:
+        worker._worker_loop = _worker_loop
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _outlive_signals(numbers: Sequence[int], watched: Connection, *arguments: Any) -> None:
-    """Be a worker of a DataLoader that `numbers` end only when the watch that `watched` belongs to has ended."""
+    """Be a worker that `numbers` end only when the watch that `watched` belongs to has ended."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if watched.poll():
@@ -137,10 +157,11 @@ def _outlive_signals(numbers: Sequence[int], watched: Connection, *arguments: An
         set_by_torch()
         for signum in numbers:
             signal.signal(signum, handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     torchs: Any = signal_handling
     set_by_torch, torchs._set_worker_signal_handlers = torchs._set_worker_signal_handlers, set_handlers
-    _original_worker_loop(*arguments)
+    _worker_loop(*arguments)
 
 
 _watches: list[SignalWatch] = []

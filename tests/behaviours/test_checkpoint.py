@@ -8,6 +8,7 @@ records tests/data/checkpoints again: what two ranks save in the second epoch, o
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import random
 import signal
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager, Preempted, format, load, read_manifest, save
 
+from ..helpers.collected_warnings import warned
 from ..helpers.faulty_file_system import CountingFileSystem
 from ..helpers.small_training import STYLES, make_state, plain_losses, train
 from ..helpers.world import WORLDS, everywhere, started
@@ -32,6 +35,8 @@ SAVERS = {
     "torch-optimizer": ("torch-gloo-2", "optimizer"),
     "horovod-optimizer": ("horovod-gloo-2", "optimizer"),
 }
+SECONDS = 30
+FORK = multiprocessing.get_context("fork")
 SAVED_STEPS, MORE_STEPS = 6, 5
 """An epoch has 4 steps: the save is inside the second, and the later steps reach into the third."""
 
@@ -203,12 +208,79 @@ def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
     if hvd.rank() == hvd.size() - 1:
         os.kill(os.getpid(), number)
     state["value"] = 2
-    with pytest.raises(Preempted) as caught:
+    with warned() as messages, pytest.raises(Preempted) as caught:
         manager.step()
+    text = f"Signal {int(number)} ({signal.strsignal(number)}) ended the run after step 2, which is saved."
+    assert [message.startswith(text) for message in messages] == [True] * (hvd.rank() == 0)
     assert (caught.value.code, caught.value.number, manager.steps) == (99, number, 2)
     manager.close()
     assert signal.getsignal(number) is handler
     assert load(folder(tmp_path) / "step-000000002.pt")["value"] == 2
+
+
+def start_and_end_children() -> None:
+    for _ in range(20):
+        child = FORK.Process(target=signal.pause)
+        child.start()
+        child.terminate()  # often before the child has run
+        child.join(SECONDS)
+        assert child.exitcode == -signal.SIGTERM
+
+
+@everywhere
+def test_forked_processes_end_by_a_signal_while_a_manager_is_open(tmp_path: Path) -> None:
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with CheckpointManager(folder(tmp_path), {}) as manager:
+            if hvd.rank() == 0:
+                start_and_end_children()
+                with FORK.Pool(2) as pool:
+                    assert pool.map(signal.getsignal, [signal.SIGTERM, signal.SIGUSR1]) == [
+                        signal.SIG_DFL,
+                        signal.SIG_IGN,
+                    ]
+                    assert pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, ())) == set()
+            assert manager.step() is False  # no signal of a child has reached the manager
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@everywhere
+def test_workers_of_a_loader_outlive_the_signal_until_the_manager_is_closed(
+    method: str, tmp_path: Path
+) -> None:
+    data: Any = range(100)
+    loader = DataLoader(data, num_workers=2, multiprocessing_context=method, persistent_workers=True)
+    with CheckpointManager(folder(tmp_path), {}) as manager:
+        batches = iter(loader)
+        if method == "forkserver":  # it starts workers without a mask
+            assert [next(batches).item() for _ in range(2)] == [0, 1]
+        workers = multiprocessing.active_children()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+            for worker in workers:
+                assert worker.pid is not None
+                os.kill(worker.pid, number)
+        assert [batch.item() for batch in batches] == list(range(2 * (method == "forkserver"), 100))
+        assert manager.step() is False
+    for worker in workers:
+        worker.terminate()
+        worker.join(SECONDS)
+        assert worker.exitcode == 0
+
+
+@everywhere
+def test_a_relative_folder_stays_the_same_when_the_program_changes_its_own(tmp_path: Path) -> None:
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with CheckpointManager("saved", {"value": 3}, every_steps=1) as manager:
+            os.chdir("/")
+            manager.step()
+            assert manager.restore_latest() is not None
+    finally:
+        os.chdir(before)
+    assert load(tmp_path / "saved" / "step-000000001.pt")["value"] == 3
 
 
 @everywhere
