@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .namespace_hosts import Network
 from .requirements import need_programs, need_root, program
-from .script_launch import Ended, finish
+from .script_launch import SECONDS, Ended, finish
 
 __all__ = ("Slurm", "running_slurm")
 
@@ -33,7 +33,9 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket
+# A job that is requeued starts when its first credential has expired.
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
+RequeueExit=75
 # No cgroups: neither to hold tasks together, nor to count or bind them.
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
@@ -111,6 +113,10 @@ class Slurm:
             timeout=START_SECONDS,
         )
         return done.stdout.strip() if done.returncode == 0 else ""
+
+    def wait_for_end(self, job: str) -> None:
+        """Wait until a job has ended, and is not requeued."""
+        _wait(self, ["squeue", "--noheader", f"--jobs={job}", "--states=PD,R,CG,RQ"], "", SECONDS)
 
     @staticmethod
     def free_port() -> int:
@@ -195,9 +201,9 @@ def _free_ports(number: int) -> list[int]:
         return [made.getsockname()[1] for made in sockets]
 
 
-def _wait(slurm: Slurm, question: list[str], answer: str) -> None:
+def _wait(slurm: Slurm, question: list[str], answer: str, seconds: float = START_SECONDS) -> None:
     """Ask until the answer is right; every question is a process, so that this is no busy loop."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + seconds
     while (told := slurm.ask(*question)) != answer:
         assert time.monotonic() < deadline, (
             f"{question} must say {answer!r}, but says {told!r}.\n{slurm.logs()}"

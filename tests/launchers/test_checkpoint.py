@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,3 +139,39 @@ def test_a_signal_to_a_step_of_slurm_saves_it(
     number: signal.Signals, to: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     assert preempt(SRUN, slurm.environment, tmp_path, number, to=to) == 75
+
+
+@pytest.mark.parametrize("launcher", ["srun", "dualdist run"])
+def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
+    launcher: str, slurm: Slurm, tmp_path: Path
+) -> None:
+    """The script signals the step as `sbatch --signal=USR1@90` does before the time limit."""
+    step = ("srun", *DUALDIST_RUN) if launcher == "dualdist run" else SRUN
+    training = shlex.join([*step, *TRAINING])
+    script, log, saved = tmp_path / "job.sh", tmp_path / "log", tmp_path / "saved"
+    script.write_text(
+        f"""#!/bin/bash
+        if [ "$SLURM_RESTART_COUNT" ]; then exec {training} compare {saved} 2; fi
+        mkfifo {tmp_path}/lines
+        {training} train {saved} 2 > {tmp_path}/lines 2>&1 &
+        while read line; do
+            echo "$line"
+            case $line in *trains) scancel --signal=USR1 "$SLURM_JOB_ID";; esac
+        done < {tmp_path}/lines
+        wait $!
+        """
+    )
+    submitted = slurm.finish(
+        "sbatch",
+        "--parsable",
+        "--requeue",
+        "--nodes=1",
+        "--ntasks=2",
+        "--open-mode=append",
+        f"--output={log}",
+        str(script),
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    slurm.wait_for_end(submitted.output.strip())
+    assert "(User defined signal 1) ended the run after step " in log.read_text()
+    assert "equal after " in log.read_text()
