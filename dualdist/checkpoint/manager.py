@@ -20,8 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
-from torch.utils.data._utils import signal_handling, worker
+from torch.utils.data import DataLoader
 
 from ..agreement import call_kinds
 from ..checks import flag, integer, items, number, wrong
@@ -99,7 +98,7 @@ class SignalWatch:
         # Only this process has the second end, so the first one is readable when the watch or this process has ended.
         self.watched, self._watching = multiprocessing.Pipe(duplex=False)
         _watches.append(self)
-        _Iterator.__init__ = _start_workers
+        DataLoader.__iter__ = _start_workers  # type: ignore[method-assign]
         atexit.register(self._ignore)  # runs before that of multiprocessing, which ends workers by SIGTERM
 
     def restore(self) -> None:
@@ -112,7 +111,7 @@ class SignalWatch:
         self._watching.close()
         _watches.remove(self)
         if not _watches:
-            _Iterator.__init__ = _start
+            DataLoader.__iter__ = _iterate  # type: ignore[method-assign]
         atexit.unregister(self._ignore)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -125,43 +124,41 @@ class SignalWatch:
             signal.signal(signum, signal.SIG_IGN)
 
 
-_Iterator: Any = dataloader._MultiProcessingDataLoaderIter
-_start, _worker_loop = _Iterator.__init__, worker._worker_loop
+_iterate = DataLoader.__iter__
 
 
-def _start_workers(iterator: Any, loader: Any) -> None:
-    """Start the workers of a DataLoader so that they outlive signals: blocked at first, later handled."""
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    if method != "fork":
+def _start_workers(loader: DataLoader[Any]) -> Any:
+    """Iterate over `loader`. Workers that this starts outlive the signals: blocked at first, then handled."""
+    method = (
+        (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
+    )
+    if method in ("spawn", "forkserver"):
         resource_tracker.ensure_running()  # it unblocks signals when it starts
     if method == "forkserver":
         forkserver.ensure_running()  # its other children must not inherit the mask
-    watch = _watches[-1]
+    watch, prepare = _watches[-1], loader.worker_init_fn
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watch.previous)
-    worker._worker_loop = partial(_outlive_signals, tuple(watch.previous), watch.watched)
+    loader.worker_init_fn = partial(_outlive_signals, tuple(watch.previous), watch.watched, prepare)
     try:
-        _start(iterator, loader)
+        return _iterate(loader)
     finally:
-        worker._worker_loop = _worker_loop
+        loader.worker_init_fn = prepare
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _outlive_signals(numbers: Sequence[int], watched: Connection, *arguments: Any) -> None:
-    """Be a worker that `numbers` end only when the watch that `watched` belongs to has ended."""
+def _outlive_signals(numbers: Sequence[int], watched: Connection, prepare: Any, worker: int) -> None:
+    """Let `numbers` end this worker only when the watch that `watched` belongs to has ended; then call `prepare`."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if watched.poll():
             os._exit(0)  # as torch's handler (torch/csrc/DataLoader.cpp, handler_SIGTERM)
 
-    def set_handlers() -> None:
-        set_by_torch()
+    if threading.current_thread() is threading.main_thread():  # else the worker is a thread
         for signum in numbers:
             signal.signal(signum, handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-    torchs: Any = signal_handling
-    set_by_torch, torchs._set_worker_signal_handlers = torchs._set_worker_signal_handlers, set_handlers
-    _worker_loop(*arguments)
+    if prepare is not None:
+        prepare(worker)
 
 
 _watches: list[SignalWatch] = []

@@ -251,8 +251,8 @@ def started(options: RunOptions, env: Mapping[str, str]) -> Iterator[Job]:
 
 
 # `dualdist run`: when a process fails, all others are ended, and its exit code is that of the job. A signal to the
-# launcher is passed on to all processes. A second one kills them, unless it is SIGUSR1 or SIGUSR2. All this works even
-# while nobody reads the output.
+# launcher is passed on to all processes. A second Ctrl-C kills them; schedulers may repeat other signals. All this
+# works even while nobody reads the output.
 
 _SIGNALS = (*ENDING_SIGNALS, *PASSED_SIGNALS)
 _OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
@@ -341,7 +341,7 @@ class _Ending:
                 self._code, self._signalled = 128 + number, True
                 self._job.output.report(f"received {name}; ending all processes.")
                 self._job.supervisor.end(number, grace_of(number))
-            else:
+            elif number == signal.SIGINT:
                 self._job.supervisor.kill()
         return True
 

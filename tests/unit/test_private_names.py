@@ -90,6 +90,11 @@ PATCHES = (
     Patch(
         "backends/torch_interface.py", "handle.remove()", "torch's hooks would step on gradients of one rank"
     ),
+    Patch(
+        "checkpoint/manager.py",
+        "DataLoader.__iter__ = ",
+        "while signals are watched, they must not end the workers, too",
+    ),
     Patch("compat/torch.py", "wrapped.__class__ = ", "isinstance() and the state of the optimizer stay"),
     Patch(
         "compiling.py",
