@@ -132,7 +132,7 @@ def _start_workers(loader: DataLoader[Any]) -> Any:
     method = (
         (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
     )
-    if method in ("spawn", "forkserver"):
+    if method not in ("", "fork"):
         resource_tracker.ensure_running()  # it unblocks signals when it starts
     if method == "forkserver":
         forkserver.ensure_running()  # its other children must not inherit the mask
