@@ -150,7 +150,7 @@ class Guard:
         except HorovodInternalError as error:
             if self._broken is not None:  # a step inside this one has failed
                 raise
-            raise self._failure(channel, call, error) from error.__cause__
+            raise self._failure(channel, call, error) from error.__cause__ or error
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             if self._broken is not None:
                 raise
@@ -176,16 +176,19 @@ class Guard:
             stalled = f"{call.brief} stalled; {found}"
             self._broken = stalled.splitlines()[0]
             return StallError(stalled)
-        failed = self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
-        text = f"{failed} Look for the first error of another rank, or for a failure of the network"
-        survey = channel.survey(has_failed=True)
+        self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
+        survey = channel.fail(succeeded)
         if not survey.missing:
-            return HorovodInternalError(f"{text}.")
-        if set(survey.missing) <= set(succeeded):
-            text = (
-                f"{failed} {shown_ranks(survey.missing).capitalize()} ended or called shutdown(), without an exception "
-                "and without this call. Let all ranks make the same calls. If one had fewer batches than the others, "
-                "give all the same number, or call join() at the end"
+            return HorovodInternalError(
+                f"{self._broken} Look for the first error of another rank, or for a failure of the network."
             )
-        self._broken = f"{failed.rstrip('.')}; {str(survey).splitlines()[0]}"
-        return HorovodInternalError(f"{text}; {survey}")
+        causes = shown_ranks(survey.missing)
+        self._broken = f"{call.brief} failed: the cause is {causes}."
+        advice = "Look for its first error, or for a failure of the network"
+        if set(survey.missing) <= set(succeeded):
+            advice = (
+                f"{causes.capitalize()} ended or called shutdown(), without an exception and without this call. Let "
+                "all ranks make the same calls. If one had fewer batches than the others, give all the same number, or "
+                "call join() at the end"
+            )
+        return HorovodInternalError(f"{self._broken} {advice}; {survey}")

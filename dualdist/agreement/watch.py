@@ -18,9 +18,9 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..types import Settings
@@ -153,9 +153,9 @@ def ask(contact: Contact, question: Any, seconds: float) -> Any:
 
 WAITING, LEFT, ABSENT, SILENT, ENDED = "waiting", "left", "absent", "silent", "ended"
 """A rank waits in the call, has left it, has not made it yet, does not answer, or its process has ended."""
-BEHIND, INTERRUPTED, SUSPENDED = "behind", "interrupted", "suspended"
-"""A rank waits in another call of the same process set, an exception has ended a call on this rank alone, or its
-process did not run for so long that the others gave up."""
+BEHIND, INTERRUPTED, SUSPENDED, FOLLOWED = "behind", "interrupted", "suspended", "followed"
+"""A rank waits in another call of the same process set, an exception has ended a call on this rank alone, its process
+did not run for so long that the others gave up, or its process has ended because of another rank, as it has said."""
 
 
 class Doing(NamedTuple):
@@ -174,6 +174,10 @@ class Survey:
     members: Mapping[int, Doing]
     has_failed: bool = False
     """Whether the backend has failed, so that the call did not wait for ranks that are late."""
+    causes: Collection[int] = ()
+    """The ranks because of which others have given up calls, as they have said."""
+    succeeded: Collection[int] = ()
+    """Ranks that have left the world, but not because of an exception."""
 
     def ranks(self, *kinds: str) -> list[int]:
         """Return the ranks that do one of `kinds`."""
@@ -183,21 +187,34 @@ class Survey:
     def missing(self) -> list[int]:
         """The ranks that have not made the call, or that died or stopped in it.
 
-        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too. Ranks
-        may have ended because one has stopped, and they may come later if the backend has failed because one has ended.
+        A rank that waits in another call is not missing if one has died or stopped: it waits for that one, too. If the
+        backend has failed, others may come later, answer slowly, or end because of the failure.
         """
-        causes = (SILENT, INTERRUPTED, SUSPENDED) if self.ranks(SUSPENDED) else (SILENT, INTERRUPTED, ENDED)
-        gone = self.ranks(*causes)
-        if gone and self.has_failed:
+        if self.ranks(SUSPENDED):
+            gone = self.ranks(SILENT, INTERRUPTED, SUSPENDED)
+        else:
+            gone = self._ended()
+            if not gone or not self.has_failed:
+                gone += self.ranks(SILENT)
+        if self.has_failed:
             return sorted(gone)
         absent = self.ranks(ABSENT) if gone else self.ranks(ABSENT, BEHIND)
         return sorted([*absent, *gone])
+
+    def _ended(self) -> list[int]:
+        """Return the ranks that have ended first, as far as this rank can know."""
+        ended = self.ranks(INTERRUPTED, ENDED)
+        # Launchers end ranks that had no time to say why. The others have named the first one before.
+        named = [rank for rank in ended if rank in self.causes]
+        failed = [rank for rank in ended if rank not in self.succeeded]
+        return named or failed or ended or (list(self.causes) if self.ranks(FOLLOWED) else [])
 
     def __str__(self) -> str:
         """Return what errors show: the missing ranks, then a row for each thing that ranks are doing."""
         missing = self.missing
         groups: dict[Doing, list[int]] = defaultdict(list)
-        for rank in [*missing, *(rank for rank in self.ranks(BEHIND, WAITING, LEFT) if rank not in missing)]:
+        known = [rank for rank in missing if rank in self.members]  # the cause may be in another process set
+        for rank in [*known, *(rank for rank in self.members if rank not in missing)]:
             groups[self.members[rank]].append(rank)
         rows = [f"  {shown_ranks(ranks)}: {doing.text}" for doing, ranks in groups.items()]
         return "\n".join([f"missing ranks: {missing}.", *rows])
@@ -269,12 +286,26 @@ class WatchedChannel:
         """Return why the current call has stalled, and let the ranks that answer know that this rank gives it up."""
         survey = self.survey()
         self.gave_up = True
-        self._watch.tell(
-            survey.ranks(WAITING, LEFT, ABSENT, BEHIND, SUSPENDED),
-            ["notice", self.name, str(survey), survey.missing],
-        )
+        self._say_why(survey, survey.ranks(WAITING, LEFT, ABSENT, BEHIND, SUSPENDED), str(survey))
         # A partner may have left the world since its notice, so that this rank would find that it has ended.
         return self.notice if self.notice is not None and self._is_from_partner else str(survey)
+
+    def fail(self, succeeded: Collection[int]) -> Survey:
+        """Return what the members are doing when the backend has failed, and let them know why this rank gives up.
+
+        succeeded: ranks that have left the world, but not because of an exception.
+        """
+        survey = replace(self.survey(has_failed=True), succeeded=succeeded)
+        if survey.missing:
+            self._say_why(survey, survey.ranks(SILENT, INTERRUPTED, WAITING, LEFT, ABSENT, BEHIND, SUSPENDED))
+        return survey
+
+    def _say_why(self, survey: Survey, ranks: Iterable[int], text: str = "") -> None:
+        """Let `ranks` know what this rank has found. text: what to say of the call, if it has stalled."""
+        assert self.wait is not None
+        self._watch.tell(
+            ranks, ["notice", self.name, self._watch.rank, survey.missing, self.wait[1].brief, text]
+        )
 
     def take_notice(self, text: str, is_missing: bool) -> None:
         """Record what another rank found when it gave up its call. is_missing: whether this rank was missing."""
@@ -300,7 +331,7 @@ class StallWatch:
     """Watches the collectives of one world for missing ranks."""
 
     def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
-        self._rank = rank
+        self.rank = rank
         self._settings = settings
         self._channels: dict[str, WatchedChannel] = {}
         self._due: dict[tuple[str, int, CallKey], float] = {}
@@ -315,6 +346,8 @@ class StallWatch:
         self._stopping = threading.Event()
         self._server = StatusServer(address, self._answer) if size > 1 else None
         self._contacts: Sequence[Contact] = ()
+        self._reasons: dict[int, tuple[list[int], str]] = {}
+        """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
 
     @property
@@ -342,12 +375,21 @@ class StallWatch:
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
         with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(channel.ranks)), "dualdist-survey") as pool:
-            found = pool.map(lambda rank: self._doing(rank, channel, number, key, seconds), channel.ranks)
-            return Survey(dict(zip(channel.ranks, found, strict=True)), has_failed)
+            found = list(
+                pool.map(lambda rank: self._doing(rank, channel, number, key, seconds), channel.ranks)
+            )
+        if has_failed and self._server is not None:
+            self._try_to_ask(self.rank, ["", channel.name])  # reads first what ranks said before they ended
+        members = dict(zip(channel.ranks, found, strict=True))
+        for rank, doing in members.items():
+            if doing.kind == ENDED and rank in self._reasons:
+                causes, call = self._reasons[rank]
+                members[rank] = Doing(FOLLOWED, f"ended because of {shown_ranks(causes)}, in {call}")
+        return Survey(members, has_failed, {rank for causes, _ in self._reasons.values() for rank in causes})
 
     def tell(self, ranks: Iterable[int], message: Any) -> None:
         """Send `message` to those of the other `ranks` that answer. Waits a few seconds at most."""
-        others = [rank for rank in ranks if rank != self._rank]
+        others = [rank for rank in ranks if rank != self.rank]
         pool = ThreadPoolExecutor(min(_MOST_QUESTIONS, len(others) or 1), "dualdist-tell")
         with pool, contextlib.suppress(RuntimeError):  # the interpreter ends, and the connections with it
             pool.map(lambda rank: self._try_to_ask(rank, message), others)
@@ -369,12 +411,13 @@ class StallWatch:
         question = ["position", channel.name, key]
         try:
             answer = (
-                self._answer(question) if rank == self._rank else ask(self._contacts[rank], question, seconds)
+                self._answer(question) if rank == self.rank else ask(self._contacts[rank], question, seconds)
             )
         except ConnectionError:
             return Doing(ENDED, "process ended, or called shutdown()")
         except OSError:
-            return Doing(SILENT, "no answer: stopped, or cut off from the network")
+            slow = "" if seconds > _FAILED_SECONDS else f" for {seconds:g} s: slow,"
+            return Doing(SILENT, f"no answer{slow or ':'} stopped, or cut off from the network")
         (began, has_key, call, interrupted), elsewhere, suspended = answer
         where = f"waiting in {call or elsewhere}" if call or elsewhere else "in no collective"
         if interrupted is not None:
@@ -403,8 +446,10 @@ class StallWatch:
             number, (kind, call_name) = rest
             self._make_due(name, number, (kind, call_name))
         elif about == "notice":
-            text, missing = rest
-            channel.take_notice(text, self._rank in missing)
+            rank, missing, call, text = rest
+            self._reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
+            if text:
+                channel.take_notice(text, self.rank in missing)
         elif about == "failure":
             step, text = rest
             channel.failures.setdefault(step, text)  # a later one may be a consequence
@@ -452,7 +497,7 @@ class StallWatch:
                 continue
             channel.reported = number
             report = channel.name, number, call.key
-            if self._rank == 0 or not self._try_to_ask(0, ["report", *report]):
+            if self.rank == 0 or not self._try_to_ask(0, ["report", *report]):
                 self._make_due(*report)
 
     def _make_due(self, channel: str, number: int, key: CallKey) -> None:
@@ -468,7 +513,7 @@ class StallWatch:
             survey = self.survey(self._channels[name], number, key)
             waiting = survey.ranks(WAITING)
             # Without a missing rank, the late one has arrived since the report.
-            if not waiting or not survey.missing or self._rank not in (0, waiting[0]):
+            if not waiting or not survey.missing or self.rank not in (0, waiting[0]):
                 continue
             logger.warning(
                 "Stalled for %g s: ranks %s wait in %s; missing ranks: %s.",

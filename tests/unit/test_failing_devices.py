@@ -41,7 +41,7 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
     guarded = guard(events)
     channel = mock.Mock(is_crossed=False, notice=None)
     channel.give_up.return_value = "missing ranks: [1]."
-    channel.survey.return_value = mock.Mock(missing=[])
+    channel.fail.return_value = mock.Mock(missing=[])
     with pytest.raises(type(error)):
         guarded.run(channel, CALL, mock.Mock(side_effect=error))
     assert events == ["connections closed", "groups aborted"]
