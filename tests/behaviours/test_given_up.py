@@ -1,4 +1,4 @@
-"""A rank that gives up a call after a failure, and lives on. No transport notices it, but the others raise soon."""
+"""A rank that gives up a call after a failure. No transport notices it, but the others raise soon, and know why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dualdist.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
-from ..helpers.world import WORLDS, started
+from ..helpers.world import WORLDS, everywhere, started
 from .test_mismatch import check_next_calls_work
 
 CASES = [name for name in WORLDS if name.endswith("-3")]
@@ -61,6 +61,29 @@ def test_ranks_raise_soon_when_another_has_given_up_the_call(name: str, tmp_path
         failed, *others = world.run(errors_where_rank_0_fails, tmp_path)
     assert all("the cable is cut" in error for error in failed)
     assert all("failed: " in error for errors in others for error in errors), others
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_the_rank_that_ended_first_is_the_only_cause_also_for_ranks_that_look_later(tmp_path: Path) -> None:
+    """Rank 2 leaves the world, then rank 0 because of it; only afterwards rank 1 makes its call."""
+    left = [tmp_path / str(rank) for rank in range(3)]
+    error = ""
+    if hvd.rank() != 2:
+        wait_for(left[2:] if hvd.rank() == 0 else left[:1])
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(5000))
+        error = str(caught.value)
+    rank = hvd.rank()
+    with outside_world():
+        left[rank].touch()
+        wait_for(left)
+    if rank != 2:
+        first, cause, *others = error.splitlines()
+        assert "failed: the cause is rank 2. " in first and first.endswith("missing ranks: [2].")
+        assert cause == "  rank 2: process ended, or called shutdown()"
+        assert others[0].startswith("  rank 0: ended because of rank 2, in allreduce(") == (rank == 1)
+    check_next_calls_work()
 
 
 def rejoin_after_a_collective_without_rank_0() -> None:

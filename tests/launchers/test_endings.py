@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ..helpers.requirements import need_modules
 from ..helpers.script_launch import LAUNCHERS, launch
 
 TOGETHER = [name for name, launcher in LAUNCHERS.items() if launcher.size == 2]
@@ -137,6 +138,23 @@ def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) ->
     ended = launch("mpirun-torch", str(script), environment={"DUALDIST_STALL_WARN_SECONDS": "0.2"})
     assert ended.code == 0, ended.output
     assert "rank 0: process ended" in ended.output and len(ended.output.splitlines()) == 3, ended.output
+
+
+def test_a_crash_of_horovods_gloo_leaves_the_time_to_report_an_error(tmp_path: Path) -> None:
+    """Its thread ends the process with std::terminate when the connection to a rank breaks."""
+    need_modules("horovod")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ctypes, sys, threading, dualdist as hvd\n"
+        "from dualdist.backends.horovod.group import crashed\n"
+        "hvd.init(backend='horovod', transport='gloo')\n"
+        "terminate = ctypes.CDLL('libstdc++.so.6')['_ZSt9terminatev']\n"
+        "threading.Thread(target=terminate, daemon=True).start()\n"
+        "crashed.wait()\n"
+        "sys.exit('the reason')\n"
+    )
+    ended = launch("python", str(script))
+    assert (ended.code, ended.output) == (1, "the reason\n")
 
 
 def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path: Path) -> None:

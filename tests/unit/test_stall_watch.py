@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from unittest import mock
@@ -181,3 +182,69 @@ def test_a_rank_whose_process_did_not_run_is_missing(ranks: Sequence[Rank]) -> N
         in str(survey)
     )
     assert channel.survey().missing == [2]
+
+
+def test_a_rank_that_ended_because_of_another_is_not_missing(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks[:3])
+    ranks[2].watch.close()
+    ranks[1].world.fail([])
+    ranks[1].watch.close()
+    survey = channel.fail([])
+    assert str(survey).splitlines() == [
+        "missing ranks: [2].",
+        "  rank 2: process ended, or called shutdown()",
+        f"  rank 0: waiting in {TEXT}",
+        f"  rank 1: ended because of rank 2, in {TEXT}",
+        "  ranks 3, 4: in no collective",
+    ]
+
+
+def test_the_cause_may_be_outside_the_process_set(ranks: Sequence[Rank]) -> None:
+    begin(ranks[1:4])
+    ranks[1].watch.close()
+    ranks[3].world.fail([])
+    ranks[3].watch.close()
+    ranks[4].pair.begin(BARRIER)
+    assert str(ranks[4].pair.fail([])).splitlines() == [
+        "missing ranks: [1].",
+        f"  rank 3: ended because of rank 1, in {TEXT}",
+        "  rank 4: waiting in barrier() at train.py:9",
+    ]
+
+
+def test_a_rank_without_the_time_to_say_why_it_ended_is_not_missing_if_another_has_named_the_cause(
+    ranks: Sequence[Rank],
+) -> None:
+    channel = begin(ranks[:3])
+    ranks[2].watch.close()
+    ranks[1].world.fail([])
+    ranks[3].watch.close()
+    assert channel.fail([]).missing == [2]
+
+
+def test_ranks_that_finished_are_missing_only_if_no_other_has_ended(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks[:3])
+    ranks[3].watch.close()
+    assert channel.fail([3, 4]).missing == [3]
+    ranks[4].watch.close()
+    ranks[2].watch.close()
+    assert channel.fail([3, 4]).missing == [2]
+
+
+def test_a_rank_that_answers_slowly_is_not_missing_if_another_has_ended(ranks: Sequence[Rank]) -> None:
+    channel, server, answers = begin(ranks[:3]), ranks[1].watch._server, threading.Event()
+    assert server is not None
+    answer = server._answer
+    server._answer = lambda question: answers.wait() and answer(question)
+    ranks[2].watch.close()
+    survey = channel.survey(has_failed=True)
+    answers.set()
+    assert survey.missing == [2]
+    assert "  rank 1: no answer for 2 s: slow, stopped, or cut off from the network" in str(survey)
+
+
+def test_ranks_that_have_not_made_a_call_are_not_missing_when_the_backend_fails(
+    ranks: Sequence[Rank],
+) -> None:
+    channel = begin(ranks[:3])
+    assert channel.survey(has_failed=True).missing == []

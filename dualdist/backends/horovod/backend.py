@@ -40,6 +40,8 @@ from ..torch_interface import bind_device, config_of, transport_timeout
 from .group import (
     HorovodGroup,
     check_process_set,
+    crashed,
+    delay_abort,
     forget_shutdown,
     known_process_sets,
     limited,
@@ -262,6 +264,8 @@ class HorovodBackend(Backend):
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
         self._groups: list[HorovodGroup] = []
+        if self._controller() == "gloo":
+            delay_abort()
         self._rendezvous = rendezvous
         self._elastic = launch.elastic
         self._sets = known_process_sets()
@@ -490,7 +494,7 @@ class HorovodBackend(Backend):
         if self._controller() == "mpi":
             HorovodBackend._kept = True
             return
-        if not self._is_stuck:
+        if not self._is_stuck and not crashed.is_set():
             hvd.shutdown()
         if self._rendezvous is not None:
             self._rendezvous.close()

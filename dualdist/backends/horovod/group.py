@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import itertools
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -68,6 +70,28 @@ def _shut_down() -> None:
     except TimeoutError:
         mpi.record_failure("Horovod's shutdown")
         skip_destructors_at_exit()
+
+
+_CRASH_SECONDS = 10.0
+crashed = threading.Event()
+"""Set when this process will abort soon, see `delay_abort`."""
+
+
+@ctypes.CFUNCTYPE(None)  # type: ignore[untyped-decorator]
+def _wait_before_abort() -> None:
+    crashed.set()
+    never_shut_down()
+    time.sleep(_CRASH_SECONDS)
+
+
+def delay_abort() -> None:
+    """When a thread of C++ is about to abort this process, let it wait for 10 s first.
+
+    Where a rank dies, the thread of Horovod's Gloo that reads from it often throws an exception that nobody catches
+    (gloo/transport/tcp/pair.cc, `Pair::read`). Without the wait, no rank could say which one has died.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another standard library
+        ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"](_wait_before_abort)
 
 
 _SLEEP_SECONDS = (0.00005, 0.001)
