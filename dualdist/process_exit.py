@@ -42,6 +42,10 @@ def at_exit(function: Callable[[], object]) -> Callable[[], None]:
     return atexit.register(call)
 
 
+world_has_failed = False
+"""Whether a collective of the newest world has failed, so that some ranks may never end it in an orderly way."""
+
+
 def never_delete(thing: object) -> None:
     """Keep `thing` from being deleted, also when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

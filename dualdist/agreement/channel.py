@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from .. import accelerator
+from .. import accelerator, process_exit
 from ..backends.base import Group
 from ..checks import text_of
 from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
@@ -397,6 +397,7 @@ class Channel:
             held.close()
 
     def _abort(self) -> None:
+        process_exit.world_has_failed = True
         for group in (self.group, self.gradients, self.ahead):
             group.abort()
 

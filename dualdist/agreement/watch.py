@@ -248,8 +248,6 @@ class WatchedChannel:
         """The number of the last call of which this rank has reported that it waits too long."""
         self.gave_up = False
         """Whether `wait` stalled. It is kept: other members give up at the same time, and their errors show it."""
-        self.interrupted: str | None = None
-        """The error that has ended a call on this rank alone."""
         self.notice: str | None = None
         """What another rank found when it gave up its call."""
         self._is_from_partner = False
@@ -258,6 +256,11 @@ class WatchedChannel:
         """Whether another rank gave up its call while this rank waited for another one."""
         self.failures: dict[str, str] = {}
         """Step -> what another rank was the first to report with `report_failure`."""
+
+    @property
+    def process_set(self) -> str:
+        """The name of its process set, which may have several channels."""
+        return self.name.partition(",")[0]
 
     def begin(self, call: Call) -> None:
         """Start watching `call`. The members wait for it, or for another pending one."""
@@ -271,7 +274,7 @@ class WatchedChannel:
 
     def interrupt(self, error: str) -> None:
         """Record that `error` ends the call on this rank alone."""
-        self.interrupted = error[:LONGEST_TEXT]
+        self._watch.interrupted[self.process_set] = error[:LONGEST_TEXT]
 
     def survey(self, *, has_failed: bool = False) -> Survey:
         """Return what the members are doing, seen from the current call.
@@ -317,14 +320,14 @@ class WatchedChannel:
         """Let `failures[step]` be `text` on the other members. Waits a few seconds at most."""
         self._watch.tell(self.ranks, ["failure", self.name, step, text])
 
-    def position(self, key: CallKey) -> tuple[int, bool, str, str | None]:
-        """Return how many calls began, whether one with `key` waits, the call that waits, and what interrupted one."""
+    def position(self, key: CallKey) -> tuple[int, bool, str]:
+        """Return how many calls began, whether one with `key` waits, and the call that waits."""
         wait = self.wait
         if wait is None:
-            return self.number, False, "", self.interrupted
+            return self.number, False, ""
         number, call, _ = wait
         has_key = any(begun.key == key for begun in (call, *self._pending()))
-        return number, has_key, call.brief, self.interrupted
+        return number, has_key, call.brief
 
 
 class StallWatch:
@@ -348,6 +351,8 @@ class StallWatch:
         self._contacts: Sequence[Contact] = ()
         self._reasons: dict[int, tuple[list[int], str]] = {}
         """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
+        self.interrupted: dict[str, str] = {}
+        """Process set -> the error that has ended a call of one of its channels on this rank alone."""
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
 
     @property
@@ -418,7 +423,7 @@ class StallWatch:
         except OSError:
             slow = "" if seconds > _FAILED_SECONDS else f" for {seconds:g} s: slow,"
             return Doing(SILENT, f"no answer{slow or ':'} stopped, or cut off from the network")
-        (began, has_key, call, interrupted), elsewhere, suspended = answer
+        (began, has_key, call), elsewhere, suspended, interrupted = answer
         where = f"waiting in {call or elsewhere}" if call or elsewhere else "in no collective"
         if interrupted is not None:
             return Doing(INTERRUPTED, f"interrupted by an exception: {interrupted}")
@@ -456,11 +461,17 @@ class StallWatch:
         elif about == "position":
             ((kind, call_name),) = rest
             elsewhere = (
-                f"{wait[1].brief} of process {other.name.split(',')[0]}"
+                f"{wait[1].brief} of process {other.process_set}"
                 for other in list(self._channels.values())
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
-            return channel.position((kind, call_name)), next(elsewhere, ""), self._suspended_seconds()
+            interrupted = self.interrupted.get(channel.process_set)
+            return (
+                channel.position((kind, call_name)),
+                next(elsewhere, ""),
+                self._suspended_seconds(),
+                interrupted,
+            )
         return None
 
     def _check_repeatedly(self) -> None:

@@ -22,7 +22,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
+from .. import process_exit
 from ..errors import ConfigurationError
+from ..executor import in_time
 from ..launch.detect import detect
 from ..process_exit import at_exit
 from ..types import Launch
@@ -132,6 +134,8 @@ def _open_mpi_would_abort(env: Mapping[str, str]) -> bool:
 
 
 _failures: list[object] = []
+_LAST_SECONDS = 5.0
+"""How long the end of MPI may take after a failed collective: it waits for all ranks."""
 
 
 def is_failing() -> bool:
@@ -172,8 +176,16 @@ def _finalize_unless_failed(library: Any) -> None:
     sys.excepthook, sys.exit = recording_hook, recording_exit
 
     def finalize() -> None:
-        if not _failures and not library.Is_finalized():
+        if _failures or library.Is_finalized():
+            return
+        if not process_exit.world_has_failed:
             library.Finalize()
+            return
+        try:
+            # mpi4py's own function holds Python's global lock meanwhile.
+            in_time(getattr(ctypes.CDLL(library.__file__), "MPI_Finalize", library.Finalize), _LAST_SECONDS)
+        except TimeoutError:  # a rank has stopped; without the end of MPI, mpirun ends the job
+            process_exit.skip_destructors_at_exit()
 
     at_exit(finalize)
 

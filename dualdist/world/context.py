@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .. import accelerator
+from .. import accelerator, process_exit
 from ..agreement.channel import Channel, StandIn
 from ..agreement.connections import Connections
 from ..agreement.timeline import Timeline
@@ -335,6 +335,7 @@ def join_world(
     check_transport(transport)
     chosen, reason = choose(backend, transport, launch, env)
     _context = Context(chosen.start(launch, settings, env, transport), launch, settings, stand_in)
+    process_exit.world_has_failed = False
     atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
     if _context.backend.rank == 0:
         logger.info(

@@ -154,6 +154,15 @@ def test_a_rank_whose_call_was_interrupted_is_missing(ranks: Sequence[Rank]) -> 
     ]
 
 
+def test_a_rank_interrupted_in_another_channel_of_the_process_set_is_missing(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks)
+    gradients = ranks[1].watch.add_channel("set 0, gradients", channel.ranks)
+    gradients.begin(BARRIER)
+    gradients.interrupt("KeyboardInterrupt()")
+    gradients.end()
+    assert channel.survey(has_failed=True).missing == [1]
+
+
 def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
     call = Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),))
     text = str(begin(ranks[1:2], call).survey())
