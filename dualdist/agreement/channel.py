@@ -321,6 +321,7 @@ class Channel:
         self._watched = watch.add_channel(
             name, data.ranks, lambda: [request.call for request in list(pending)]
         )
+        data.find_cause = lambda: str(self._watched.fail())
         self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
         self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)

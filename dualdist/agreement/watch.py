@@ -277,13 +277,13 @@ class WatchedChannel:
         self._watch.interrupted[self.process_set] = error[:LONGEST_TEXT]
 
     def survey(self, *, has_failed: bool = False) -> Survey:
-        """Return what the members are doing, seen from the current call.
+        """Return what the members are doing, seen from the current call, or from none.
 
         has_failed: the backend has failed; otherwise the call has stalled.
         """
-        assert self.wait is not None
-        number, call, _ = self.wait
-        return self._watch.survey(self, number, call.key, has_failed=has_failed)
+        wait = self.wait
+        number, key = (self.number, ("", None)) if wait is None else (wait[0], wait[1].key)
+        return self._watch.survey(self, number, key, has_failed=has_failed)
 
     def give_up(self) -> str:
         """Return why the current call has stalled, and let the ranks that answer know that this rank gives it up."""
@@ -293,7 +293,7 @@ class WatchedChannel:
         # A partner may have left the world since its notice, so that this rank would find that it has ended.
         return self.notice if self.notice is not None and self._is_from_partner else str(survey)
 
-    def fail(self, succeeded: Collection[int]) -> Survey:
+    def fail(self, succeeded: Collection[int] = ()) -> Survey:
         """Return what the members are doing when the backend has failed, and let them know why this rank gives up.
 
         succeeded: ranks that have left the world, but not because of an exception.
@@ -305,10 +305,9 @@ class WatchedChannel:
 
     def _say_why(self, survey: Survey, ranks: Iterable[int], text: str = "") -> None:
         """Let `ranks` know what this rank has found. text: what to say of the call, if it has stalled."""
-        assert self.wait is not None
-        self._watch.tell(
-            ranks, ["notice", self.name, self._watch.rank, survey.missing, self.wait[1].brief, text]
-        )
+        wait = self.wait
+        call = "no collective" if wait is None else wait[1].brief
+        self._watch.tell(ranks, ["notice", self.name, self._watch.rank, survey.missing, call, text])
 
     def take_notice(self, text: str, is_missing: bool) -> None:
         """Record what another rank found when it gave up its call. is_missing: whether this rank was missing."""

@@ -172,6 +172,9 @@ class Group(ABC):
         self.has_lost_member: Callable[[], bool] = lambda: False
         """Whether a member has ended, or cannot make collectives any more. The owner of the group sets this function.
         For transports that do not notice it themselves."""
+        self.find_cause: Callable[[], str] = lambda: ""
+        """Return the ranks that have ended first, and say so to the others. The owner sets it. For a transport that
+        ends the process itself."""
 
     @abstractmethod
     def wire_device(self, device: torch.device) -> torch.device:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import LAUNCHERS, launch
+from ..helpers.script_launch import LAUNCHERS, finish, launch
 
 TOGETHER = [name for name, launcher in LAUNCHERS.items() if launcher.size == 2]
 
@@ -140,21 +143,36 @@ def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) ->
     assert "rank 0: process ended" in ended.output and len(ended.output.splitlines()) == 3, ended.output
 
 
-def test_a_crash_of_horovods_gloo_leaves_the_time_to_report_an_error(tmp_path: Path) -> None:
+CRASH = """\
+import ctypes, os, select, sys, threading, torch, dualdist as hvd
+
+hvd.init(backend="horovod", transport="gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+other = os.pidfd_open(hvd.broadcast_object(os.getpid(), 1))
+if hvd.rank() == 1:
+    os._exit(3)
+select.select([other], [], [])
+ended = threading.Event()
+threading.Thread(target=ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"], daemon=True).start()
+if sys.argv[3] == "waits":
+    ended.wait()
+hvd.allreduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("calls", 1), ("waits", -signal.SIGABRT)])
+def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(what: str, code: int, tmp_path: Path) -> None:
     """Its thread ends the process with std::terminate when the connection to a rank breaks."""
     need_modules("horovod")
     script = tmp_path / "script.py"
-    script.write_text(
-        "import ctypes, sys, threading, dualdist as hvd\n"
-        "from dualdist.backends.horovod.group import crashed\n"
-        "hvd.init(backend='horovod', transport='gloo')\n"
-        "terminate = ctypes.CDLL('libstdc++.so.6')['_ZSt9terminatev']\n"
-        "threading.Thread(target=terminate, daemon=True).start()\n"
-        "crashed.wait()\n"
-        "sys.exit('the reason')\n"
+    script.write_text(CRASH)
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: finish([*command, rank, what]), ("0", "1"))
+    assert (first.code, second.code) == (code, 3)
+    assert (
+        "a crash of Horovod ends rank 0 in 10 s; missing ranks: [1].\n  rank 1: process ended" in first.output
     )
-    ended = launch("python", str(script))
-    assert (ended.code, ended.output) == (1, "the reason\n")
+    assert ("failed: the cause is rank 1." in first.output) == (what == "calls")
 
 
 def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A rank that stops in `add_process_set`, after the ranks have agreed. Horovod itself waits for it without an end."""
+"""A rank that stops in `add_process_set`, before or after the ranks have agreed.
+
+Horovod itself waits for it without an end, MPI until it ends, too.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,35 @@ def test_the_others_raise_an_error_that_names_it(launcher: str, tmp_path: Path) 
     ended = launch(launcher, str(script), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "3"})
     assert "stalled; missing ranks: [1].\n" in ended.output, ended.output
     assert "rank 1: no answer: stopped, or cut off from the network\n" in ended.output
+
+
+CAUGHT = """\
+import os, signal, subprocess, sys, dualdist as hvd
+
+KILL = "import os, select, sys; select.select([os.pidfd_open(int(sys.argv[1]))], [], []); os.kill(int(sys.argv[2]), 9)"
+hvd.init()
+processes = list(map(str, hvd.allgather_object(os.getpid())))
+if hvd.rank() == 1:
+    signal.raise_signal(signal.SIGSTOP)
+try:
+    hvd.add_process_set([0])
+except hvd.StallError as error:
+    os.write(1, f"{error}\\n".encode())
+subprocess.Popen([sys.executable, "-IS", "-c", KILL, *processes])
+"""
+MPI = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment"),
+    [("torchrun", {}), ("torchrun-horovod", {}), ("mpirun", {}), ("mpirun", MPI)],
+    ids=["torchrun", "torchrun-horovod", "mpirun", "mpirun-torch-mpi"],
+)
+def test_a_process_ends_although_the_stopped_one_does_not(
+    launcher: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CAUGHT)
+    limits = {"DUALDIST_STALL_TIMEOUT_SECONDS": "3", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1000"}
+    ended = launch(launcher, str(script), environment={**limits, **environment})
+    assert "stalled; missing ranks: [1].\n" in ended.output, ended.output

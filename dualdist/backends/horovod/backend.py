@@ -25,7 +25,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ... import accelerator
+from ... import accelerator, process_exit
 from ...errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from ...executor import Patience, in_thread, wait_for
 from ...launch import DeviceView, Place, nodes, topology
@@ -40,13 +40,14 @@ from ..torch_interface import bind_device, config_of, transport_timeout
 from .group import (
     HorovodGroup,
     check_process_set,
-    crashed,
-    delay_abort,
     forget_shutdown,
     known_process_sets,
     limited,
     make_process_set,
     never_shut_down,
+    report_before_abort,
+    shut_down_in_time,
+    stuck,
     wrapped,
 )
 from .installed import horovods_version, real_horovod
@@ -264,8 +265,6 @@ class HorovodBackend(Backend):
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
         self._groups: list[HorovodGroup] = []
-        if self._controller() == "gloo":
-            delay_abort()
         self._rendezvous = rendezvous
         self._elastic = launch.elastic
         self._sets = known_process_sets()
@@ -317,6 +316,11 @@ class HorovodBackend(Backend):
         cls, launch: Launch, settings: Settings, env: Mapping[str, str], transport: str | None
     ) -> HorovodBackend:
         cls._check_build()
+        if stuck.is_set():
+            raise HorovodInternalError(
+                "Horovod cannot start: it still waits for a rank that has stopped, or has crashed. Start this process "
+                "again."
+            )
         if cls.is_running():
             if settings.timeline is not None:  # Horovod writes to the same file
                 hvd.stop_timeline()
@@ -467,6 +471,8 @@ class HorovodBackend(Backend):
             )  # a rank that ends at once must not close connections that others still make
             self._meeting.close(started=True)
             self._meeting = None
+        if self._controller() == "gloo" and self.size > 1:
+            report_before_abort(self.rank, lambda: self._groups[0].find_cause())
         self._starts, self._timeout = False, self._stall_timeout
         timeout = timedelta(seconds=self._timeout)
         self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
@@ -494,8 +500,8 @@ class HorovodBackend(Backend):
         if self._controller() == "mpi":
             HorovodBackend._kept = True
             return
-        if not self._is_stuck and not crashed.is_set():
-            hvd.shutdown()
+        if not self._is_stuck and not stuck.is_set():
+            (shut_down_in_time if process_exit.world_has_failed else hvd.shutdown)()
         if self._rendezvous is not None:
             self._rendezvous.close()
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
 import re
 import threading
 import time
@@ -20,7 +21,7 @@ from ...errors import BackendUnavailableError, HorovodInternalError, StallError
 from ...executor import Patience, in_time
 from ...meeting import mpi
 from ...meeting.mpi import missing_on_host, waited
-from ...process_exit import skip_destructors_at_exit
+from ...process_exit import never_delete, skip_destructors_at_exit
 from ..base import CombinedWork, Group, Work
 from .installed import horovods_version, real_horovod
 
@@ -43,6 +44,10 @@ def limited(step: Callable[[], T], rank: int, seconds: float) -> T:
         raise StallError(waited(rank, missing_on_host(), "Horovod", seconds)) from error
 
 
+stuck = threading.Event()
+"""Set when Horovod's shutdown did not end, or when this process will abort soon (`report_before_abort`)."""
+
+
 def never_shut_down() -> None:
     """Let this process end without Horovod's shutdown, which waits for ranks that have ended."""
     forget_shutdown()
@@ -51,7 +56,7 @@ def never_shut_down() -> None:
 
 def forget_shutdown() -> None:
     """Take back what calls Horovod's shutdown when this process ends. Local."""
-    for function in (hvd.mpi_ops._basics.shutdown, _shut_down):
+    for function in (hvd.mpi_ops._basics.shutdown, shut_down_in_time):
         atexit.unregister(function)
 
 
@@ -61,37 +66,46 @@ def limit_shutdown_at_exit() -> None:
     Its background thread may wait in MPI for a rank that has stopped.
     """
     forget_shutdown()
-    atexit.register(_shut_down)
+    atexit.register(shut_down_in_time)
 
 
-def _shut_down() -> None:
+def shut_down_in_time() -> None:
+    """Shut Horovod down, in 5 s at most. It waits for all ranks: with Gloo, until its timeout."""
     try:
         in_time(hvd.shutdown, _SHUTDOWN_SECONDS)
     except TimeoutError:
+        stuck.set()
         mpi.record_failure("Horovod's shutdown")
-        skip_destructors_at_exit()
+        never_shut_down()
 
 
 _CRASH_SECONDS = 10.0
-crashed = threading.Event()
-"""Set when this process will abort soon, see `delay_abort`."""
 
 
-@ctypes.CFUNCTYPE(None)  # type: ignore[untyped-decorator]
-def _wait_before_abort() -> None:
-    crashed.set()
-    never_shut_down()
-    time.sleep(_CRASH_SECONDS)
-
-
-def delay_abort() -> None:
-    """When a thread of C++ is about to abort this process, let it wait for 10 s first.
+def report_before_abort(rank: int, find_cause: Callable[[], str]) -> None:
+    """When a thread of C++ is about to abort this process, print `find_cause()`, and wait for 10 s.
 
     Where a rank dies, the thread of Horovod's Gloo that reads from it often throws an exception that nobody catches
-    (gloo/transport/tcp/pair.cc, `Pair::read`). Without the wait, no rank could say which one has died.
+    (gloo/transport/tcp/pair.cc, `Pair::read`). Meanwhile the script may raise its own error, or may wait for a lock
+    that the thread holds.
     """
+    # Otherwise this thread might wait for Python's lock without an end.
+    if _number_of_repairs() < _RELEASES_PYTHONS_LOCK:
+        return
+
+    def report() -> None:
+        stuck.set()
+        never_shut_down()
+        try:
+            text = f"dualdist: a crash of Horovod ends rank {rank} in 10 s; {find_cause()}\n"
+            os.write(2, text.encode())
+        finally:
+            time.sleep(_CRASH_SECONDS)
+
+    handler = ctypes.CFUNCTYPE(None)(report)
+    never_delete(handler)
     with contextlib.suppress(OSError, AttributeError):  # another standard library
-        ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"](_wait_before_abort)
+        ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"](handler)
 
 
 _SLEEP_SECONDS = (0.00005, 0.001)
@@ -198,8 +212,15 @@ class HorovodGroup(Group):
 
 # Horovod's process sets: those that it has, and those that it cannot make.
 
-_CONNECTS_ALL_PROCESS_SETS = 2
-"""The number of the repair with which the Gloo controller connects process sets of some ranks of several hosts."""
+_CONNECTS_ALL_PROCESS_SETS = _RELEASES_PYTHONS_LOCK = 2
+"""The number of the repair with which the Gloo controller connects process sets of some ranks of several hosts, and a
+call that waits lets other threads of Python run."""
+
+
+def _number_of_repairs() -> int:
+    """Return the number of the last repair of ci/install-horovod that the installed Horovod has, else 0."""
+    repair = re.search(r"\.patch(\d+)", horovods_version())
+    return 0 if repair is None else int(repair[1])
 
 
 def known_process_sets() -> dict[tuple[int, ...], Any]:
@@ -227,9 +248,7 @@ def check_process_set(ranks: Sequence[int], nodes: Sequence[str]) -> None:
     local rank in the set, which may be another one (horovod/common/gloo/gloo_context.cc, InitializeForProcessSet).
     ci/install-horovod repairs that; its version has the number of the last repair.
     """
-    version = horovods_version()
-    repair = re.search(r"\.patch(\d+)", version)
-    is_repaired = repair is not None and int(repair[1]) >= _CONNECTS_ALL_PROCESS_SETS
+    version, is_repaired = horovods_version(), _number_of_repairs() >= _CONNECTS_ALL_PROCESS_SETS
     if is_repaired or hvd.mpi_enabled() or len({nodes[rank] for rank in ranks}) == 1:
         return
     raise BackendUnavailableError(
