@@ -60,7 +60,7 @@ class RandomState:
         mapping("state", state, "python", "numpy", "torch", fix="Pass what state_dict() has returned.")
         random.setstate(state["python"])
         name, keys, *rest = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state((name, np.array(keys.tolist(), np.uint32), *rest))
         torch.set_rng_state(state["torch"].clone())
         kind = accelerator.kind()
         if kind in state:
@@ -77,7 +77,7 @@ class RandomState:
 
 
 def _seed(state: dict[str, Any], rank: int) -> int:
-    data = state["torch"].numpy().tobytes() + repr(state["python"]).encode() + rank.to_bytes(8, "little")
+    data = bytes(state["torch"].tolist()) + repr(state["python"]).encode() + rank.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
 
 

@@ -375,6 +375,6 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {_NUMPY}:
         kind, keys, *rest = value[_NUMPY]
         generator = np.random.RandomState()
-        generator.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        generator.set_state((kind, np.array(keys.tolist(), np.uint32), *rest))
         return generator
     return value

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dualdist.checkpoint import Manifest, RandomState, restoration
 from dualdist.checkpoint.contents import HostCopy, check_state, collect, fitting_part, on_host
@@ -345,6 +346,16 @@ def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     assert draws() != expected
     random_state.load_state_dict(saved)
     assert draws() == expected
+
+
+def test_memory_of_a_state_can_be_resized_after_it_was_used() -> None:
+    state = tree_map(
+        lambda value: value.clone() if torch.is_tensor(value) else value, RandomState().state_dict()
+    )
+    RandomState().load_state_dict(state)
+    RandomState().load_derived([state], 1)
+    tensors = [value for value in tree_leaves(state) if torch.is_tensor(value)]
+    assert len(tensors) == 2 and all(tensor.untyped_storage().resizable() for tensor in tensors)
 
 
 def test_a_rank_without_a_saved_state_gets_its_own_repeatable_numbers() -> None:

@@ -101,7 +101,7 @@ def names(text: str, fault: Fault, is_horovods: bool = False) -> bool:
         )
     if missing is None:
         return fault.rank == 0 and "rank 0" in text
-    gone = re.findall(r"^  ranks? ([\d, ]+): (?:process ended|no answer|interrupted)", text, re.MULTILINE)
+    gone = re.findall(r"^  ranks? ([\d, ]+): (?:process ended|no answer:|interrupted)", text, re.MULTILINE)
     alone = fault.stays and fault.place not in (START, INIT, SHUTDOWN) and not is_horovods
     if alone and gone and {rank for row in gone for rank in _numbers(row)} != {fault.rank}:
         return False
