@@ -183,7 +183,8 @@ class Guard:
                 f"{self._broken} Look for the first error of another rank, or for a failure of the network."
             )
         causes = shown_ranks(survey.missing)
-        self._broken = f"{call.brief} failed: the cause is {causes}."
+        failed = f"{call.brief} failed: the cause is {causes}"
+        self._broken = f"{failed}; {str(survey).splitlines()[0]}"
         advice = "Look for its first error, or for a failure of the network"
         if set(survey.missing) <= set(succeeded):
             advice = (
@@ -191,4 +192,4 @@ class Guard:
                 "all ranks make the same calls. If one had fewer batches than the others, give all the same number, or "
                 "call join() at the end"
             )
-        return HorovodInternalError(f"{self._broken} {advice}; {survey}")
+        return HorovodInternalError(f"{failed}. {advice}; {survey}")

@@ -289,7 +289,7 @@ class WatchedChannel:
         """Return why the current call has stalled, and let the ranks that answer know that this rank gives it up."""
         survey = self.survey()
         self.gave_up = True
-        self._say_why(survey, survey.ranks(WAITING, LEFT, ABSENT, BEHIND, SUSPENDED), str(survey))
+        self._say_why(survey, str(survey))
         # A partner may have left the world since its notice, so that this rank would find that it has ended.
         return self.notice if self.notice is not None and self._is_from_partner else str(survey)
 
@@ -300,14 +300,18 @@ class WatchedChannel:
         """
         survey = replace(self.survey(has_failed=True), succeeded=succeeded)
         if survey.missing:
-            self._say_why(survey, survey.ranks(SILENT, INTERRUPTED, WAITING, LEFT, ABSENT, BEHIND, SUSPENDED))
+            self._say_why(survey)
         return survey
 
-    def _say_why(self, survey: Survey, ranks: Iterable[int], text: str = "") -> None:
-        """Let `ranks` know what this rank has found. text: what to say of the call, if it has stalled."""
+    def _say_why(self, survey: Survey, text: str = "") -> None:
+        """Let all ranks know what this rank has found: it may end. text: what to say of the call, if it has stalled."""
         wait = self.wait
         call = "no collective" if wait is None else wait[1].brief
-        self._watch.tell(ranks, ["notice", self.name, self._watch.rank, survey.missing, call, text])
+        gone = survey.ranks(*([SILENT, INTERRUPTED] if text else []), ENDED, FOLLOWED)
+        self._watch.tell(
+            [rank for rank in range(self._watch.size) if rank not in gone],
+            ["notice", self.name, self._watch.rank, survey.missing, call, text],
+        )
 
     def take_notice(self, text: str, is_missing: bool) -> None:
         """Record what another rank found when it gave up its call. is_missing: whether this rank was missing."""
@@ -333,7 +337,7 @@ class StallWatch:
     """Watches the collectives of one world for missing ranks."""
 
     def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
-        self.rank = rank
+        self.rank, self.size = rank, size
         self._settings = settings
         self._channels: dict[str, WatchedChannel] = {}
         self._due: dict[tuple[str, int, CallKey], float] = {}
@@ -452,7 +456,7 @@ class StallWatch:
         elif about == "notice":
             rank, missing, call, text = rest
             self._reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
-            if text:
+            if text and self.rank in channel.ranks:
                 channel.take_notice(text, self.rank in missing)
         elif about == "failure":
             step, text = rest

@@ -170,7 +170,8 @@ def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(what: str, code: in
         first, second = pool.map(lambda rank: finish([*command, rank, what]), ("0", "1"))
     assert (first.code, second.code) == (code, 3)
     assert (
-        "a crash of Horovod ends rank 0 in 10 s; missing ranks: [1].\n  rank 1: process ended" in first.output
+        "a crash of Horovod ends this process in 10 s; rank 0: missing ranks: [1].\n  rank 1: process ended"
+        in first.output
     )
     assert ("failed: the cause is rank 1." in first.output) == (what == "calls")
 

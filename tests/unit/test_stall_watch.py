@@ -196,9 +196,9 @@ def test_a_rank_whose_process_did_not_run_is_missing(ranks: Sequence[Rank]) -> N
 def test_a_rank_that_ended_because_of_another_is_not_missing(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks[:3])
     ranks[2].watch.close()
-    ranks[1].world.fail([])
+    ranks[1].world.fail()
     ranks[1].watch.close()
-    survey = channel.fail([])
+    survey = channel.fail()
     assert str(survey).splitlines() == [
         "missing ranks: [2].",
         "  rank 2: process ended, or called shutdown()",
@@ -211,14 +211,23 @@ def test_a_rank_that_ended_because_of_another_is_not_missing(ranks: Sequence[Ran
 def test_the_cause_may_be_outside_the_process_set(ranks: Sequence[Rank]) -> None:
     begin(ranks[1:4])
     ranks[1].watch.close()
-    ranks[3].world.fail([])
+    ranks[3].world.fail()
     ranks[3].watch.close()
     ranks[4].pair.begin(BARRIER)
-    assert str(ranks[4].pair.fail([])).splitlines() == [
+    assert str(ranks[4].pair.fail()).splitlines() == [
         "missing ranks: [1].",
         f"  rank 3: ended because of rank 1, in {TEXT}",
         "  rank 4: waiting in barrier() at train.py:9",
     ]
+
+
+def test_ranks_outside_the_process_set_know_why_a_rank_ended(ranks: Sequence[Rank]) -> None:
+    channel = begin(ranks[:2])
+    ranks[3].pair.begin(BARRIER)
+    ranks[4].watch.close()
+    ranks[3].pair.fail()
+    ranks[3].watch.close()
+    assert channel.fail().missing == [4]
 
 
 def test_a_rank_without_the_time_to_say_why_it_ended_is_not_missing_if_another_has_named_the_cause(
@@ -226,9 +235,9 @@ def test_a_rank_without_the_time_to_say_why_it_ended_is_not_missing_if_another_h
 ) -> None:
     channel = begin(ranks[:3])
     ranks[2].watch.close()
-    ranks[1].world.fail([])
+    ranks[1].world.fail()
     ranks[3].watch.close()
-    assert channel.fail([]).missing == [2]
+    assert channel.fail().missing == [2]
 
 
 def test_ranks_that_finished_are_missing_only_if_no_other_has_ended(ranks: Sequence[Rank]) -> None:

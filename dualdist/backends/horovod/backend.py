@@ -472,7 +472,7 @@ class HorovodBackend(Backend):
             self._meeting.close(started=True)
             self._meeting = None
         if self._controller() == "gloo" and self.size > 1:
-            report_before_abort(self.rank, lambda: self._groups[0].find_cause())
+            report_before_abort(lambda: f"rank {self.rank}: {self._groups[0].find_cause()}")
         self._starts, self._timeout = False, self._stall_timeout
         timeout = timedelta(seconds=self._timeout)
         self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
@@ -501,6 +501,7 @@ class HorovodBackend(Backend):
             HorovodBackend._kept = True
             return
         if not self._is_stuck and not stuck.is_set():
+            report_before_abort(None)
             (shut_down_in_time if process_exit.world_has_failed else hvd.shutdown)()
         if self._rendezvous is not None:
             self._rendezvous.close()

@@ -21,7 +21,7 @@ from ...errors import BackendUnavailableError, HorovodInternalError, StallError
 from ...executor import Patience, in_time
 from ...meeting import mpi
 from ...meeting.mpi import missing_on_host, waited
-from ...process_exit import never_delete, skip_destructors_at_exit
+from ...process_exit import skip_destructors_at_exit
 from ..base import CombinedWork, Group, Work
 from .installed import horovods_version, real_horovod
 
@@ -80,32 +80,34 @@ def shut_down_in_time() -> None:
 
 
 _CRASH_SECONDS = 10.0
+_find_cause: Callable[[], str] | None = None
+"""What to print before this process aborts; None while no world is joined."""
 
 
-def report_before_abort(rank: int, find_cause: Callable[[], str]) -> None:
+def report_before_abort(find_cause: Callable[[], str] | None) -> None:
     """When a thread of C++ is about to abort this process, print `find_cause()`, and wait for 10 s.
 
     Where a rank dies, the thread of Horovod's Gloo that reads from it often throws an exception that nobody catches
     (gloo/transport/tcp/pair.cc, `Pair::read`). Meanwhile the script may raise its own error, or may wait for a lock
     that the thread holds.
     """
+    global _find_cause
+    _find_cause = find_cause
     # Otherwise this thread might wait for Python's lock without an end.
-    if _number_of_repairs() < _RELEASES_PYTHONS_LOCK:
-        return
+    if _number_of_repairs() >= _RELEASES_PYTHONS_LOCK:
+        with contextlib.suppress(OSError, AttributeError):  # another standard library
+            ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"](_report_crash)
 
-    def report() -> None:
+
+@ctypes.CFUNCTYPE(None)  # type: ignore[untyped-decorator]
+def _report_crash() -> None:
+    if _find_cause is not None:
         stuck.set()
         never_shut_down()
         try:
-            text = f"dualdist: a crash of Horovod ends rank {rank} in 10 s; {find_cause()}\n"
-            os.write(2, text.encode())
+            os.write(2, f"dualdist: a crash of Horovod ends this process in 10 s; {_find_cause()}\n".encode())
         finally:
             time.sleep(_CRASH_SECONDS)
-
-    handler = ctypes.CFUNCTYPE(None)(report)
-    never_delete(handler)
-    with contextlib.suppress(OSError, AttributeError):  # another standard library
-        ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"](handler)
 
 
 _SLEEP_SECONDS = (0.00005, 0.001)
