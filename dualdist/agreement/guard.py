@@ -178,9 +178,10 @@ class Guard:
             return StallError(stalled)
         self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
         survey = channel.fail(succeeded)
-        if not survey.missing:
+        if not survey.missing or channel.failures:  # another rank has said why before it ended
             return HorovodInternalError(
-                f"{self._broken} Look for the first error of another rank, or for a failure of the network."
+                f"{self._broken} Look for the first error of another rank, or for a failure of the network"
+                f"{f'; {survey}' if survey.missing else '.'}"
             )
         causes = shown_ranks(survey.missing)
         failed = f"{call.brief} failed: the cause is {causes}"
