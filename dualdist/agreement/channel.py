@@ -318,10 +318,12 @@ class Channel:
             group.has_lost_member = connections.has_lost_peer
         self._guard = Guard(connections, self._abort)
         pending = self._pending  # the watch outlives the channel of a removed process set
-        self._watched = watch.add_channel(
+        watched = self._watched = watch.add_channel(
             name, data.ranks, lambda: [request.call for request in list(pending)]
         )
-        data.find_cause = lambda: str(self._watched.fail())
+        data.find_cause = lambda: str(
+            watched.fail()
+        )  # without `self`: the group must be freed with its last user
         self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
         self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
