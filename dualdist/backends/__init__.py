@@ -79,7 +79,7 @@ def transport_named(backend: str) -> str:
 
 def check_transport(transport: str | None) -> None:
     """Raise ConfigurationError unless `transport` is None or the name of a transport."""
-    if transport is not None and transport_named(transport) not in TRANSPORTS:
+    if transport is not None and transport_named(transport) not in tuple(TRANSPORTS):  # it may be unhashable
         raise ConfigurationError(
             f"`transport` must be one of {', '.join(TRANSPORTS)}, but is {transport!r} instead. "
             "Choose one of these, or leave it out to use the fastest one on this machine."
