@@ -114,9 +114,10 @@ class Slurm:
         )
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    def wait_for_end(self, job: str) -> None:
-        """Wait until a job has ended, and is not requeued."""
-        _wait(self, ["squeue", "--noheader", f"--jobs={job}", "--states=PD,R,CG,RQ"], "", SECONDS)
+    def wait_for_success(self, job: str) -> None:
+        """Wait until a job, which may be requeued before, has ended with exit code 0."""
+        question = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+        _wait(self, question, "COMPLETED", SECONDS)
 
     @staticmethod
     def free_port() -> int:

@@ -172,6 +172,6 @@ def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
         str(script),
         environment={"OMP_NUM_THREADS": "1"},
     )
-    slurm.wait_for_end(submitted.output.strip())
+    slurm.wait_for_success(submitted.output.strip())
     assert "(User defined signal 1) ended the run after step " in log.read_text()
     assert "equal after " in log.read_text()
