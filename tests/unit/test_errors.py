@@ -19,6 +19,7 @@ PARENTS = {
     errors.StallError: (errors.HorovodInternalError,),
     errors.HostsUpdatedInterrupt: (RuntimeError,),
     errors.ProcessEndedError: (RuntimeError,),
+    errors.ReplicaMismatchError: (RuntimeError,),
 }
 
 

@@ -13,6 +13,7 @@ from dualdist import checkpoint, elastic, lr, metrics, samplers, seeding
 from ..helpers.public_functions import CASES
 
 ELSEWHERE = {
+    "check_replicas": "test_replicas.py",
     "init": "test_wrong_init.py",
     "elastic.StateHandler": "any object; its subclasses check it",
     "SynchronizedOptimizer": "DistributedOptimizer makes it",
