@@ -41,9 +41,9 @@ class Sink:
         self._pending: list[bytes] = []
         self._changed = threading.Condition()
         self._closed = False
-        # A daemon thread: the interpreter can end while a write blocks.
         self.redraws = os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
         """Whether a line that ends with a carriage return is replaced by the next."""
+        # A daemon thread: the interpreter can end while a write blocks.
         self._thread = threading.Thread(target=self._work, name=f"dualdist-output-{descriptor}", daemon=True)
 
     def put(self, data: bytes) -> None:
