@@ -29,12 +29,12 @@ import torch
 from .. import accelerator, process_exit
 from ..backends.base import Group
 from ..checks import text_of
-from ..errors import CollectiveMismatchError, HorovodInternalError, StallError
+from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
 from .call import Call, call_site
 from .call_kinds import Data, Kind, WhenJoined
 from .connections import Connections
-from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
+from .guard import Guard, OutOfStepError, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
 from .timeline import Timeline
 from .watch import StallWatch
@@ -126,9 +126,7 @@ class Ahead:
         def compare_first(group: Group, verdict: Verdict) -> tuple[T | None, Sequence[bytes]]:
             if verdict.joined:
                 if made:
-                    raise HorovodInternalError(
-                        f"ranks have joined, but the others made {made} of SyncBatchNorm"
-                    )
+                    raise OutOfStepError(f"ranks have joined, but the others made {made} of SyncBatchNorm")
                 return execute(group, verdict), ()
             all_made = verdict.payloads if any(verdict.payloads) else group.allgather_bytes(own)
             return (None, all_made) if len(set(all_made)) > 1 else (execute(group, verdict), ())

@@ -123,6 +123,10 @@ def _runs_script(thread: threading.Thread) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
+class OutOfStepError(HorovodInternalError):
+    """What the members have agreed on shows that they cannot go on together. All raise it; no member has died."""
+
+
 class Guard:
     """Watches the calls of one channel for a stall, and stops the channel when the backend fails."""
 
@@ -166,6 +170,11 @@ class Guard:
         self, channel: WatchedChannel, call: Call, error: HorovodInternalError
     ) -> HorovodInternalError:
         """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
+        if isinstance(error, OutOfStepError):
+            self._connections.close()
+            self._abort()
+            self._broken = f"{call.brief} failed: {error}."
+            return HorovodInternalError(self._broken)
         found, succeeded = None, self._connections.peers_that_succeeded()
         if isinstance(error, StallError) or channel.is_crossed:
             found = channel.give_up()

@@ -22,7 +22,7 @@ import torch
 from ..agreement import call_kinds
 from ..agreement.call import Call, call_site
 from ..agreement.channel import Channel
-from ..agreement.guard import in_turn
+from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
 from ..collectives.reduction import scale_
@@ -360,11 +360,11 @@ class Reducer:
         """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.
 
         Collective, after the agreement on an announcement. kinds: what this rank contributes; None on a rank that has
-        joined. Raises HorovodInternalError if the ranks are out of step.
+        joined. Raises OutOfStepError if the ranks have sent different buckets.
         """
         active = [place for place in range(group.size) if place not in verdict.joined]
         if len({verdict.counts[place] >> 1 for place in active}) > 1:
-            raise HorovodInternalError(
+            raise OutOfStepError(
                 "the ranks have not sent the same number of gradient buckets, or not in the same order, because a "
                 "backward failed or was repeated on some ranks only, or gave several optimizers their gradients in "
                 "another order"
