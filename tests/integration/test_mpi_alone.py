@@ -59,6 +59,25 @@ assert all(future.wait()[0][-1] == 2 for future in futures)
 dist.destroy_process_group()
 """
 
+SCRIPT_WITH_A_CALLBACK_AT_ITS_END = """\
+import atexit, threading
+import torch, torch.distributed as dist
+import dualdist.backends.mpi
+
+ending = threading.Event()
+
+def callback(future):
+    ending.wait()
+    for _ in range(2000):
+        torch.ones(1).add_(1)
+    print("ended", flush=True)
+
+dist.init_process_group("mpi4py", init_method="mpi4py://")
+atexit.register(ending.set)
+futures = [dist.all_reduce(torch.ones(1 << 16), async_op=True).get_future().then(callback) for _ in range(2)]
+dist.destroy_process_group()
+"""
+
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -78,6 +97,12 @@ def test_mpi_that_allows_one_call_at_a_time_gets_one_at_a_time(script: str) -> N
     # In a new interpreter, at whose end mpi4py finalizes MPI.
     ended = launch("mpirun", script, "serialized", forks=False)
     assert (ended.code, ended.output) == (0, "")
+
+
+@pytest.mark.parametrize("script", [SCRIPT_WITH_A_CALLBACK_AT_ITS_END], indirect=True, ids=["callback"])
+def test_the_interpreter_ends_after_the_callbacks_of_futures(script: str) -> None:
+    ended = launch("mpirun", script, forks=False)
+    assert (ended.code, ended.output.split()) == (0, ["ended"] * 4)
 
 
 @pytest.mark.parametrize("script", [SCRIPT_WITH_THREAD_LEVEL], indirect=True, ids=["thread level"])

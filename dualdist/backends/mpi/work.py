@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +52,8 @@ class Progress:
         self._pause = 0.0
         self._idle_since = 0.0
         self._sweeping = threading.RLock()
+        self._callbacks: set[concurrent.futures.Future[None]] = set()
+        """Threads that set the results of futures."""
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child
         )
@@ -58,8 +61,8 @@ class Progress:
     def enter(self, owner: object) -> None:
         """Keep the thread until `owner` leaves."""
         if not self._owners:
-            atexit.unregister(self.stop)
-            atexit.register(self.stop)  # the newest handler runs first: before MPI's
+            atexit.unregister(self._end)
+            atexit.register(self._end)  # the newest handler runs first: before MPI's
         self._owners.add(owner)
 
     def leave(self, owner: object) -> None:
@@ -81,10 +84,22 @@ class Progress:
         """Stop testing `work`."""
         self._pending.pop(work, None)
 
+    def run_callbacks(self, step: Callable[[], None]) -> None:
+        """Run `step` in another thread, and let the interpreter end after it."""
+        running = in_thread(step, "dualdist-mpi-callbacks")
+        self._callbacks.add(running)
+        running.add_done_callback(self._callbacks.discard)
+
     def stop(self) -> None:
         """End the thread. The next work starts another one."""
         if not self.forked:
             self._worker.stop(_JOIN_SECONDS)
+
+    def _end(self) -> None:
+        """At exit: end the threads. Python ends others when they return from torch, and then C++ aborts the process."""
+        self.stop()
+        if not self.forked:
+            concurrent.futures.wait(list(self._callbacks), _JOIN_SECONDS)
 
     def _step(self) -> float | None:
         if self._pending:
@@ -249,9 +264,7 @@ class MpiWork(dist.Work):
         with self._lock:
             future, self._future = self._future, None
         if future is not None:
-            in_thread(
-                functools.partial(_fulfil, future, self._result, self._problem), "dualdist-mpi-callbacks"
-            )
+            progress.run_callbacks(functools.partial(_fulfil, future, self._result, self._problem))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         if not self.poll():
