@@ -1,6 +1,7 @@
 """The accelerator of this machine, such as its GPUs: the only module that asks torch for the kind of device.
 
-torch.accelerator describes CUDA, ROCm (which torch calls "cuda" as well), XPU and others in the same way.
+CUDA, ROCm (which torch calls "cuda" as well), XPU and others each have a module of torch with the same functions. The
+names in torch.accelerator differ between releases, and torch before 2.6 has no such module.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 def kind() -> str | None:
     """Return the type of the accelerator, such as "cuda" or "xpu"; None if this machine has none that works."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    found = torch._C._get_accelerator()  # the CPU if this build of torch has none
+    return found.type if found.type != "cpu" and torch.get_device_module(found).is_available() else None
 
 
 def count() -> int:
     """Return how many devices this process sees."""
-    return int(torch.accelerator.device_count()) if kind() else 0
+    found = kind()
+    return int(torch.get_device_module(found).device_count()) if found else 0
 
 
 def visible() -> tuple[str, ...]:
@@ -34,17 +36,22 @@ def visible() -> tuple[str, ...]:
 
 def bind(device: torch.device) -> None:
     """Make `device` the current one of this thread."""
-    torch.accelerator.set_device_index(device.index)
+    torch.get_device_module(device).set_device(device.index)
 
 
 def current_device() -> torch.device | None:
     """Return the current device of this thread; None if this process has not used the accelerator."""
-    return torch.device(str(kind()), torch.accelerator.current_device_index()) if is_started() else None
+    return (
+        torch.device(str(kind()), torch.get_device_module(kind()).current_device()) if is_started() else None
+    )
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream of this thread on `device`; None for the CPU."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    if device.type == "cpu":
+        return None
+    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
+    return stream
 
 
 def has_streams(tensor: torch.Tensor) -> bool:
@@ -59,19 +66,20 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
     """Make `stream` and its device the current ones of this thread in the `with` block."""
-    return stream
+    entered: contextlib.AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+    return entered
 
 
 def record_event(device: torch.device) -> torch.Event:
     """Return an event after all work on this thread's stream on `device`."""
     event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
+    event.record(current_stream(device))
     return event
 
 
 def wait_event(device: torch.device, event: torch.Event) -> None:
     """Make this thread's stream on `device` wait for `event`. The host does not wait."""
-    torch.accelerator.current_stream(device).wait_event(event)
+    torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
@@ -88,7 +96,7 @@ def is_started() -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`. Does nothing for the CPU."""
     if device.type == kind():
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 def get_rng_state() -> torch.Tensor:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+_frames: Any = torch._C._dynamo.eval_frame
+
+
+def _skip(code: CodeType) -> None:
+    """Leave uncompiled what C++ calls while a compiled function runs."""
+    if hasattr(_frames, "set_code_exec_strategy"):
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+    else:  # before torch 2.7, this leaves out the code alone, not what it calls
+        _frames.skip_code(code)
 
 
 def not_compiled(made: T) -> T:
@@ -20,8 +31,6 @@ def not_compiled(made: T) -> T:
 
     It must stand directly above `def`: it marks the code, which all functions share that another decorator has wrapped.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
     for member in vars(made).values() if isinstance(made, type) else (made,):
         function: Any = member
         if isinstance(member, property):
@@ -33,11 +42,14 @@ def not_compiled(made: T) -> T:
                 "the code is that of another decorator"
             )
             function._torchdynamo_disable = True  # type: ignore[attr-defined]
-            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+            _skip(function.__code__)
     return made
 
 
 def in_compiled_backward() -> bool:
     """Return whether compiled autograd runs the current backward (`torch._dynamo.config.compiled_autograd`)."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
+    if module is None:
+        return False
+    # Before torch 2.5, the setting itself ends with the compiled backward.
+    return bool(getattr(module, "in_compiled_autograd_region", module.compiled_autograd_enabled))

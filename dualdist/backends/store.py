@@ -11,7 +11,7 @@ import json
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -106,11 +106,24 @@ def open_store(meeting: Meeting, env: Mapping[str, str], seconds: float, message
     return SharedStore(store, addresses, tuple(text for _, text in parts))
 
 
+def connect_again(store: Any) -> dist.TCPStore:
+    """Return another connection to the server of `store`. While a thread waits in one, others cannot use it."""
+    return dist.TCPStore(store.host, store.port, is_master=False, timeout=store.timeout)
+
+
 def _serve(host: str, timeout: timedelta) -> dist.TCPStore:
+    # Before torch 2.7, which added this method, the faster server, libuv's, takes no listening socket.
+    libuv = hasattr(dist.TCPStore, "clone")
     server = socket.create_server((host, 0), backlog=4096)
     port = server.getsockname()[1]
     store = dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=server.detach(),
+        use_libuv=libuv,
     )
     _served[:] = [store]
     return store

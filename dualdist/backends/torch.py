@@ -28,7 +28,7 @@ from ..meeting import Meeting, own_node
 from ..types import Launch, Settings
 from . import TRANSPORTS, transport_named
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
-from .store import SharedStore, StoreBoard, meet, open_store
+from .store import SharedStore, StoreBoard, connect_again, meet, open_store
 from .torch_group import abort_process_group, wrapped
 from .torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
 from .torch_interface import (
@@ -298,9 +298,9 @@ class TorchBackend(Backend):
         connect = functools.partial(
             self._default_group.open,
             config_text(self._config),
-            # While a thread waits in a store, others cannot use it. NCCL has threads that wait. Without NCCL, one
-            # connection is enough. Each takes time: c10d's server looks up the peers' names one by one.
-            self._store if self.device is None else self._store.clone(),
+            # NCCL has threads that wait in a store. Without NCCL, one connection is enough. Each takes time: c10d's
+            # server looks up the peers' names one by one.
+            self._store if self.device is None else connect_again(self._store),
             self.rank,
             self.size,
             transport_timeout(self._timeout, self.device),

@@ -17,7 +17,8 @@ from .base import REDUCE_OPERATIONS, Group, Work
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
-abort_process_group = dist.distributed_c10d._abort_process_group
+# Before torch 2.6, destroying a group ended its kernels too.
+abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 
 @contextlib.contextmanager
@@ -144,7 +145,8 @@ class TorchGroup(Group):
         if self._pg is not None and self._device is not None and not self.is_aborted:
             self.is_aborted = True
             with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
-                self._pg._get_backend(self._device).abort()
+                backend = self._pg._get_backend(self._device)
+                (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
 
     def close(self) -> None:
         if self._pg is not None and dist.is_initialized():

@@ -15,6 +15,7 @@ import torch.distributed.nn.functional
 from ..meeting import INTERFACE, check_interfaces, interface_of
 from .base import Exchange, Group
 from .shared_memory import share_host
+from .store import connect_again
 from .torch_group import TorchGroup, set_timeout, wrapped
 from .torch_interface import carried_types, transport_timeout
 
@@ -58,7 +59,7 @@ class DirectGroup(TorchGroup):
 
     def close(self) -> None:
         pg, self._pg = self._pg, None
-        if pg is not None:
+        if hasattr(pg, "shutdown"):  # before torch 2.7, gloo has none: the group ends with its last reference
             pg.shutdown()
 
 
@@ -220,7 +221,9 @@ class TorchGroups:
 
     def _connect(self, name: str, ranks: Sequence[int]) -> Group:
         """Return a group over `ranks`, for tensors on the CPU. Collective over `ranks` alone."""
-        return DirectGroup(self._config["cpu"], self._store.clone(), name, ranks, self._rank, self._timeout)
+        return DirectGroup(
+            self._config["cpu"], connect_again(self._store), name, ranks, self._rank, self._timeout
+        )
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives. Local."""

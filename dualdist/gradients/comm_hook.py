@@ -187,7 +187,11 @@ class HookWork(Work):
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
         try:
-            with torch.no_grad(), self._stream or contextlib.nullcontext():
+            stream = self._stream
+            with (
+                torch.no_grad(),
+                contextlib.nullcontext() if stream is None else accelerator.use_stream(stream),
+            ):
                 yield
         except Exception as error:
             self._report(error)

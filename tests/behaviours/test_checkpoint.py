@@ -68,12 +68,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one_for_every_saver(saver: str, s
 @everywhere
 def test_every_world_and_style_saves_what_was_recorded(style: str, tmp_path: Path) -> None:
     record(folder(tmp_path) / "a.pt", style)
-    found, expected = load(folder(tmp_path) / "a.pt"), load(folder(RECORDED) / "horovod-optimizer.pt")
-    torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=1e-9)
+    found, expected = (
+        flat(load(path)) for path in (folder(tmp_path) / "a.pt", folder(RECORDED) / "horovod-optimizer.pt")
+    )
+    if "_is_initial" not in plain_scheduler().state_dict():  # of a torch older than the one that recorded
+        del expected[".scheduler._is_initial"]
+        found.pop(".scheduler.verbose", None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     if hvd.rank() == 0:
         manifest = read_manifest(tmp_path / "a.pt")
         assert (manifest.step, manifest.world_size) == (SAVED_STEPS, hvd.size())
         assert (manifest.backend, manifest.transport) == (hvd.backend_name(), hvd.transport_name())
+
+
+def plain_scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), step_size=2)
 
 
 def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:

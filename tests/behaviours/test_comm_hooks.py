@@ -106,6 +106,11 @@ def torch_weights(make_state: Callable[[Any], Any], hook: Callable[..., Any]) ->
 @everywhere
 def test_hooks_of_torch_give_the_numbers_of_torch(name: str, style: str) -> None:
     make_state, hook = HOOKS[name]
+    try:
+        expected = torch_weights(make_state, hook)
+    except RuntimeError:  # those of quantization work over NCCL alone in torch before 2.15
+        assert "quantization" in name
+        return
     model = network()
     if style == "module":
         wrapped = hvd.DistributedDataParallel(model)
@@ -118,7 +123,7 @@ def test_hooks_of_torch_give_the_numbers_of_torch(name: str, style: str) -> None
         weights = train(model, optimizer)
     # PowerSGD makes columns orthogonal, which amplifies the rounding of float16 sums in another order.
     if name != "fp16 wrapper" or hvd.size() < 3:
-        for ours, theirs in zip(weights, torch_weights(make_state, hook), strict=True):
+        for ours, theirs in zip(weights, expected, strict=True):
             # The order of a sum of three ranks may differ. In float16 each step, with a rate of 0.1, then differs by
             # the rounding of a gradient below 1.
             bound = STEPS * 0.1 * 2**-11 if "fp16" in name else 1e-5

@@ -13,12 +13,12 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dualdist as hvd
 from dualdist.launch import detect
 from dualdist.launch.environment import without_copies
 
+from ..helpers.dtensors import Replicate, Shard, distribute_tensor
 from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 

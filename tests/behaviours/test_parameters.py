@@ -182,7 +182,7 @@ def trained(kind: str, rank: int, steps: int) -> tuple[nn.Module, torch.optim.Op
             optimizer.zero_grad()
             loss: torch.Tensor = model(torch.ones(1, 3)).square().sum()
             loss.backward()
-            return loss
+            return loss.detach()
 
         optimizer.step(closure)  # type: ignore[arg-type]
     return model, optimizer

@@ -212,7 +212,8 @@ def test_an_optimizer_that_torch_has_not_initialized_is_refused_and_left_as_it_i
 @everywhere
 def test_dtensors_are_refused_by_name() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from ..helpers.dtensors import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (hvd.size(),))
     sharded = nn.Parameter(distribute_tensor(torch.ones(2 * hvd.size()), mesh, [Shard(0)]))
