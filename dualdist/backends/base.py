@@ -354,7 +354,8 @@ class Backend(ABC):
         With Gloo it ends when another rank closes its connections, by `shutdown` or at its end.
         """
         for group in list(dist.distributed_c10d._world.pg_map):
-            group.abort()
+            if hasattr(group, "abort"):  # since torch 2.7; destroying a group on NCCL did the same before
+                group.abort()
 
     def keep_process_groups(self) -> None:
         """Never delete the groups of torch.distributed, because a thread still waits for a collective. Local.

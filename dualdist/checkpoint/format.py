@@ -16,6 +16,7 @@ have, and a file system that all ranks share; its metadata are a pickle; it has 
 
 from __future__ import annotations
 
+import codecs
 import datetime
 import io
 import json
@@ -257,6 +258,8 @@ class MemoryFile(io.FileIO):
                 # torch warns that it validates sparse tensors, which is what we want.
                 warnings.filterwarnings("ignore", "Validating sparse tensor")
                 path = f"/proc/self/fd/{self.fileno()}"
+                if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 refuses values of bytes
+                    torch.serialization.add_safe_globals([codecs.encode])
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             reason = " ".join(str(error).split()).partition(". ")[0][:200]

@@ -126,7 +126,11 @@ def test_what_cannot_be_wrapped_is_refused_and_the_next_model_works() -> None:
 @everywhere
 def test_a_model_that_fully_shard_has_changed_is_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        from torch.distributed._composable.fsdp import fully_shard
 
     sharded = linear(2 * hvd.size())
     fully_shard(sharded, mesh=init_device_mesh("cpu", (hvd.size(),)))
