@@ -1,7 +1,7 @@
 """The accelerator of this machine, such as its GPUs: the only module that asks torch for the kind of device.
 
-CUDA, ROCm (which torch calls "cuda" as well), XPU and others each have a module of torch with the same functions. The
-names in torch.accelerator differ between releases, and torch before 2.6 has no such module.
+torch.accelerator describes CUDA, ROCm (which torch calls "cuda" as well), XPU and others in the same way. Before torch
+2.6, which added it, each has a module with other names for the same functions.
 """
 
 from __future__ import annotations
@@ -16,16 +16,29 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 """Variables that select devices, and number the selected ones from 0."""
 
 
+class _DeviceModule:
+    """The functions of torch.accelerator, before torch 2.6."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = {"set_device_index": "set_device", "current_device_index": "current_device"}
+        return getattr(torch.get_device_module(self.current_accelerator()), names.get(name, name))
+
+    def current_accelerator(self) -> torch.device:
+        return torch._C._get_accelerator()  # the CPU if this build of torch has none
+
+
+_accelerator: Any = getattr(torch, "accelerator", None) or _DeviceModule()
+
+
 def kind() -> str | None:
     """Return the type of the accelerator, such as "cuda" or "xpu"; None if this machine has none that works."""
-    found = torch._C._get_accelerator()  # the CPU if this build of torch has none
-    return found.type if found.type != "cpu" and torch.get_device_module(found).is_available() else None
+    found = _accelerator.current_accelerator()
+    return found.type if found is not None and found.type != "cpu" and _accelerator.is_available() else None
 
 
 def count() -> int:
     """Return how many devices this process sees."""
-    found = kind()
-    return int(torch.get_device_module(found).device_count()) if found else 0
+    return int(_accelerator.device_count()) if kind() else 0
 
 
 def visible() -> tuple[str, ...]:
@@ -36,22 +49,22 @@ def visible() -> tuple[str, ...]:
 
 def bind(device: torch.device) -> None:
     """Make `device` the current one of this thread."""
-    torch.get_device_module(device).set_device(device.index)
+    _accelerator.set_device_index(device.index)
+
+
+def current_index() -> int:
+    """Return the index of the current device of this thread."""
+    return int(_accelerator.current_device_index())
 
 
 def current_device() -> torch.device | None:
     """Return the current device of this thread; None if this process has not used the accelerator."""
-    return (
-        torch.device(str(kind()), torch.get_device_module(kind()).current_device()) if is_started() else None
-    )
+    return torch.device(str(kind()), current_index()) if is_started() else None
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream of this thread on `device`; None for the CPU."""
-    if device.type == "cpu":
-        return None
-    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
-    return stream
+    return None if device.type == "cpu" else _accelerator.current_stream(device)
 
 
 def has_streams(tensor: torch.Tensor) -> bool:
@@ -66,6 +79,8 @@ def new_stream(device: torch.device) -> torch.Stream:
 
 def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
     """Make `stream` and its device the current ones of this thread in the `with` block."""
+    if hasattr(stream, "__enter__"):
+        return stream
     entered: contextlib.AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
     return entered
 
@@ -73,13 +88,13 @@ def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
 def record_event(device: torch.device) -> torch.Event:
     """Return an event after all work on this thread's stream on `device`."""
     event = torch.Event(device)
-    event.record(current_stream(device))
+    event.record(_accelerator.current_stream(device))
     return event
 
 
 def wait_event(device: torch.device, event: torch.Event) -> None:
     """Make this thread's stream on `device` wait for `event`. The host does not wait."""
-    torch.get_device_module(device).current_stream(device).wait_event(event)
+    _accelerator.current_stream(device).wait_event(event)
 
 
 def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
@@ -96,7 +111,7 @@ def is_started() -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`. Does nothing for the CPU."""
     if device.type == kind():
-        torch.get_device_module(device).synchronize(device)
+        _accelerator.synchronize(device)
 
 
 def get_rng_state() -> torch.Tensor:

@@ -191,7 +191,7 @@ def adopted_device(transport: str) -> torch.device | None:
     if transport not in TRANSPORTS or not TRANSPORTS[transport].needs_gpus:
         return None
     bound: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
-    return bound or torch.device(str(accelerator.kind()), torch.accelerator.current_device_index())
+    return bound or torch.device(str(accelerator.kind()), accelerator.current_index())
 
 
 def carried_types(config: Mapping[str, str]) -> frozenset[str]:
