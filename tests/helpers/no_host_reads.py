@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import dualdist.collectives.reduction as reduction_module
 import dualdist.training.sync_batch_norm as rows_module
 
-__all__ = ("HostRead", "no_host_reads")
+__all__ = ("HostRead", "can_watch", "no_host_reads")
 
 _METHODS = (
     "__array__",
@@ -97,3 +97,15 @@ def no_host_reads() -> Iterator[None]:
         for module in (reduction_module, rows_module, sys.modules["dualdist.collectives.broadcast"]):
             patch.setattr(module, "payload_capacity", lambda size, most=0: 0)
         yield
+
+
+def can_watch() -> bool:
+    """Return whether this torch can view a tensor with another dtype in a dispatch mode and in inference mode.
+
+    torch 2.4 raises "Cannot set version_counter for inference tensor". The exchange through shared memory does it.
+    """
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    with _Watch(), torch.inference_mode(), contextlib.suppress(RuntimeError):
+        tensor.view(torch.float32)
+        return True
+    return False
