@@ -385,6 +385,16 @@ def test_the_next_backward_decides_whether_gradients_are_averaged() -> None:
     assert model.weight.grad.item() == hvd.rank() + 1.0
 
 
+@everywhere
+def test_a_second_backward_of_one_forward_is_averaged_too() -> None:
+    model = linear()
+    wrapped: Any = hvd.DistributedDataParallel(model)
+    loss = wrapped(torch.full((1, 1), hvd.rank() + 1.0)).sum()
+    for number in range(1, 3):
+        loss.backward(retain_graph=True)
+        assert model.weight.grad.item() == number * (hvd.size() + 1) / 2
+
+
 @pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_groups_and_meshes_of_torch_are_taken() -> None:

@@ -73,6 +73,10 @@ def replaced(model: Any) -> None:
     model[0].weight = nn.Parameter(torch.zeros(1, 1))
 
 
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
 def exchanged(model: Any) -> None:
     model[0] = nn.Linear(1, 1, bias=False)
 
@@ -89,6 +93,7 @@ CHANGES = {
     ),
     "ddp, moved": (in_module, moved, "'0.weight' changed from torch.float32 on cpu to torch.float64 on cpu"),
     "ddp, replaced": (in_module, replaced, "'0.weight' is now a different parameter"),
+    "ddp, assigned": (in_module, assigned, "'0.weight' is now a different parameter"),
     "ddp, exchanged": (in_module, exchanged, "'0.weight' is now a different parameter"),
     "ddp, lengthened": (in_module, lengthened, "'1.weight' is now a different parameter"),
 }
