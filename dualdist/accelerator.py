@@ -21,10 +21,7 @@ class _DeviceModule:
 
     def __getattr__(self, name: str) -> Any:
         names = {"set_device_index": "set_device", "current_device_index": "current_device"}
-        return getattr(torch.get_device_module(self.current_accelerator()), names.get(name, name))
-
-    def current_accelerator(self) -> torch.device:
-        return torch._C._get_accelerator()  # the CPU if this build of torch has none
+        return getattr(torch.get_device_module(kind()), names.get(name, name))
 
 
 _accelerator: Any = getattr(torch, "accelerator", None) or _DeviceModule()
@@ -32,8 +29,9 @@ _accelerator: Any = getattr(torch, "accelerator", None) or _DeviceModule()
 
 def kind() -> str | None:
     """Return the type of the accelerator, such as "cuda" or "xpu"; None if this machine has none that works."""
-    found = _accelerator.current_accelerator()
-    return found.type if found is not None and found.type != "cpu" and _accelerator.is_available() else None
+    # torch.accelerator.current_accelerator raises an error on a machine without a GPU before torch 2.7.
+    found = torch._C._get_accelerator()  # the CPU if this build of torch has none
+    return found.type if found.type != "cpu" and torch.get_device_module(found).is_available() else None
 
 
 def count() -> int:
