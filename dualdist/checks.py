@@ -207,3 +207,11 @@ def reduce_op(op: Any) -> int:
         f"{f'torch.distributed.ReduceOp.{name}' if name else shown(op)} instead. Pass hvd.Sum and so on, or SUM, AVG, "
         "MIN, MAX or PRODUCT of torch.distributed.ReduceOp."
     )
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Let tracebacks show `note` after the message. On Python 3.10, which has no notes, the message ends with it."""
+    if note and hasattr(error, "add_note"):
+        error.add_note(note)
+    elif note:
+        error.args = (f"{error}\n{note}",)

@@ -91,3 +91,5 @@ class Settings:
     timeline: str | None = None
     """The path of the timeline (agreement/timeline.py); None to write none."""
     timeline_mark_cycles: bool = False
+    dump_folder: str | None = None
+    """Where ranks write what they do (world/dump.py); None for a folder of the job below the temporary folder."""

@@ -29,7 +29,7 @@ def call_site() -> tuple[str, int]:
     functions of a GPU in threads of its own (torch/csrc/autograd/engine.cpp, Engine::start_device_threads).
     """
     frame = _user_frame()
-    if _remembered and _is_internal(frame.f_code.co_filename):
+    if _remembered and is_internal(frame.f_code.co_filename):
         return _remembered[0]
     return frame.f_code.co_filename, frame.f_lineno
 
@@ -59,13 +59,14 @@ def warn_deprecated(message: str) -> None:
 
 def _user_frame() -> FrameType:
     frame = sys._getframe(1)
-    while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
+    while is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 @functools.cache
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
+    """Return whether `file` belongs to dualdist or torch, or has no source."""
     return (
         file.startswith(_OURS)
         or _TORCH in file
@@ -125,3 +126,16 @@ class Call:
     def where(self) -> str:
         """Return the call site as 'file:line'."""
         return f"{self.site[0]}:{self.site[1]}"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A call in the list of this rank's last ones. Times are in nanoseconds since the epoch; 0: not yet."""
+
+    call: Call
+    called: int
+    channel: str = ""
+    number: int = 0
+    """How many calls of the channel the members had agreed on with this one: the same on all of them."""
+    agreed: int = 0
+    ended: int = 0

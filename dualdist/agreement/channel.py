@@ -28,10 +28,10 @@ import torch
 
 from .. import accelerator, process_exit
 from ..backends.base import Group
-from ..checks import text_of
+from ..checks import add_note, text_of
 from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
-from .call import Call, call_site
+from .call import Call, Record, call_site
 from .call_kinds import Data, Kind, WhenJoined
 from .connections import Connections
 from .guard import Guard, OutOfStepError, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
@@ -189,6 +189,7 @@ class Request(Generic[T]):
         """
         self.state, self.call, self.execute = state, call, execute
         self.issued = time.time_ns()
+        self.record = Record(call, self.issued)
         self.ended = False
         """Whether `get` would return at once."""
         self.on_wait: Callable[[], None] = lambda: None
@@ -209,6 +210,7 @@ class Request(Generic[T]):
         if not self.ended:
             self._value, self._error = value, error
             self.execute = None  # it may hold tensors
+            self.record.ended = time.time_ns()
             self.ended = True
             self._running.release()
 
@@ -415,7 +417,7 @@ class Channel:
             self._named[request.call.key] = request
         if self._worker is None:
             self._start_worker()
-        self._pending.append(request)
+        self._add(request)
         self._wake.put(True)
         self._news.give()
         return request
@@ -451,7 +453,7 @@ class Channel:
         """Run `request` in this thread if nothing else is pending, else in the worker thread. Return its result."""
         if self._pending or not self._running.acquire(blocking=False):
             return self._enqueue(request).get()
-        self._pending.append(request)
+        self._add(request)
         self._own = request
         try:
             while not request.ended:
@@ -465,7 +467,12 @@ class Channel:
             self._running.release()
         return request.get()
 
+    def _add(self, request: Request[Any]) -> None:
+        self._watched.keep(request.record)
+        self._pending.append(request)
+
     def _forget(self, request: Request[Any]) -> None:
+        request.record.ended = time.time_ns()
         if request in self._pending:
             self._pending.remove(request)
 
@@ -486,6 +493,7 @@ class Channel:
             self._end_matched(requests, found, oldest)
             return
         self._joined = frozenset()
+        self._watched.agree(oldest.record)
         if _has_more_data(call, verdict):
             oldest.end(self._execute(call, oldest.execute, verdict))
         else:
@@ -561,9 +569,12 @@ class Channel:
     def _end_matched(self, requests: list[Request[Any]], found: Match, oldest: Request[Any]) -> None:
         """End the calls about which the members have agreed. requests: this rank's."""
         before, self._joined = self._joined, found.joined
+        raises = any(self.group.rank in outcome.verdict.raising for outcome in found.outcomes)
+        note = self._watched.dump("ranks called different collectives")() if raises else ""
         for outcome in found.outcomes:
             index, verdict = outcome.entries[self.group.rank], outcome.verdict
             request = None if index is None else requests[index]
+            self._watched.agree(None if request is None else request.record)
             if verdict.call is not None and request is not oldest:
                 with self._timeline.negotiation(self._name, self.group.ranks, verdict.call) as mark_arrivals:
                     mark_arrivals(verdict.arrivals)
@@ -572,7 +583,9 @@ class Channel:
                     self._perform(verdict.call, functools.partial(self._stand_in, verdict.call), verdict)
                 continue
             if self.group.rank in verdict.raising:
-                request.end(error=CollectiveMismatchError(verdict.error))
+                error = CollectiveMismatchError(verdict.error)
+                add_note(error, note)
+                request.end(error=error)
             elif verdict.call is None:  # this rank has failed in the call
                 request.end()
             else:

@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import ParamSpec, TypeVar
 
+from ..checks import add_note
 from ..errors import HorovodInternalError, StallError
 from .call import Call
 from .connections import Connections
 from .matching import shown_ranks
-from .watch import WatchedChannel
+from .watch import GAVE_UP, WatchedChannel
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -154,7 +155,10 @@ class Guard:
         except HorovodInternalError as error:
             if self._broken is not None:  # a step inside this one has failed
                 raise
-            raise self._failure(channel, call, error) from error.__cause__ or error
+            dump = channel.dump(GAVE_UP)
+            failure = self._failure(channel, call, error)
+            add_note(failure, dump())
+            raise failure from error.__cause__ or error
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             if self._broken is not None:
                 raise

@@ -17,14 +17,14 @@ import select
 import socket
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..types import Settings
-from .call import LONGEST_TEXT, Call
+from .call import LONGEST_TEXT, Call, Record
 from .matching import shown_ranks
 
 # Questions between ranks that are answered at any time, such as what a rank is doing.
@@ -228,6 +228,10 @@ _FAILED_SECONDS = 2.0
 """The same when the backend has failed: an elastic job continues soon."""
 _MOST_QUESTIONS = 32
 """How many ranks to ask at a time."""
+_LAST_CALLS = 200
+"""How many calls a rank remembers."""
+GAVE_UP, ASKED = "a call failed or stalled", "a rank received SIGUSR2"
+"""Why ranks write a file for `dualdist hang`."""
 
 CallKey = tuple[str, str | None]
 """`Call.key`: which calls of the members match."""
@@ -256,6 +260,10 @@ class WatchedChannel:
         """Whether another rank gave up its call while this rank waited for another one."""
         self.failures: dict[str, str] = {}
         """Step -> what another rank was the first to report with `report_failure`."""
+        self.agreed = 0
+        """How many calls the members have agreed on."""
+        self._record: Record | None = None
+        """That of the current call, if calls are not agreed on one by one (`pending`)."""
 
     @property
     def process_set(self) -> str:
@@ -266,11 +274,32 @@ class WatchedChannel:
         """Start watching `call`. The members wait for it, or for another pending one."""
         self.number += 1
         self.wait = self.number, call, time.monotonic()
+        if self._pending is tuple:
+            self._record = Record(call, time.time_ns())
+            self.keep(self._record)
+            self.agree(self._record)
 
     def end(self) -> None:
         """Stop watching the call."""
         if not self.gave_up:
             self.wait = None
+            if self._record is not None:
+                self._record.ended = time.time_ns()
+
+    def keep(self, record: Record) -> None:
+        """Add a call that this rank makes to its last ones."""
+        record.channel = self.name
+        self._watch.last_calls.append(record)
+
+    def agree(self, record: Record | None) -> None:
+        """Count a call on which the members have agreed. record: that of this rank, if it has made the call."""
+        self.agreed += 1
+        if record is not None:
+            record.number, record.agreed = self.agreed, time.time_ns()
+
+    def dump(self, why: str) -> Callable[[], str]:
+        """Do as `StallWatch.dump`."""
+        return self._watch.dump(why, time.time_ns())
 
     def interrupt(self, error: str) -> None:
         """Record that `error` ends the call on this rank alone."""
@@ -310,7 +339,7 @@ class WatchedChannel:
         gone = survey.ranks(*([SILENT, INTERRUPTED] if text else []), ENDED, FOLLOWED)
         self._watch.tell(
             [rank for rank in range(self._watch.size) if rank not in gone],
-            ["notice", self.name, self._watch.rank, survey.missing, call, text],
+            ["notice", self.name, self._watch.rank, survey.missing, call, text, time.time_ns()],
         )
 
     def take_notice(self, text: str, is_missing: bool) -> None:
@@ -339,7 +368,7 @@ class StallWatch:
     def __init__(self, rank: int, size: int, address: str, settings: Settings) -> None:
         self.rank, self.size = rank, size
         self._settings = settings
-        self._channels: dict[str, WatchedChannel] = {}
+        self.channels: dict[str, WatchedChannel] = {}
         self._due: dict[tuple[str, int, CallKey], float] = {}
         """(channel, number, key) -> when to ask the members and log; infinite afterwards. Others may be a little late.
         """
@@ -356,6 +385,13 @@ class StallWatch:
         """Rank -> because of which ranks it has given up a call, and which one. Every rank says so before it ends."""
         self.interrupted: dict[str, str] = {}
         """Process set -> the error that has ended a call of one of its channels on this rank alone."""
+        self.last_calls: deque[Record] = deque(maxlen=_LAST_CALLS)
+        self.dump: Callable[[str, int], Callable[[], str]] = lambda why, asked: str
+        """Starts to write what this rank does to a file (world/dump.py), because of `why`.
+
+        asked: when the first rank asked for it, in nanoseconds since the epoch. The returned function waits until the
+        file is written, at most 2 s, and returns a sentence that names it; "" if it was not written.
+        """
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
 
     @property
@@ -373,7 +409,7 @@ class StallWatch:
         self, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]] = tuple
     ) -> WatchedChannel:
         """Add a channel, whose members have the global ranks `ranks`. pending: returns the calls that have begun."""
-        channel = self._channels[name] = WatchedChannel(self, name, ranks, pending)
+        channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
 
     def survey(
@@ -449,15 +485,18 @@ class StallWatch:
 
     def _answer(self, question: Any) -> Any:
         about, name, *rest = question
-        channel = self._channels.get(name) or WatchedChannel(self, name, (), tuple)  # not added yet
+        channel = self.channels.get(name) or WatchedChannel(self, name, (), tuple)  # not added yet
         if about == "report":
             number, (kind, call_name) = rest
             self._make_due(name, number, (kind, call_name))
         elif about == "notice":
-            rank, missing, call, text = rest
+            rank, missing, call, text, asked = rest
+            self.dump(GAVE_UP, asked)
             self._reasons.setdefault(rank, (missing, call))  # a later one may be a consequence
             if text and self.rank in channel.ranks:
                 channel.take_notice(text, self.rank in missing)
+        elif about == "dump":
+            self.dump(ASKED, rest[0])
         elif about == "failure":
             step, text = rest
             channel.failures.setdefault(step, text)  # a later one may be a consequence
@@ -465,7 +504,7 @@ class StallWatch:
             ((kind, call_name),) = rest
             elsewhere = (
                 f"{wait[1].brief} of process {other.process_set}"
-                for other in list(self._channels.values())
+                for other in list(self.channels.values())
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
             interrupted = self.interrupted.get(channel.process_set)
@@ -501,7 +540,7 @@ class StallWatch:
 
     def _report(self) -> None:
         """Report to rank 0 which calls have waited too long. If it does not answer, this rank logs them itself."""
-        for channel in list(self._channels.values()):
+        for channel in list(self.channels.values()):
             wait = channel.wait
             if wait is None or channel.gave_up:
                 continue
@@ -522,9 +561,9 @@ class StallWatch:
         for report in [report for report, due in list(self._due.items()) if due <= now]:
             self._due[report] = math.inf
             name, number, key = report
-            if name not in self._channels:  # this rank is late in adding it
+            if name not in self.channels:  # this rank is late in adding it
                 continue
-            survey = self.survey(self._channels[name], number, key)
+            survey = self.survey(self.channels[name], number, key)
             waiting = survey.ranks(WAITING)
             # Without a missing rank, the late one has arrived since the report.
             if not waiting or not survey.missing or self.rank not in (0, waiting[0]):

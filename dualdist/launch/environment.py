@@ -208,6 +208,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         # Horovod's DYNAMIC means that the script will call start_timeline().
         timeline=None if timeline in ("", "DYNAMIC") else timeline,
         timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
+        dump_folder=env.get("DUALDIST_DUMP_DIR") or None,
     )
 
 

@@ -1,0 +1,189 @@
+"""Writes what this rank does to a file, for `dualdist hang`: its last calls, and the stacks of all Python threads.
+
+A rank does so when a call has failed or stalled, when another rank asks for it because of that, and on SIGUSR2. Another
+thread writes the file, because the main thread may be stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+from ..agreement.call import LONGEST_TEXT, Record, is_internal
+from ..agreement.watch import ASKED, GAVE_UP, StallWatch
+from ..executor import in_thread
+
+logger = logging.getLogger("dualdist")
+
+_WAIT_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0
+"""Launchers pass a signal on to all ranks, and each of them asks all others."""
+_MOST_FOLDERS = 20
+"""How many jobs keep their folder below the temporary folder."""
+_MOST_THREADS, _MOST_FRAMES = 100, 200
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+class Dump:
+    """The file of this rank."""
+
+    def __init__(self, watch: StallWatch, folder: str | None, job: str) -> None:
+        """From now on, write the file when `watch` or SIGUSR2 asks for it.
+
+        folder: None for one below the temporary folder. job: the same text on all ranks, and in no other world.
+        """
+        self._watch = watch
+        base = Path(tempfile.gettempdir(), f"dualdist-{os.getuid()}")
+        name = hashlib.sha256(job.encode() if watch.size > 1 else os.urandom(8)).hexdigest()[:8]
+        self._folders = [Path(os.path.realpath(folder))] if folder else [base, base / name]
+        self._writing = threading.Lock()
+        self._failure: Future[None] | None = None
+        """The file about the first call that failed. What comes later is a consequence, and does not overwrite it."""
+        self._next_answer = 0.0
+        self._pipe: tuple[int, int] | None = None
+        watch.dump = self.start
+        if not _is_handled(signal.SIGUSR2):
+            self._take_signals()
+
+    def start(self, why: str, asked: int) -> Callable[[], str]:
+        """Do as `StallWatch.dump`."""
+        now, outcome = time.monotonic(), self._failure if why == GAVE_UP else None
+        if why == ASKED and now < self._next_answer:
+            return str
+        try:
+            outcome = outcome or in_thread(functools.partial(self._write, why, asked), "dualdist-dump")
+        except RuntimeError:  # the interpreter ends
+            return str
+        if why == GAVE_UP:
+            self._failure = outcome
+        elif why == ASKED:
+            self._next_answer = now + _PAUSE_SECONDS
+        return functools.partial(self._sentence, outcome)
+
+    def _sentence(self, outcome: Future[None]) -> str:
+        folder = self._folders[-1]
+        try:
+            outcome.result(_WAIT_SECONDS)
+        except FutureTimeoutError:
+            pass  # the file will soon be there
+        except Exception as error:
+            logger.warning("The last calls of this rank could not be written to %s: %r", folder, error)
+            return ""
+        return f"Each rank's last calls and stacks are in {folder}: read them with `dualdist hang {folder}`."
+
+    def _write(self, why: str, asked: int) -> None:
+        watch = self._watch
+        channels = list(watch.channels.items())
+        found = {
+            "why": why,
+            "asked": asked,
+            "time": time.time_ns(),
+            "rank": watch.rank,
+            "size": watch.size,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "channels": {name: {"ranks": one.ranks, "agreed": one.agreed} for name, one in channels},
+            "calls": [_described(record) for record in list(watch.last_calls)],
+            "threads": _stacks(),
+        }
+        base, folder = self._folders[0], self._folders[-1]
+        with self._writing:
+            _make_private(base)
+            if not folder.exists():
+                with contextlib.suppress(FileNotFoundError):  # another rank removes them, too
+                    for oldest in sorted(base.iterdir(), key=os.path.getmtime)[: 1 - _MOST_FOLDERS]:
+                        shutil.rmtree(oldest, ignore_errors=True)
+            _make_private(folder)
+            path = folder / f"rank-{watch.rank}.part"
+            path.write_text(json.dumps(found, default=repr))
+            path.replace(path.with_suffix(".json"))
+
+    # A handler of SIGUSR2 in Python does not run while the main thread is in C, and asyncio uses the only wakeup
+    # descriptor. The handler of faulthandler is in C, and writes to a pipe, which wakes a thread.
+
+    def _take_signals(self) -> None:
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)  # the handler must not wait for the thread
+        faulthandler.register(signal.SIGUSR2, self._pipe[1], all_threads=False)
+        in_thread(functools.partial(self._follow, self._pipe[0]), "dualdist-dump-signal")
+
+    def _follow(self, pipe: int) -> None:
+        while os.read(pipe, 1 << 16):
+            asked = time.time_ns()
+            self.start(ASKED, asked)
+            self._watch.tell(range(self._watch.size), ["dump", "", asked])
+        os.close(pipe)
+
+    def close(self, *, is_forked: bool = False) -> None:
+        """Let SIGUSR2 end the process again, unless the script handles it. is_forked: without the thread."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+                faulthandler.unregister(signal.SIGUSR2)
+            for end in pipe[not is_forked :]:  # the thread sees the end, and closes its own
+                os.close(end)
+
+
+def _is_handled(number: int) -> bool:
+    """Return whether the signal is ignored, or has a handler, be it in Python or in C."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def _make_private(folder: Path) -> None:
+    """Make `folder` for this user alone. Raises PermissionError if it is there, but belongs to another user."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+
+
+def _described(record: Record) -> dict[str, Any]:
+    call = record.call
+    return {
+        "kind": call.kind.name,
+        "event": call.kind.event,
+        "name": call.name,
+        "arguments": {name: value for name, value in call.arguments if len(repr(value)) <= LONGEST_TEXT},
+        "call": str(call)[:LONGEST_TEXT],
+        "where": call.site,
+        **{name: getattr(record, name) for name in ("channel", "number", "called", "agreed", "ended")},
+    }
+
+
+def _stacks() -> list[dict[str, Any]]:
+    """Return the stack of each Python thread, the main thread first, each with its innermost frame first."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = []
+    for ident in sorted(frames, key=lambda ident: ident != main)[:_MOST_THREADS]:
+        walked = itertools.islice(traceback.walk_stack(frames[ident]), _MOST_FRAMES)
+        stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+        line = next((place for place in stack if not _is_library(place[0])), None)
+        stacks.append({"name": names.get(ident, "?"), "line": line, "stack": stack})
+    return stacks
+
+
+def _is_library(file: str) -> bool:
+    return is_internal(file) or (file.startswith(_STANDARD_LIBRARY) and "-packages" not in file)

@@ -1,0 +1,162 @@
+"""`dualdist hang` names the rank that the others wait for, and its line, from the files that the ranks have written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.flight_recorder import fr_trace
+
+import dualdist as hvd
+from dualdist.cli import main
+
+from ..helpers.files import wait_for
+from ..helpers.rejoining import outside_world
+from ..helpers.world import WORLDS, WorldFailure, started
+from .test_stopped_rank import stop
+
+CASES = ["torch-gloo-3", "torch-mpi-3", "horovod-gloo-3"]
+LATE = 2
+
+
+def line_of(marker: str) -> str:
+    """Return 'file:line' of the only line of this file that ends with the comment `marker`."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"  # {marker}"))
+    return f"{__file__}:{number}"
+
+
+def load_batch(files: list[Path]) -> None:
+    """Wait for a batch that another thread brings when the other ranks have given up."""
+    ready = threading.Event()
+
+    def bring() -> None:
+        wait_for(files)
+        ready.set()
+
+    threading.Thread(target=bring, daemon=True).start()
+    ready.wait()  # loads
+
+
+def multiply(files: list[Path]) -> None:
+    """Compute in C, in one line, until all `files` exist."""
+    matrix, begun, last = torch.zeros(1500, 1500), files[0].with_name("begun"), files[-1]
+    while torch.mm(matrix, matrix).dim() and begun.write_text("1") and not last.exists():  # multiplies
+        pass
+    wait_for(files)
+
+
+def sleep_in_loader(files: list[Path]) -> None:
+    load_batch(files)
+
+
+def skip_call(files: list[Path]) -> None:
+    with pytest.raises(hvd.CollectiveMismatchError):
+        hvd.barrier()  # skips
+
+
+def be_stopped(files: list[Path]) -> None:
+    stop()
+
+
+def be_killed(files: list[Path]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_asked(folder: Path) -> None:
+    """Let rank 0 send SIGUSR2 to the last rank, which computes in C."""
+    join_with(folder)
+    processes = hvd.allgather_object(os.getpid())
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"rank-{rank}.json" for rank in range(hvd.size())]
+    if hvd.rank() == LATE:
+        multiply(files)
+    if hvd.rank() == 0:
+        wait_for([folder / "begun"])
+        os.kill(processes[LATE], signal.SIGUSR2)
+    wait_for(files)
+
+
+def join_with(folder: Path) -> None:
+    """Join the world again, with `folder` for the files."""
+    os.environ["DUALDIST_DUMP_DIR"] = str(folder)
+    with outside_world():
+        pass
+
+
+def note_of(where: Callable[[list[Path]], None], folder: Path) -> str:
+    """Sum over all ranks but the last one, which does `where` instead. Return the note of this rank's error."""
+    join_with(folder)
+    hvd.allreduce(torch.ones(5000), name="first")
+    processes = hvd.allgather_object(os.getpid())
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"gave up {rank}" for rank in range(LATE)]
+    if hvd.rank() == LATE:
+        where(files)
+        return ""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher of a killed rank
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        hvd.allreduce(torch.ones(5000), name="loss")  # waits
+    files[hvd.rank()].touch()
+    wait_for(files)
+    if hvd.rank() == 0 and where is be_stopped:
+        os.kill(processes[LATE], signal.SIGCONT)
+    return "\n".join(getattr(caught.value, "__notes__", [str(caught.value)]))
+
+
+def missing_in_trace(folder: Path) -> set[int] | None:
+    """Return the missing ranks of the last collective in what torch's analyser makes of the files in `folder`."""
+    fr_trace.main([str(folder), "--prefix", "rank_", "--allow-incomplete-ranks", "-o", f"{folder}.db"])
+    _, database = pickle.loads(Path(f"{folder}.db").read_bytes())
+    missing: set[int] | None = database.collectives[-1].missing_ranks
+    return missing
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rank_that_is_behind_is_named_with_its_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(where: Callable[[list[Path]], None]) -> str:
+        folder = tmp_path / where.__name__
+        notes = world.run(note_of, where, folder)
+        for note in notes[:LATE]:
+            assert note.endswith(f"read them with `dualdist hang {folder}`.")
+        assert main(["hang", str(folder), "--flight-recorder", f"{folder}/traces"]) == 0
+        return capsys.readouterr().out
+
+    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "3"}) as world:
+        world.run(be_asked, tmp_path / "asked")
+        assert main(["hang", str(tmp_path / "asked")]) == 0
+        found = capsys.readouterr().out
+        assert ": a rank received SIGUSR2.\n" in found
+        assert f"\nRank 2: in no collective, in multiply at {line_of('multiplies')}: " in found
+        for where, function, marker in (
+            (sleep_in_loader, "load_batch", "loads"),
+            (multiply, "multiply", "multiplies"),
+            (skip_call, "skip_call", "skips"),
+        ):
+            found = report(where)
+            assert re.search(
+                rf"\nRank 2 is behind, .*\. It is in {function} at {line_of(marker)}: ", found
+            ), found
+            assert re.search(
+                rf"\n  rank 0, 1 waits for call 3 of set 0 since .* at {line_of('waits')}\n", found
+            )
+            assert "Rank 0 is behind" not in found and "Rank 1 is behind" not in found
+            assert where is skip_call or missing_in_trace(tmp_path / where.__name__ / "traces") == {2}
+        assert "\nRank 2 has no file of this time: its process has ended or is stopped, " in report(
+            be_stopped
+        )
+        with pytest.raises(WorldFailure):
+            world.run(note_of, be_killed, tmp_path / "killed")
+    assert main(["hang", str(tmp_path / "killed")]) == 0
+    found = capsys.readouterr().out
+    assert "\nRank 2 has no file of this time: its process has ended or is stopped, " in found
+    assert f"\nRank 0, 1: waits in allreduce of set 0, in note_of at {line_of('waits')}: " in found

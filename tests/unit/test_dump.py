@@ -1,0 +1,112 @@
+"""Where a rank writes the file for `dualdist hang`, and when it takes SIGUSR2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call
+from dualdist.agreement.watch import GAVE_UP, StallWatch
+from dualdist.cli import main
+from dualdist.types import Settings
+from dualdist.world.dump import Dump
+
+from ..helpers.files import wait_for
+
+
+@pytest.fixture
+def watch() -> Iterator[StallWatch]:
+    made = StallWatch(0, 2, "127.0.0.1", Settings())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder below the temporary folder, for this user."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"dualdist-{os.getuid()}"
+
+
+def note_of(watch: StallWatch, folder: str | None = None) -> str:
+    dump = Dump(watch, folder, "job")
+    try:
+        return watch.dump(GAVE_UP, 1)()
+    finally:
+        dump.close()
+
+
+def test_the_folder_is_private_and_that_of_the_job(watch: StallWatch, base: Path) -> None:
+    note = note_of(watch)
+    assert note_of(watch) == note
+    (folder,) = base.iterdir()
+    assert [path.name for path in folder.iterdir()] == ["rank-0.json"]
+    assert [path.stat().st_mode & 0o777 for path in (base, folder)] == [0o700, 0o700]
+    assert note.endswith(f"are in {folder}: read them with `dualdist hang {folder}`.")
+
+
+def test_only_the_newest_folders_stay(watch: StallWatch, base: Path) -> None:
+    for number in range(50):
+        (base / str(number)).mkdir(parents=True)
+        os.utime(base / str(number), (number, number))
+    note_of(watch)
+    left = {path.name for path in base.iterdir()}
+    assert len(left) == 20 and {str(number) for number in range(31, 50)} < left
+
+
+def test_a_folder_that_belongs_to_another_user_is_refused(
+    watch: StallWatch, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    base.symlink_to(tmp_path / "theirs")
+    assert note_of(watch) == ""
+    assert f"{base} belongs to another user" in caplog.text
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_only_the_last_calls_are_kept(watch: StallWatch, tmp_path: Path) -> None:
+    channel = watch.add_channel("set 0", (0, 1))
+    for number in range(1000):
+        channel.begin(Call(call_kinds.BARRIER, name=str(number)))
+        channel.end()
+    note_of(watch, str(tmp_path / "given"))
+    file = json.loads((tmp_path / "given" / "rank-0.json").read_text())
+    assert [call["name"] for call in file["calls"]] == [str(number) for number in range(800, 1000)]
+
+
+def is_caught() -> bool:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+
+
+def test_sigusr2_writes_the_file_until_the_world_is_left(watch: StallWatch, tmp_path: Path) -> None:
+    dump = Dump(watch, str(tmp_path), "job")
+    signal.raise_signal(signal.SIGUSR2)
+    wait_for([tmp_path / "rank-0.json"])
+    dump.close()
+    assert not is_caught()
+
+
+def test_a_handler_of_the_script_stays(watch: StallWatch, tmp_path: Path) -> None:
+    received: list[int] = []
+    former = signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
+    try:
+        dump = Dump(watch, str(tmp_path), "job")
+        signal.raise_signal(signal.SIGUSR2)
+        dump.close()
+        signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+    assert received == [signal.SIGUSR2] * 2
+
+
+def test_a_folder_without_files_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hang", str(tmp_path)]) == 2
+    assert f"must have files rank-N.json, but {tmp_path} has none" in capsys.readouterr().err
