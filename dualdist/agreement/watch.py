@@ -387,10 +387,9 @@ class StallWatch:
         """Process set -> the error that has ended a call of one of its channels on this rank alone."""
         self.last_calls: deque[Record] = deque(maxlen=_LAST_CALLS)
         self.dump: Callable[[str, int], Callable[[], str]] = lambda why, asked: str
-        """Starts to write what this rank does to a file (world/dump.py), because of `why`.
+        """Starts to write a file (world/dump.py) because of `why`, which the first rank asked for at `asked`.
 
-        asked: when the first rank asked for it, in nanoseconds since the epoch. The returned function waits until the
-        file is written, at most 2 s, and returns a sentence that names it; "" if it was not written.
+        Returns a function that waits for that, at most 2 s, and returns a sentence that names the file, or "".
         """
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
 

@@ -31,13 +31,8 @@ _SAME_TIME = 60 * 10**9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist hang`."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="has the files rank-N.json")
-    parser.add_argument(
-        "--flight-recorder",
-        type=Path,
-        metavar="OUT",
-        help="also write the calls to the folder OUT, in the format that torchfrtrace reads (--prefix rank_)",
-    )
+    parser.add_argument("folder", type=Path, help="has the files rank-N.json")
+    parser.add_argument("--flight-recorder", type=Path, help="write files for `torchfrtrace` to this folder")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -62,9 +57,7 @@ def _read(folder: Path) -> dict[int, File]:
         )
     newest = max(file["asked"] for file in files)
     ranks = {file["rank"]: file for file in files if file["asked"] > newest - _SAME_TIME}
-    for file in ranks.values():
-        file["pending"] = _pending(file)
-    return dict(sorted(ranks.items()))
+    return {rank: ranks[rank] | {"pending": _pending(ranks[rank])} for rank in sorted(ranks)}
 
 
 def _pending(file: File) -> dict[str, list[Call]]:
@@ -91,17 +84,17 @@ def _report(ranks: Mapping[int, File]) -> Iterator[str]:
     for rank, (call, waiting) in behind.items():
         file, since = ranks[rank], _since(ranks[waiting[0]], call, "called")
         yield f"Rank {rank} is behind, on {file['host']}, process {file['process']}. It is {_position(file)}"
-        yield f"  rank {_shown(waiting)} waits for call {call['number']} of {call['channel']}{since}"
+        yield f"  ranks {waiting} wait for call {call['number']} of {call['channel']}{since}"
         last = max(file["calls"], key=lambda made: int(made["ended"]), default={"ended": 0})
         if last["ended"]:
-            yield f"  its last call has ended{_since(file, last, 'ended')}"
+            yield f"  it has ended no call{_since(file, last, 'ended')}"
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, file in ranks.items():
-        calls = [f"waits in {calls[0]['kind']} of {channel}" for channel, calls in file["pending"].items()]
+        calls = [f"waiting in {calls[0]['kind']} of {channel}" for channel, calls in file["pending"].items()]
         if calls or rank not in behind:
             groups[f"{', '.join(calls) or 'in no collective'}, {_position(file)}"].append(rank)
     for text, members in groups.items():
-        yield f"Rank {_shown(members)}: {text}"
+        yield f"Ranks {members}: {text}"
 
 
 def _behind(ranks: Mapping[int, File], has_absent: bool) -> dict[int, tuple[Call, list[int]]]:
@@ -140,10 +133,6 @@ def _since(file: File, call: Call, what: str) -> str:
     return f" since {_clock(call[what])} ({ago:.1f} s): {call['call']} at {':'.join(map(str, call['where']))}"
 
 
-def _shown(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _clock(moment: int) -> str:
     return time.strftime("%H:%M:%S", time.localtime(moment / 1e9))
 
@@ -167,12 +156,10 @@ def _write_traces(ranks: Mapping[int, File], folder: Path) -> None:
     for rank, file in ranks.items():
         made = [call for call in file["calls"] if call["kind"] != "join" and call["number"]]
         calls = [call for call in made if call["number"] >= first[call["channel"]]]
+        sets = {name: str(channel["ranks"]) for name, channel in file["channels"].items()}
         trace = {
             "version": "2.10",
-            "pg_config": {
-                name: {"name": name, "desc": name, "ranks": str(channel["ranks"])}
-                for name, channel in file["channels"].items()
-            },
+            "pg_config": {name: {"name": name, "desc": name, "ranks": of} for name, of in sets.items()},
             "entries": [_entry(call, place) for place, call in enumerate(calls)],
         }
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(trace))
@@ -180,8 +167,7 @@ def _write_traces(ranks: Mapping[int, File], folder: Path) -> None:
 
 def _entry(call: Call, place: int) -> dict[str, Any]:
     given, event, (file, line) = call["arguments"], call["event"], call["where"]
-    shapes = given.get("shapes") or [given.get("shape", [0])]
-    sizes = shapes if event in _SAME_SIZES else [[0]]
+    sizes = (given.get("shapes") or [given.get("shape", [0])]) if event in _SAME_SIZES else [[0]]
     dtypes = given.get("dtypes") or [given.get("dtype", "")]
     return {
         "record_id": place,

@@ -150,8 +150,6 @@ class Context:
         self.join_device_index: int | None = None
         """The number of the device that the user has passed to `join`."""
         self.timeline = Timeline(backend)
-        self.dump: Dump | None = None
-        """Writes the files for `dualdist hang`, from when the ranks have met."""
         self._stand_in = stand_in
         self._next_set = 0
         self._undo = contextlib.ExitStack()
@@ -219,16 +217,13 @@ class Context:
             for sync in [sync for known in self.grad_syncs.values() for sync in known]:
                 stack.callback(sync.forget_world, self.backend)
             stack.callback(self.watch.close)
-            if self.dump is not None:
-                stack.callback(self.dump.close)
 
     def abandon(self) -> None:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""
         never_delete(self)
         self.backend.abandon()
         self.watch.abandon()
-        if self.dump is not None:
-            self.dump.close(is_forked=True)
+        self.dump.close(is_forked=True)
         for channel in self.channels.values():
             channel.abandon()
 
@@ -253,6 +248,7 @@ class Context:
         ranks: list[Presence] = [pickle.loads(answer) for answer in answers]
         self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
         self.dump = Dump(self.watch, self.settings.dump_folder, repr(ranks[0].contact))
+        self._undo.callback(self.dump.close)
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
         self.device = joined.device or self._device([rank.view for rank in ranks])

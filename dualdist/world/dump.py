@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,8 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _PAUSE_SECONDS = 1.0
 _MOST_FOLDERS = 20
 """How many jobs keep their folder below the temporary folder."""
 _MOST_THREADS, _MOST_FRAMES = 100, 200
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_STANDARD_LIBRARY = re.compile(re.escape(os.path.dirname(os.__file__)) + "/(?!(site|dist)-packages/)")
 
 
 class Dump:
@@ -62,11 +62,10 @@ class Dump:
         self._next_answer = 0.0
         self._pipe: tuple[int, int] | None = None
         watch.dump = self.start
-        if not _is_handled(signal.SIGUSR2):
-            self._take_signals()
+        self._take_signals()
 
     def start(self, why: str, asked: int) -> Callable[[], str]:
-        """Do as `StallWatch.dump`."""
+        """Do as `StallWatch.dump`. Returns `str` if this rank was asked a moment ago."""
         now, outcome = time.monotonic(), self._failure if why == GAVE_UP else None
         if why == ASKED and now < self._next_answer:
             return str
@@ -76,18 +75,14 @@ class Dump:
             return str
         if why == GAVE_UP:
             self._failure = outcome
-        elif why == ASKED:
-            self._next_answer = now + _PAUSE_SECONDS
+        self._next_answer = now + _PAUSE_SECONDS
         return functools.partial(self._sentence, outcome)
 
     def _sentence(self, outcome: Future[None]) -> str:
         folder = self._folders[-1]
-        try:
-            outcome.result(_WAIT_SECONDS)
-        except FutureTimeoutError:
-            pass  # the file will soon be there
-        except Exception as error:
-            logger.warning("The last calls of this rank could not be written to %s: %r", folder, error)
+        wait([outcome], _WAIT_SECONDS)  # on a busy machine, the file is there a little later
+        if outcome.done() and outcome.exception() is not None:
+            logger.warning("This rank's calls could not be written to %s: %r", folder, outcome.exception())
             return ""
         return f"Each rank's last calls and stacks are in {folder}: read them with `dualdist hang {folder}`."
 
@@ -122,6 +117,10 @@ class Dump:
     # descriptor. The handler of faulthandler is in C, and writes to a pipe, which wakes a thread.
 
     def _take_signals(self) -> None:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+        if any(mask >> (signal.SIGUSR2 - 1) & 1 for mask in masks):  # ignored, or handled in Python or in C
+            return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)  # the handler must not wait for the thread
         faulthandler.register(signal.SIGUSR2, self._pipe[1], all_threads=False)
@@ -130,8 +129,8 @@ class Dump:
     def _follow(self, pipe: int) -> None:
         while os.read(pipe, 1 << 16):
             asked = time.time_ns()
-            self.start(ASKED, asked)
-            self._watch.tell(range(self._watch.size), ["dump", "", asked])
+            if self.start(ASKED, asked) is not str:  # else another rank has asked all of them
+                self._watch.tell(range(self._watch.size), ["dump", "", asked])
         os.close(pipe)
 
     def close(self, *, is_forked: bool = False) -> None:
@@ -142,13 +141,6 @@ class Dump:
                 faulthandler.unregister(signal.SIGUSR2)
             for end in pipe[not is_forked :]:  # the thread sees the end, and closes its own
                 os.close(end)
-
-
-def _is_handled(number: int) -> bool:
-    """Return whether the signal is ignored, or has a handler, be it in Python or in C."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
-    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def _make_private(folder: Path) -> None:
@@ -180,10 +172,8 @@ def _stacks() -> list[dict[str, Any]]:
     for ident in sorted(frames, key=lambda ident: ident != main)[:_MOST_THREADS]:
         walked = itertools.islice(traceback.walk_stack(frames[ident]), _MOST_FRAMES)
         stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
-        line = next((place for place in stack if not _is_library(place[0])), None)
-        stacks.append({"name": names.get(ident, "?"), "line": line, "stack": stack})
+        own = (
+            place for place in stack if not is_internal(place[0]) and not _STANDARD_LIBRARY.match(place[0])
+        )
+        stacks.append({"name": names.get(ident, "?"), "line": next(own, None), "stack": stack})
     return stacks
-
-
-def _is_library(file: str) -> bool:
-    return is_internal(file) or (file.startswith(_STANDARD_LIBRARY) and "-packages" not in file)

@@ -136,7 +136,7 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
         assert main(["hang", str(tmp_path / "asked")]) == 0
         found = capsys.readouterr().out
         assert ": a rank received SIGUSR2.\n" in found
-        assert f"\nRank 2: in no collective, in multiply at {line_of('multiplies')}: " in found
+        assert f"\nRanks [2]: in no collective, in multiply at {line_of('multiplies')}: " in found
         for where, function, marker in (
             (sleep_in_loader, "load_batch", "loads"),
             (multiply, "multiply", "multiplies"),
@@ -147,7 +147,7 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
                 rf"\nRank 2 is behind, .*\. It is in {function} at {line_of(marker)}: ", found
             ), found
             assert re.search(
-                rf"\n  rank 0, 1 waits for call 3 of set 0 since .* at {line_of('waits')}\n", found
+                rf"\n  ranks \[0, 1\] wait for call 3 of set 0 since .* at {line_of('waits')}\n", found
             )
             assert "Rank 0 is behind" not in found and "Rank 1 is behind" not in found
             assert where is skip_call or missing_in_trace(tmp_path / where.__name__ / "traces") == {2}
@@ -159,4 +159,4 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
     assert main(["hang", str(tmp_path / "killed")]) == 0
     found = capsys.readouterr().out
     assert "\nRank 2 has no file of this time: its process has ended or is stopped, " in found
-    assert f"\nRank 0, 1: waits in allreduce of set 0, in note_of at {line_of('waits')}: " in found
+    assert f"\nRanks [0, 1]: waiting in allreduce of set 0, in note_of at {line_of('waits')}: " in found

@@ -81,6 +81,34 @@ def test_only_the_last_calls_are_kept(watch: StallWatch, tmp_path: Path) -> None
     assert [call["name"] for call in file["calls"]] == [str(number) for number in range(800, 1000)]
 
 
+def test_a_rank_that_waits_for_another_one_itself_is_not_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 waits for rank 1 in a process set, and rank 1 for rank 2 in another one."""
+    ranks = [StallWatch(rank, 3, "127.0.0.1", Settings()) for rank in range(3)]
+    for watch in ranks:
+        pairs = [watch.add_channel(f"set {first}", (first, first + 1)) for first in range(2)]
+        if watch.rank < 2:
+            pairs[watch.rank].begin(Call(call_kinds.BARRIER, site=("train.py", 7)))
+        note_of(watch, str(tmp_path))
+        watch.close()
+    assert main(["hang", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines if "is behind" in line] == ["Rank 2 is behind"]
+    assert any(line.startswith("  ranks [1] wait for call 1 of set 1 since ") for line in lines)
+
+
+def test_a_file_of_an_earlier_time_does_not_count(
+    tmp_path: Path, watch: StallWatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_of(watch, str(tmp_path))
+    file = json.loads((tmp_path / "rank-0.json").read_text())
+    late = file | {"rank": 1, "asked": file["asked"] + 10**12}
+    (tmp_path / "rank-1.json").write_text(json.dumps(late))
+    assert main(["hang", str(tmp_path)]) == 0
+    assert "\nRank 0 has no file of this time: " in capsys.readouterr().out
+
+
 def is_caught() -> bool:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "SigCgt" in line)
     return bool(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
