@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -19,11 +18,9 @@ import shutil
 import signal
 import socket
 import stat
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -40,7 +37,9 @@ _PAUSE_SECONDS = 1.0
 """Launchers pass a signal on to all ranks, and each of them asks all others."""
 _MOST_FOLDERS = 20
 """How many jobs keep their folder below the temporary folder."""
-_MOST_THREADS, _MOST_FRAMES = 100, 200
+# What faulthandler writes (Python/traceback.c): at most 100 threads and 100 frames of each.
+_THREAD = re.compile(r"^(?:Current t|T)hread (?P<ident>0x\w+).*\n(?P<frames>(?:  .*\n)*)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _STANDARD_LIBRARY = re.compile(re.escape(os.path.dirname(os.__file__)) + "/(?!(site|dist)-packages/)")
 
 
@@ -166,14 +165,20 @@ def _described(record: Record) -> dict[str, Any]:
 
 def _stacks() -> list[dict[str, Any]]:
     """Return the stack of each Python thread, the main thread first, each with its innermost frame first."""
-    frames, main = sys._current_frames(), threading.main_thread().ident
+    # faulthandler makes no objects of frames: other threads are running them.
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = []
-    for ident in sorted(frames, key=lambda ident: ident != main)[:_MOST_THREADS]:
-        walked = itertools.islice(traceback.walk_stack(frames[ident]), _MOST_FRAMES)
-        stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked]
+    main = threading.main_thread().ident
+    stacks: list[dict[str, Any]] = []
+    for thread in _THREAD.finditer(text):
+        stack = [(name, int(line), function) for name, line, function in _FRAME.findall(thread["frames"])]
         own = (
             place for place in stack if not is_internal(place[0]) and not _STANDARD_LIBRARY.match(place[0])
         )
-        stacks.append({"name": names.get(ident, "?"), "line": next(own, None), "stack": stack})
+        ident = int(thread["ident"], 16)
+        found = {"name": names.get(ident, "?"), "line": next(own, None), "stack": stack}
+        stacks.insert(0 if ident == main else len(stacks), found)
     return stacks

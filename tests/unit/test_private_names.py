@@ -33,7 +33,7 @@ PRIVATE_NAMES = {
         _storage_Use_Count _torchdynamo_disable _version
     """,
     "Horovod": "_basics _get_process_set_ids_and_ranks",
-    "Python": "_DummyThread _args_from_interpreter_flags _current_frames _getframe _inheriting _target",
+    "Python": "_DummyThread _args_from_interpreter_flags _getframe _inheriting _target",
 }
 """The private names of others that the package reads, sets or imports, by their owner."""
 
