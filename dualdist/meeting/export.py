@@ -14,6 +14,7 @@ from ..launch.detect import detect
 from ..launch.environment import (
     add_copies,
     agent_variables,
+    names_of_copies,
     read_settings,
     torchrun_variables,
     without_copies,
@@ -25,6 +26,7 @@ from .boards import Board
 from .member import Meeting
 from .pmi import PmiBoard, Pmix, connected, process_manager
 
+_RUN = "TORCHELASTIC_RUN_ID"
 _THREADS, _INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 """Variables that keep the user's value."""
 _held = contextlib.ExitStack()
@@ -35,8 +37,9 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     """Set torchrun's variables in `os.environ`, under any launcher. Collective over the launched processes.
 
     Afterwards `torch.distributed.init_process_group()` joins all processes that the launcher started. Does nothing
-    under torchrun. MASTER_ADDR and MASTER_PORT keep their values if both are set. Otherwise the port stays reserved as
-    long as rank 0 runs. Imports no torch, starts no MPI and uses no GPU.
+    under torchrun, nor without `prepare` where this function or `dualdist exec` has set the variables. MASTER_ADDR and
+    MASTER_PORT keep their values if both are set. Otherwise the port stays reserved as long as rank 0 runs. Imports no
+    torch, starts no MPI and uses no GPU.
 
     prepare: returns more variables for this process. Called when all have met, and before any goes on.
 
@@ -45,9 +48,11 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     """
     env = without_copies(os.environ)
     with _job(env) as (launch, find):
-        if (
-            "TORCHELASTIC_RUN_ID" in env and launch.sources.get("rank") == "RANK"
-        ):  # torchrun has set everything
+        is_torchrun = _RUN in env and launch.sources.get("rank") == "RANK"
+        # A process manager serves one meeting. A launcher that was started since then has not set the copies.
+        place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+        is_set = _RUN in names_of_copies(os.environ) and place == (f"{launch.rank}", f"{launch.size}")
+        if is_torchrun or (is_set and prepare is None):
             return
         seconds = read_settings(env).start_timeout_seconds
         with contextlib.ExitStack() as stack:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ..helpers.script_launch import finish, launch
+from ..helpers.world import ROOT
 
 SCRIPT_OF_MANY_WORLDS = """\
 import threading
@@ -110,6 +113,21 @@ def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
     ended = finish([sys.executable, script, "single"])
     assert ended.code == 0
     assert "MPI must allow calls from any thread" in ended.output
+
+
+def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None:
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        pytest.skip("this torch reads no entry points of backends")
+    build = f"from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    program = (
+        "import torch, torch.distributed as dist; dist.init_process_group('mpi4py'); t = torch.ones(1); "
+        "dist.all_reduce(t); print(dist.get_backend(), t.item(), flush=True); dist.destroy_process_group()"
+    )
+    command = ("-m", "dualdist", "exec", "--", sys.executable, "-c", program)
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = launch("mpirun-torch", *command, environment=path, forks=False)
+    assert (ended.code, ended.output.count("mpi4py 2.0")) == (0, 2), ended.output
 
 
 def test_a_launcher_of_another_mpi_is_an_error_with_the_fix() -> None:

@@ -70,6 +70,37 @@ def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
     assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
 
 
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_meets_by_itself_under_every_launcher(name: str) -> None:
+    launcher = LAUNCHERS[name]
+    need_programs(*launcher[:1])
+    ended = finish([*launcher, sys.executable, torchrun_script.__file__, torchrun_script.METHOD], forks=False)
+    assert ended.code == 0, ended.output
+    expected = WORLDS[2 if launcher else 1]
+    assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in expected], ended.output
+
+
+@pytest.mark.parametrize("before", [(), EXEC[1:]], ids=["python", "dualdist exec"])
+def test_processes_of_two_nodes_of_slurm_meet_by_themselves(slurm: Slurm, before: tuple[str, ...]) -> None:
+    script = (torchrun_script.__file__, torchrun_script.METHOD)
+    command = ("srun", "-N", "2", "-n", "3", sys.executable, *before, *script)
+    ended = finish(command, slurm.environment, forks=False)
+    assert ended.code == 0, ended.output
+    assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in WORLDS[3]], (
+        ended.output
+    )
+
+
+def test_a_rank_that_is_not_the_launchers_is_refused() -> None:
+    method = "init_method='dualdist://', rank=1, world_size=1"
+    source = (
+        f"import dualdist.backends.rendezvous, torch; torch.distributed.init_process_group('gloo', {method})"
+    )
+    ended = finish([sys.executable, "-c", source], forks=False)
+    assert ended.code == 1
+    assert "`rank` must be absent or the launcher's, 0, where init_method is 'dualdist://'" in ended.output
+
+
 def _on_two_hosts(size: int) -> tuple[str, ...]:
     passed_on = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "DUALDIST_START_TIMEOUT_SECONDS")
     options = ("--allow-run-as-root", "--oversubscribe", *passed_on)
@@ -79,11 +110,19 @@ def _on_two_hosts(size: int) -> tuple[str, ...]:
 _MPIEXEC = ("mpiexec.hydra", "-launcher", "ssh", "-iface", "net0", "-hosts", "alpha:2,beta:1", "-np", "3")
 
 
-def test_mpiexec_of_mpich_on_two_hosts(network: Network) -> None:
+@pytest.mark.parametrize(
+    ("before", "arguments"),
+    [(EXEC[1:], ()), (EXEC[1:], (torchrun_script.METHOD,)), ((), (torchrun_script.METHOD,))],
+    ids=["dualdist exec", "dualdist:// in it", "dualdist://"],
+)
+def test_mpiexec_of_mpich_on_two_hosts(
+    network: Network, before: tuple[str, ...], arguments: tuple[str, ...]
+) -> None:
     need_programs("mpiexec.hydra")
-    ended = finish(network.hosts[0].command(*_MPIEXEC, *EXEC, torchrun_script.__file__), forks=False)
+    start = (*_MPIEXEC, sys.executable, *before, torchrun_script.__file__, *arguments)
+    ended = finish(network.hosts[0].command(*start), forks=False)
     assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
+    assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
 
 
 def test_mpiexec_of_mpich_leaves_mpi_to_the_script(network: Network, tmp_path: Path) -> None:
@@ -104,7 +143,9 @@ def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network)
     assert "Rank 0 waited 3 s for the other processes, of which some did not arrive." in ended.output
 
 
-@pytest.mark.parametrize("arguments", [(), ("mpi",)], ids=["torch", "mpi4py"])
+@pytest.mark.parametrize(
+    "arguments", [(), ("mpi",), (torchrun_script.METHOD,)], ids=["torch", "mpi4py", "dualdist://"]
+)
 def test_mpirun_on_two_hosts_leaves_mpi_to_the_script(network: Network, arguments: tuple[str, ...]) -> None:
     need_modules("mpi4py")
     start = (*_on_two_hosts(3), *EXEC, torchrun_script.__file__, *arguments)

@@ -13,6 +13,7 @@ and work.py the objects that calls return, with the thread that tests them.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import zlib
@@ -32,7 +33,7 @@ from ..store import open_store
 from .group import NAME, MpiProcessGroup, closed_communicators
 from .work import FORKED, progress
 
-__all__ = ("NAME", "create", "require", "start")
+__all__ = ("NAME", "create", "register", "require", "start")
 
 # The start of MPI, torch.distributed's rendezvous through MPI, and the creation of process groups.
 
@@ -117,8 +118,16 @@ def _is_single_threaded(library: Any) -> bool:
     return bool(library.Query_thread() < library.THREAD_SERIALIZED)
 
 
-dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 # torch 2.15 attaches its flight recorder to groups with devices, which ends the process if the group is in Python.
 _not_recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
 _not_recorded.add(NAME)
-dist.register_rendezvous_handler(NAME, _meet)
+
+
+@functools.cache
+def register() -> None:
+    """Register the backend and its rendezvous. The import of this module does it. torch >= 2.14 calls it by itself."""
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    dist.register_rendezvous_handler(NAME, _meet)
+
+
+register()
