@@ -103,8 +103,8 @@ def _bind(how: str, world: World, env: Mapping[str, str]) -> dict[str, str]:
             "instead. Use the binding of your launcher (srun --cpu-bind, mpirun --bind-to)."
         )
     # As `torchrun --numa-binding=node` (torch/numa/binding.py): without a node, the first one.
-    node = max(0, int((_PCI / addresses[int(device)] / "numa_node").read_text()))
-    cpus = _numbers((_NODES / f"node{node}" / "cpulist").read_text()) & os.sched_getaffinity(0)
+    node = max(0, numa_node(addresses[int(device)]))
+    cpus = cores_by_node()[node] & os.sched_getaffinity(0)
     if not cpus:
         raise ConfigurationError(
             f"`--bind numa` needs CPUs of NUMA node {node}, beside GPU {device}, but the launcher has bound this "
@@ -112,6 +112,18 @@ def _bind(how: str, world: World, env: Mapping[str, str]) -> dict[str, str]:
         )
     os.sched_setaffinity(0, cpus)
     return {}
+
+
+def numa_node(address: str) -> int:
+    """Return the NUMA node of the device with this PCI address; -1 if the kernel knows none."""
+    file = _PCI / address / "numa_node"
+    return int(file.read_text()) if file.exists() else -1
+
+
+def cores_by_node() -> dict[int, set[int]]:
+    """Return the CPUs of each NUMA node of this host."""
+    files = _NODES.glob("node[0-9]*/cpulist")
+    return {int(file.parent.name[len("node") :]): _numbers(file.read_text()) for file in files}
 
 
 def _numbers(ranges: str) -> set[int]:

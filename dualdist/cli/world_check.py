@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import socket
 import socketserver
@@ -37,6 +38,7 @@ from ..launch.environment import read_settings
 from ..meeting import Gather, find_addresses, interface_of, mpi, own_node
 from ..meeting.mpi import limited_start
 from ..types import Launch
+from .exec import cores_by_node, numa_node
 
 
 def check_world(
@@ -112,6 +114,14 @@ class ProcessFacts:
     """The model of each device that torch sees."""
     installed_gpus: int
     """The GPUs of the host that NVIDIA's driver lists, if torch was built for CUDA."""
+    device_nodes: Sequence[int]
+    """The NUMA node of each device that torch sees, -1 where it is not known."""
+    cores: Sequence[int]
+    """The CPUs on which this process may run, in order."""
+    core_nodes: Sequence[int]
+    """The NUMA nodes of these CPUs."""
+    installed_cores: int
+    """The CPUs of the host."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,11 @@ class WorldFacts:
         return list(hosts.values())
 
     @property
+    def views(self) -> list[DeviceView]:
+        """What the processes see, as init() compares it."""
+        return [DeviceView(process.node, process.local_rank, process.devices) for process in self.processes]
+
+    @property
     def clocks(self) -> list[float | None]:
         """By how many seconds each host's clock is ahead of most others'. With two hosts: of the first one's."""
         steps = {(link.source, link.target): link.clock for link in self.links}
@@ -178,6 +193,7 @@ def _collect(
     found = json.dumps(installed_versions(), sort_keys=True)
     chosen, usable = _chosen(launch, env, backend, transport)
     devices = accelerator.visible()
+    cores = os.sched_getaffinity(0)
     mine = ProcessFacts(
         launch.rank,
         own_node(),
@@ -191,6 +207,10 @@ def _collect(
         devices,
         [_model(index) for index in range(len(devices))],
         len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,
+        [_node(index) for index in range(len(devices))],
+        sorted(cores),
+        sorted(node for node, numbers in cores_by_node().items() if numbers & cores),
+        os.cpu_count() or len(cores),
     )
     processes = [ProcessFacts(**json.loads(text)) for text in gather(json.dumps(asdict(mine)))]
     digests, nodes = ([getattr(one, name) for one in processes] for name in ("versions", "node"))
@@ -241,6 +261,13 @@ def _model(index: int) -> str:
     kind = accelerator.kind()
     assert kind is not None  # there is a device
     return str(torch.get_device_module(kind).get_device_name(index))
+
+
+def _node(index: int) -> int:
+    found = torch.get_device_module(accelerator.kind()).get_device_properties(index)
+    if not hasattr(found, "pci_bus_id"):
+        return -1
+    return numa_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 # The links. A request is a length and as many bytes, and the answer to it is the time: without bytes it shows the round
@@ -470,13 +497,52 @@ def _gpus(world: WorldFacts) -> Iterator[Problem]:
             processes,
             f"All hosts must have the same GPUs, but {hosts} has {found or 'none'} and the others {usual or 'none'}.",
         )
-    views = [DeviceView(process.node, process.local_rank, process.devices) for process in world.processes]
-    for node, ranks, devices in shared_devices(views, choose_devices(views)):
+    for node, ranks, devices in shared_devices(world.views, choose_devices(world.views)):
         processes = [process for process in world.processes if process.node == node]
         text = (
             f"{ranks} processes share {devices} GPUs on {processes[0].host}. Start one process for each GPU."
         )
         yield _problem("gpu", processes, text)
+
+
+def find_warnings(world: WorldFacts) -> list[Problem]:
+    """Return what makes training slower, but does not prevent it."""
+    return [*_far_gpus(world), *_crowded_cores(world)]
+
+
+def _far_gpus(world: WorldFacts) -> Iterator[Problem]:
+    far = [
+        process
+        for process, index in zip(world.processes, choose_devices(world.views), strict=True)
+        if index is not None and process.device_nodes[index] not in {-1, *process.core_nodes}
+    ]
+    if far:
+        yield _problem(
+            "numa",
+            far,
+            f"Cores and GPU must be on the same NUMA node, but are not on {_where(far)}. Use `dualdist exec --bind "
+            "numa`, or the binding of the launcher (srun --gpu-bind=closest, mpirun --map-by numa).",
+        )
+
+
+def _crowded_cores(world: WorldFacts) -> Iterator[Problem]:
+    crowded: list[ProcessFacts] = []
+    for processes in world.hosts:
+        # Where several sets of cores are too small, the smallest one shows it.
+        for cores in sorted({tuple(process.cores) for process in processes}, key=len):
+            inside = [process for process in processes if set(process.cores) <= set(cores)]
+            if len(cores) < min(len(inside), inside[0].installed_cores):
+                crowded += inside
+                break
+    if crowded:
+        first = crowded[0]
+        yield _problem(
+            "cores",
+            crowded,
+            f"Each process must have a core, but several are bound to the same ones on {_where(crowded)}: rank "
+            f"{first.rank} to {_ranges(first.cores)} of {first.installed_cores} cores. Give each its own (srun "
+            "--cpus-per-task=2, mpirun --map-by slot:PE=2), or bind none (mpirun --bind-to none).",
+        )
 
 
 def _models(processes: Sequence[ProcessFacts]) -> str:
@@ -517,8 +583,8 @@ def _problem(kind: str, processes: Sequence[ProcessFacts], text: str) -> Problem
 
 # The report, in the types of JSON and as text.
 
-_MOST_LINKS = 16
-"""How many links the text lists. Of more links it shows the slowest."""
+_MOST_LINKS, _MOST_RANGES = 16, 8
+"""How many links the text lists. Of more links it shows the slowest. And how many ranges of ranks."""
 
 
 def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> dict[str, Any]:
@@ -539,11 +605,23 @@ def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> di
             }
             for processes, clock in zip(world.hosts, world.clocks, strict=True)
         ],
+        "ranks": [
+            {
+                "rank": process.rank,
+                "host": process.host,
+                "cores": list(process.cores),
+                "core_nodes": list(process.core_nodes),
+                "gpu": None if index is None else process.devices[index],
+                "gpu_node": None if index is None else process.device_nodes[index],
+            }
+            for process, index in zip(world.processes, choose_devices(world.views), strict=True)
+        ],
         "links": [
             asdict(link) | {"source": names[link.source], "target": names[link.target]}
             for link in world.links
         ],
         "problems": [problem._asdict() for problem in problems],
+        "warnings": [problem._asdict() for problem in find_warnings(world)],
         "can_train": not problems,
     }
 
@@ -558,7 +636,10 @@ def as_text(report: Mapping[str, Any]) -> str:
             "",
             *_table(_host_rows(hosts)),
             "",
+            *_table(_rank_rows(report["ranks"])),
+            "",
             *([*_table(_link_rows(links)), ""] if links else []),
+            *(f"WARNING: {problem['text']}" for problem in report["warnings"]),
             *(f"WRONG: {problem['text']}" for problem in problems),
             f"{_count(len(problems), 'problem')} must be solved first."
             if problems
@@ -570,15 +651,38 @@ def as_text(report: Mapping[str, Any]) -> str:
 def _host_rows(hosts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield "host", "ranks", "address", "clock", "GPUs"
     for host in hosts:
-        ranks = host["ranks"]
-        in_order = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
         yield (
             host["host"],
-            f"{ranks[0]}-{ranks[-1]}" if in_order else ",".join(map(str, ranks)),
+            _ranges(host["ranks"]),
             f"{host['address']} ({host['interface'] or '?'})",
             "?" if host["clock"] is None else f"{host['clock']:+.3f} s",
             host["gpus"] or "none",
         )
+
+
+def _rank_rows(ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Ranks of several hosts that have the same place there are in one row."""
+    yield "ranks", "cores", "NUMA node", "GPU", "its NUMA node"
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        node = rank["gpu_node"]
+        gpu = ("none", "") if rank["gpu"] is None else (rank["gpu"], "?" if node < 0 else str(node))
+        row = (_ranges(rank["cores"]), _ranges(rank["core_nodes"]) or "?", *gpu)
+        rows.setdefault(row, []).append(rank["rank"])
+    for row, found in rows.items():
+        yield _ranges(found), *row
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers such as 0-3,8; of many ranges the first ones."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    shown = ",".join("-".join(map(str, ends)) for ends in ranges[:_MOST_RANGES])
+    return f"{shown},... ({len(numbers)})" if len(ranges) > _MOST_RANGES else shown
 
 
 def _link_rows(links: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

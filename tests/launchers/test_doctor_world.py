@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -135,6 +136,18 @@ def test_a_sound_world_of_two_hosts_can_train(hosts: Hosts) -> None:
         ("beta", "alpha"),
     }
     assert all(link["bandwidth"] > 10e6 and 0 < link["round_trip"] < 5e-3 for link in report["links"])
+
+
+def test_the_cores_of_each_rank_are_reported_and_too_few_are_named() -> None:
+    need_programs("taskset")
+    core, *more = sorted(os.sched_getaffinity(0))
+    if not more:
+        pytest.skip("a machine with one core cannot bind a process to fewer")
+    command = (*COMMANDS["dualdist run"][0][:4], "-np", "2", "taskset", "-c", f"{core}", *PYTHON, "{}")
+    ended = finish(command, forks=False)
+    assert ended.code == 0, ended.output
+    assert re.search(rf"  0-1 +{core} +\d+ ", ended.output), ended.output
+    assert f"rank 0 to {core} of {os.cpu_count()} cores" in ended.output
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun", "dualdist run"])

@@ -16,6 +16,7 @@ from dualdist.cli.world_check import (
     as_json,
     as_text,
     find_problems,
+    find_warnings,
     installed_versions,
 )
 
@@ -32,6 +33,10 @@ GOOD = ProcessFacts(
     devices=("0", "1"),
     models=("H100", "H100"),
     installed_gpus=2,
+    device_nodes=(0, 1),
+    cores=range(8),
+    core_nodes=(0, 1),
+    installed_cores=8,
 )
 
 
@@ -154,3 +159,41 @@ def test_a_link_that_is_slower_than_required_is_named_even_if_all_are() -> None:
 def test_this_interpreters_packages_have_their_versions() -> None:
     found = installed_versions()
     assert found["Python"].startswith("3.") and "pytest" in found and "dualdist" in found
+
+
+def test_a_gpu_on_another_numa_node_than_the_cores_is_named() -> None:
+    facts = world(core_nodes={3: (0,), 4: (0,)}, device_nodes={1: (0, -1)})
+    (found,) = find_warnings(facts)
+    assert (found.kind, found.hosts, found.ranks) == ("numa", ("h1",), (3,))
+    report = as_json("srun", facts, problems(facts))
+    assert report["can_train"]
+    assert f"WARNING: {found.text}\nThis allocation can train." in as_text(report)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks"),
+    [
+        ({2: (5,), 3: (5,)}, (2, 3)),
+        ({2: (5,), 3: (4,)}, ()),
+        ({2: (4, 5), 3: (4, 5)}, ()),
+        ({2: (4, 5)}, ()),
+        ({0: (1,), 1: (1,), 2: (5,), 3: (5,), 4: (5,)}, (0, 1, 2, 3)),
+    ],
+)
+def test_processes_that_are_bound_to_fewer_cores_than_they_are_are_named(
+    cores: dict[int, tuple[int, ...]], ranks: tuple[int, ...]
+) -> None:
+    found = find_warnings(world(cores=cores))
+    assert [problem.ranks for problem in found] == [ranks] * bool(ranks)
+
+
+def test_more_processes_than_a_host_has_cores_are_not_a_matter_of_binding() -> None:
+    one = {rank: (0,) for rank in range(6)}
+    assert find_warnings(world(cores=one, installed_cores={rank: 1 for rank in range(6)})) == []
+
+
+def test_ranks_with_the_same_place_on_their_hosts_are_in_one_row() -> None:
+    few, many = ((as_text(as_json("srun", world(num_hosts=number), []))) for number in (2, 20))
+    assert "  ranks  cores  NUMA node  GPU  its NUMA node\n  0,2    0-7    0-1        0    0\n" in few
+    assert "\n  1,3    0-7    0-1        1    1\n" in few
+    assert "\n  1,3,5,7,9,11,13,15,... (20)  0-7 " in many
