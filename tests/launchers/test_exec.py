@@ -198,6 +198,30 @@ def test_a_horovod_script_runs_with_compat(tmp_path: Path) -> None:
     assert ended.output.count("sum horovod.torch 3\n") == 2, ended.output
 
 
+@pytest.mark.parametrize(("launcher", "before"), [("mpirun", EXEC[1:]), ("PALS' variables", ())])
+def test_a_trainer_of_lightning_joins_all_processes(
+    launcher: str, before: tuple[str, ...], tmp_path: Path
+) -> None:
+    need_modules("lightning")
+    need_programs(*LAUNCHERS[launcher][:1])
+    script = tmp_path / "script.py"
+    script.write_text(
+        ("" if before else "import dualdist.launch\ndualdist.launch.export_environment()\n")
+        + "from os import environ, write\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "devices, nodes = int(environ['LOCAL_WORLD_SIZE']), int(environ['GROUP_WORLD_SIZE'])\n"
+        "trainer = Trainer(devices=devices, num_nodes=nodes, accelerator='cpu', fast_dev_run=2)\n"
+        "trainer.fit(model := BoringModel())\n"
+        "write(1, f'rank {trainer.global_rank} of {trainer.world_size}: {model.layer.weight.sum()}\\n'.encode())\n"
+    )
+    ended = finish([*LAUNCHERS[launcher], sys.executable, *before, str(script)], forks=False)
+    assert ended.code == 0, ended.output
+    found = re.findall(r"rank (\d) of 2: (\S+)", ended.output)
+    assert sorted(rank for rank, _ in found) == ["0", "1"], ended.output
+    assert len({weights for _, weights in found}) == 1  # they start with other ones
+
+
 def test_jobs_that_start_at_the_same_time_do_not_meet() -> None:
     need_programs("mpirun")
     command = [*_MPIRUN, *EXEC, "--", "sh", "-c", 'echo "$RANK $MASTER_PORT $TORCHELASTIC_RUN_ID"']
