@@ -5,7 +5,7 @@
     mpiexec -n 4 dualdist exec -- any command
 
 The processes meet first, and agree on an address of rank 0 and on a port that stays reserved until the script listens
-on it. A script that uses torch.distributed as under torchrun needs no change. Under torchrun, nothing is added.
+on it. A script that uses torch.distributed as under torchrun needs no change. Under torchrun only --bind has effect.
 """
 
 from __future__ import annotations

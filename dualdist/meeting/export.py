@@ -27,6 +27,8 @@ from .member import Meeting
 from .pmi import PmiBoard, Pmix, connected, process_manager
 
 _RUN = "TORCHELASTIC_RUN_ID"
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+"""Its names for the numbers of World."""
 _THREADS, _INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 """Variables that keep the user's value."""
 _held = contextlib.ExitStack()
@@ -36,10 +38,10 @@ _held = contextlib.ExitStack()
 def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = None) -> None:
     """Set torchrun's variables in `os.environ`, under any launcher. Collective over the launched processes.
 
-    Afterwards `torch.distributed.init_process_group()` joins all processes that the launcher started. Does nothing
-    under torchrun, nor without `prepare` where this function or `dualdist exec` has set the variables. MASTER_ADDR and
-    MASTER_PORT keep their values if both are set. Otherwise the port stays reserved as long as rank 0 runs. Imports no
-    torch, starts no MPI and uses no GPU.
+    Afterwards `torch.distributed.init_process_group()` joins all processes that the launcher started. MASTER_ADDR and
+    MASTER_PORT keep their values if both are set. Otherwise the port stays reserved as long as rank 0 runs. Under
+    torchrun only `prepare` is called. After `dualdist exec` or another call, a call without `prepare` does nothing.
+    Imports no torch, starts no MPI and uses no GPU.
 
     prepare: returns more variables for this process. Called when all have met, and before any goes on.
 
@@ -52,6 +54,9 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
         # A process manager serves one meeting. A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
         is_set = _RUN in names_of_copies(os.environ) and place == (f"{launch.rank}", f"{launch.size}")
+        if is_torchrun and prepare is not None:
+            numbers = [int(env[name]) for name in _OF_TORCHRUN]
+            os.environ.update(prepare(World(*numbers)))
         if is_torchrun or (is_set and prepare is None):
             return
         seconds = read_settings(env).start_timeout_seconds

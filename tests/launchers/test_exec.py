@@ -239,9 +239,19 @@ def test_jobs_that_start_at_the_same_time_do_not_meet() -> None:
     assert len({run for _, run in worlds}) == 4
 
 
-def test_each_process_sees_one_gpu_of_its_own() -> None:
-    need_programs("mpirun")
-    command = (*_MPIRUN, *EXEC, "--bind", "gpu", "--", "sh", "-c", "echo $RANK sees $CUDA_VISIBLE_DEVICES.")
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_each_process_sees_one_gpu_of_its_own(launcher: str) -> None:
+    need_programs(*LAUNCHERS[launcher][:1])
+    command = (
+        *LAUNCHERS[launcher],
+        *EXEC,
+        "--bind",
+        "gpu",
+        "--",
+        "sh",
+        "-c",
+        "echo $RANK sees $CUDA_VISIBLE_DEVICES.",
+    )
     ended = finish(command, {"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, forks=False)
     assert ended.code == 0, ended.output
     assert sorted(re.findall(r"\d sees [^.]*", ended.output)) == ["0 sees 3", "1 sees GPU-5"]
