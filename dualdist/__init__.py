@@ -7,7 +7,10 @@ __init__.pyi has the same names for type checkers.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
+
+__version__ = "0.1.0"
 
 _NAMES = {
     "": ("checkpoint", "elastic", "lr", "metrics", "samplers", "seeding"),
@@ -104,10 +107,26 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = tuple(sorted(_HOME))
 
+_NAMES_IN_TORCH = {
+    "all_gather_object": "allgather_object",
+    "broadcast_object_list": "broadcast_object",
+    "DDP": "DistributedDataParallel",
+    "destroy_process_group": "shutdown",
+    "get_backend": "transport_name",
+    "get_rank": "rank",
+    "get_world_size": "size",
+    "init_process_group": "init",
+    "new_group": "add_process_set",
+}
+"""What torch.distributed calls a function -> its name here. For names that differ less, Python asks "Did you mean"."""
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name in _NAMES_IN_TORCH:
+            text += f". Its name here is {_NAMES_IN_TORCH[name]!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     if not _HOME[name]:
         return importlib.import_module(f".{name}", __name__)  # which also sets the attribute
     value = globals()[name] = getattr(importlib.import_module(_HOME[name], __name__), name)

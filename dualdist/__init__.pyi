@@ -127,3 +127,4 @@ from .world.ranks import (
 )
 
 __all__: tuple[str, ...]
+__version__: str

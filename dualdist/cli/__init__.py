@@ -7,23 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from ..errors import ConfigurationError
-
-# The version of dualdist.
-
-
-def version() -> str:
-    """Return the version of the installed package, 'not installed' for a source tree."""
-    try:
-        return importlib.metadata.version("dualdist")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
 
 _COMMANDS = {
     "bench": "measure dualdist beside torch, Horovod and others",
@@ -46,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=f"Data-parallel training under Horovod's API.\n\ncommands:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-v", "--version", action="version", version=version())
+    parser.add_argument("-v", "--version", action="version", version=__version__)
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="those of the command; see COMMAND --help"

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import __version__
 from ..backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load
 from ..errors import ConfigurationError
 from ..launch import LAUNCHERS, detect
@@ -34,7 +35,6 @@ from ..launch.launchers import mpirun_command
 from ..meeting import INTERFACE, LOOPBACK
 from ..meeting.addresses import addresses, candidates
 from ..types import Launch
-from . import version
 
 _PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")
 _COMMANDS = (*(row.name for row in LAUNCHERS if row.is_command), "ssh")
@@ -170,7 +170,7 @@ def _launch(launch: Launch) -> Section:
 
 
 def _versions() -> Section:
-    found: dict[str, str | None] = {"dualdist": version(), "python": platform.python_version()}
+    found: dict[str, str | None] = {"dualdist": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         found[name] = None
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN
@@ -27,7 +28,6 @@ from ..processes.hosts import Host, backend_variables, find_allocation, parse_ho
 from ..processes.job import RunOptions, run_job
 from ..processes.starters import DEFAULT_STARTER, STARTERS
 from ..types import NEVER_SECONDS
-from . import version
 
 # horovodrun's options and their effect here: a table, so that no option is silently ignored.
 #
@@ -260,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist run`."""
     parser.usage = "dualdist run -np N [-H HOST:SLOTS,... | --hostfile FILE] [OPTIONS] COMMAND ..."
     add = parser.add_argument
-    add("-v", "--version", action="version", version=version())
+    add("-v", "--version", action="version", version=__version__)
     text = "the number of processes; by default all slots of the hosts"
     add("-np", "--num-proc", dest="size", type=whole_number, metavar="N", help=text)
     add("--backend", choices=DISTRIBUTED_BACKENDS, help="the backend (DUALDIST_BACKEND)")

@@ -142,6 +142,19 @@ def test_names_are_listed_exported_and_pickled_as_those_of_any_module() -> None:
         _ = dualdist.nothing  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("name", "here"), dualdist._NAMES_IN_TORCH.items())  # type: ignore[attr-defined]
+def test_a_name_of_torch_distributed_is_an_error_with_the_name_here(name: str, here: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'. Its name here is '{here}'"):
+        getattr(dualdist, name)
+    assert here in dualdist.__all__
+
+
+def test_python_suggests_a_name_that_differs_little() -> None:
+    command = [sys.executable, "-c", "import dualdist; dualdist.all_reduce"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stderr.endswith("has no attribute 'all_reduce'. Did you mean: 'allreduce'?\n")
+
+
 def test_all_67_names_of_horovod_torch_are_recorded() -> None:
     assert sum("." not in name for name in SURFACE) == 67
 
