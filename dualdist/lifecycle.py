@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-from .checks import configuration, flag, integer, items, path, text, wrong
+from .checks import configuration, flag, integer, items, number, path, text, wrong
 from .collectives.join import stand_in
 from .errors import ConfigurationError
 from .launch import detect
@@ -82,6 +83,7 @@ def init(
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
+    timeout: timedelta | float | None = None,
 ) -> None:
     """Join the world. Collective: every launched process must call it. A second call only checks its arguments.
 
@@ -95,6 +97,8 @@ def init(
         transport: "nccl", "xccl", "gloo" or "mpi". None: DUALDIST_TRANSPORT, else the best one on this machine.
         init_method, rank, world_size: as in torch.distributed.init_process_group: "tcp://host:port", "file:///path" or
             "env://".
+        timeout: how long a collective waits for a rank before it raises StallError, in seconds or as in
+            torch.distributed.init_process_group. None: DUALDIST_STALL_TIMEOUT_SECONDS, else 600 s.
 
     Raises:
         ConfigurationError: an argument or the environment is wrong, or the backend is not installed; or a world is
@@ -104,6 +108,9 @@ def init(
     """
     with configuration():
         comm, sets = _checked(comm, process_sets, backend, transport)
+        if timeout is not None:
+            given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            timeout = number("timeout", given, above=0, fix="Pass a timedelta, or seconds.")
     if is_initialized() and not is_forked():
         _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
         return
@@ -115,8 +122,11 @@ def init(
         "init_method": init_method,
         "rank": rank,
         "world_size": world_size,
+        "timeout": timeout,
     }
     env = without_copies(os.environ)
+    if timeout is not None:
+        env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
     seconds = read_settings(env).start_timeout_seconds
     with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
         override = {"init_method": init_method, "rank": rank, "size": world_size} | part

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
+import tempfile
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 
@@ -136,6 +140,32 @@ def test_process_sets_can_be_given_to_init() -> None:
         assert given.process_set_id is None
     with pytest.raises(TypeError, match="registered"):
         hvd.allreduce(torch.ones(1), process_set=given)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_timeout_given_to_init_ends_the_wait_for_a_rank() -> None:
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), 0))
+    raised = [folder / str(rank) for rank in range(1, hvd.size())]
+    with outside_world():
+        hvd.init(timeout=timedelta(seconds=2))
+        try:
+            if hvd.rank() > 0:
+                with pytest.raises(hvd.StallError, match=r"missing ranks: \[0\]"):
+                    hvd.barrier()
+                (folder / str(hvd.rank())).touch()
+            wait_for(raised)
+        finally:
+            hvd.shutdown()
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "soon", timedelta(0)])
+@everywhere
+def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
+    with pytest.raises(hvd.ConfigurationError, match="`timeout` must be a finite number above 0"):
+        hvd.init(timeout=timeout)
 
 
 @everywhere
