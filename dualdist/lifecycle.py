@@ -16,7 +16,7 @@ from .launch.environment import read_settings, without_copies
 from .meeting import Meeting, find_addresses, mpi
 from .meeting.addresses import reserved_port
 from .meeting.mpi import MpiBoard, ending_late_calls, limited_start
-from .types import Launch
+from .types import NEVER_SECONDS, Launch
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
 
@@ -110,7 +110,9 @@ def init(
         comm, sets = _checked(comm, process_sets, backend, transport)
         if timeout is not None:
             given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            timeout = number("timeout", given, above=0, fix="Pass a timedelta, or seconds.")
+            timeout = number(
+                "timeout", given, above=0, most=NEVER_SECONDS, fix="Pass a timedelta, or seconds."
+            )
     if is_initialized() and not is_forked():
         _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
         return

@@ -570,7 +570,7 @@ class Channel:
         """End the calls about which the members have agreed. requests: this rank's."""
         before, self._joined = self._joined, found.joined
         raises = any(self.group.rank in outcome.verdict.raising for outcome in found.outcomes)
-        note = self._watched.dump("ranks called different collectives")() if raises else ""
+        note = self._watched.dump("a call did not match on all ranks")() if raises else ""
         for outcome in found.outcomes:
             index, verdict = outcome.entries[self.group.rank], outcome.verdict
             request = None if index is None else requests[index]

@@ -125,7 +125,10 @@ def _runs_script(thread: threading.Thread) -> bool:
 
 
 class OutOfStepError(HorovodInternalError):
-    """What the members have agreed on shows that they cannot go on together. All raise it; no member has died."""
+    """What the members have agreed on shows that they cannot go on together. No process has died.
+
+    Members that have not called `join` all raise it.
+    """
 
 
 class Guard:

@@ -18,7 +18,7 @@ _COMMANDS = {
     "bench": "measure dualdist beside torch, Horovod and others",
     "doctor": "show what was detected, and which backends and transports can start here",
     "exec": "under any launcher: become a torch script, with all variables of torchrun",
-    "hang": "say which rank the others wait for, from the files that ranks write when they stand still",
+    "hang": "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
     "run": "start a command in several processes, on one or more hosts",
 }
 """name of the subcommand and of its module -> what it does."""

@@ -104,7 +104,7 @@ def _bind(how: str, world: World, env: Mapping[str, str]) -> dict[str, str]:
         )
     # As `torchrun --numa-binding=node` (torch/numa/binding.py): without a node, the first one.
     node = max(0, numa_node(addresses[int(device)]))
-    cpus = cores_by_node()[node] & os.sched_getaffinity(0)
+    cpus = cores_by_node().get(node, set()) & os.sched_getaffinity(0)
     if not cpus:
         raise ConfigurationError(
             f"`--bind numa` needs CPUs of NUMA node {node}, beside GPU {device}, but the launcher has bound this "

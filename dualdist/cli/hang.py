@@ -27,6 +27,7 @@ Call = dict[str, Any]
 
 _SAME_TIME = 60 * 10**9
 """Files that ranks have written because of one failure have dates that differ by less, in nanoseconds."""
+_NOWHERE = ("?", 0, "no function of the script")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _read(folder: Path) -> dict[int, File]:
-    """Return what each rank has written, without files that are much older than the newest one."""
+    """Return what each rank has written, without files of another world or much older ones than the newest."""
     try:
         files = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     except (OSError, ValueError) as error:
@@ -55,8 +56,9 @@ def _read(folder: Path) -> dict[int, File]:
             f"FOLDER must have files rank-N.json, but {folder} has none. Pass the folder that the error of a rank "
             "names, or send SIGUSR2 to a rank first."
         )
-    newest = max(file["asked"] for file in files)
-    ranks = {file["rank"]: file for file in files if file["asked"] > newest - _SAME_TIME}
+    newest = max(files, key=lambda file: int(file["asked"]))
+    files = [file for file in files if file["world"] == newest["world"]]
+    ranks = {file["rank"]: file for file in files if file["asked"] > newest["asked"] - _SAME_TIME}
     return {rank: ranks[rank] | {"pending": _pending(ranks[rank])} for rank in sorted(ranks)}
 
 
@@ -82,12 +84,12 @@ def _report(ranks: Mapping[int, File]) -> Iterator[str]:
         )
     behind = _behind(ranks, has_absent=bool(absent))
     for rank, (call, waiting) in behind.items():
-        file, since = ranks[rank], _since(ranks[waiting[0]], call, "called")
+        file, called = ranks[rank], _moment(ranks[waiting[0]], call, "called")
         yield f"Rank {rank} is behind, on {file['host']}, process {file['process']}. It is {_position(file)}"
-        yield f"  ranks {waiting} wait for call {call['number']} of {call['channel']}{since}"
+        yield f"  ranks {waiting} wait for call {call['number']} of {call['channel']} since {called}"
         last = max(file["calls"], key=lambda made: int(made["ended"]), default={"ended": 0})
         if last["ended"]:
-            yield f"  it has ended no call{_since(file, last, 'ended')}"
+            yield f"  its last call ended at {_moment(file, last, 'ended')}"
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, file in ranks.items():
         calls = [f"waiting in {calls[0]['kind']} of {channel}" for channel, calls in file["pending"].items()]
@@ -104,7 +106,9 @@ def _behind(ranks: Mapping[int, File], has_absent: bool) -> dict[int, tuple[Call
         for channel, (call, *_) in file["pending"].items():
             for rank in file["channels"][channel]["ranks"]:
                 if rank in ranks and not _has_made(ranks[rank], call):
-                    found.setdefault(rank, (call, []))[1].append(waiting)
+                    waiters = found.setdefault(rank, (call, []))[1]
+                    if waiting not in waiters:
+                        waiters.append(waiting)
     # A rank that waits, too, is behind only if nothing else explains it.
     idle = {rank: what for rank, what in found.items() if not ranks[rank]["pending"]}
     if idle or has_absent:
@@ -123,14 +127,17 @@ def _has_made(file: File, call: Call) -> bool:
 
 def _position(file: File) -> str:
     """Return the line of the script in which the main thread is."""
-    name, number, function = file["threads"][0]["line"] or ("?", 0, "no function of the script")
+    main = next((thread for thread in file["threads"] if thread["is_main"]), None)
+    if main is None:
+        return "in more threads than its file can have"
+    name, number, function = main["line"] or _NOWHERE
     return f"in {function} at {name}:{number}: {linecache.getline(name, number).strip()}"
 
 
-def _since(file: File, call: Call, what: str) -> str:
+def _moment(file: File, call: Call, what: str) -> str:
     """Return a time of a call by the clock of its rank, and the call."""
     ago = (file["time"] - call[what]) / 1e9
-    return f" since {_clock(call[what])} ({ago:.1f} s): {call['call']} at {':'.join(map(str, call['where']))}"
+    return f"{_clock(call[what])} ({ago:.1f} s ago): {call['call']} at {':'.join(map(str, call['where']))}"
 
 
 def _clock(moment: int) -> str:

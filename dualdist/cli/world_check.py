@@ -584,7 +584,7 @@ def _problem(kind: str, processes: Sequence[ProcessFacts], text: str) -> Problem
 # The report, in the types of JSON and as text.
 
 _MOST_LINKS, _MOST_RANGES = 16, 8
-"""How many links the text lists. Of more links it shows the slowest. And how many ranges of ranks."""
+"""How many links the text lists. Of more links it shows the slowest. And how many ranges of numbers it shows."""
 
 
 def as_json(launcher: str, world: WorldFacts, problems: Sequence[Problem]) -> dict[str, Any]:

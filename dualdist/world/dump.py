@@ -52,10 +52,9 @@ class Dump:
         folder: None for one below the temporary folder. job: the same text on all ranks, and in no other world.
         """
         self._watch = watch
-        base = Path(tempfile.gettempdir(), f"dualdist-{os.getuid()}")
-        name = hashlib.sha256(job.encode() if watch.size > 1 else os.urandom(8)).hexdigest()[:8]
-        self._folders = [Path(os.path.realpath(folder))] if folder else [base, base / name]
-        self._writing = threading.Lock()
+        self._world = hashlib.sha256(job.encode() if watch.size > 1 else os.urandom(8)).hexdigest()[:8]
+        self._folder = os.path.realpath(folder) if folder else None
+        self._starting, self._writing = threading.Lock(), threading.Lock()
         self._failure: Future[None] | None = None
         """The file about the first call that failed. What comes later is a consequence, and does not overwrite it."""
         self._next_answer = 0.0
@@ -64,31 +63,44 @@ class Dump:
         self._take_signals()
 
     def start(self, why: str, asked: int) -> Callable[[], str]:
-        """Do as `StallWatch.dump`. Returns `str` if this rank was asked a moment ago."""
-        now, outcome = time.monotonic(), self._failure if why == GAVE_UP else None
-        if why == ASKED and now < self._next_answer:
-            return str
-        try:
-            outcome = outcome or in_thread(functools.partial(self._write, why, asked), "dualdist-dump")
-        except RuntimeError:  # the interpreter ends
-            return str
-        if why == GAVE_UP:
-            self._failure = outcome
-        self._next_answer = now + _PAUSE_SECONDS
+        """Start to write the file; see StallWatch.dump. Returns `str` if this rank was asked a moment ago."""
+        with self._starting:
+            now, outcome = time.monotonic(), None if why == ASKED else self._failure
+            if why == ASKED and now < self._next_answer:
+                return str
+            try:
+                outcome = outcome or in_thread(functools.partial(self._write, why, asked), "dualdist-dump")
+            except RuntimeError:  # the interpreter ends
+                return str
+            if why == GAVE_UP:
+                self._failure = outcome
+            self._next_answer = now + _PAUSE_SECONDS
         return functools.partial(self._sentence, outcome)
 
     def _sentence(self, outcome: Future[None]) -> str:
-        folder = self._folders[-1]
         wait([outcome], _WAIT_SECONDS)  # on a busy machine, the file is there a little later
         if outcome.done() and outcome.exception() is not None:
-            logger.warning("This rank's calls could not be written to %s: %r", folder, outcome.exception())
+            logger.warning("This rank's last calls could not be written: %r", outcome.exception())
             return ""
-        return f"Each rank's last calls and stacks are in {folder}: read them with `dualdist hang {folder}`."
+        folder = self._folders()[-1]
+        return (
+            f"Each rank has written its last calls and stacks to {folder} on its host: read them with `dualdist hang "
+            f"{folder}`."
+        )
+
+    def _folders(self) -> list[Path]:
+        """Return the folder of the files, after the one that holds those of all jobs if there is one."""
+        if self._folder is not None:
+            return [Path(self._folder)]
+        base = Path(tempfile.gettempdir(), f"dualdist-{os.getuid()}")
+        return [base, base / self._world]
 
     def _write(self, why: str, asked: int) -> None:
         watch = self._watch
+        calls = list(watch.last_calls)  # before the channels: a new one has no call here yet
         channels = list(watch.channels.items())
         found = {
+            "world": self._world,
             "why": why,
             "asked": asked,
             "time": time.time_ns(),
@@ -97,11 +109,12 @@ class Dump:
             "host": socket.gethostname(),
             "process": os.getpid(),
             "channels": {name: {"ranks": one.ranks, "agreed": one.agreed} for name, one in channels},
-            "calls": [_described(record) for record in list(watch.last_calls)],
+            "calls": [_described(record) for record in calls],
             "threads": _stacks(),
         }
-        base, folder = self._folders[0], self._folders[-1]
         with self._writing:
+            base, *rest = self._folders()
+            folder = rest[0] if rest else base
             _make_private(base)
             if not folder.exists():
                 with contextlib.suppress(FileNotFoundError):  # another rank removes them, too
@@ -109,7 +122,9 @@ class Dump:
                         shutil.rmtree(oldest, ignore_errors=True)
             _make_private(folder)
             path = folder / f"rank-{watch.rank}.part"
-            path.write_text(json.dumps(found, default=repr))
+            path.unlink(missing_ok=True)
+            with path.open("x") as file:  # not through a link of somebody who may write to the folder
+                json.dump(found, file, default=repr)
             path.replace(path.with_suffix(".json"))
 
     # A handler of SIGUSR2 in Python does not run while the main thread is in C, and asyncio uses the only wakeup
@@ -122,6 +137,9 @@ class Dump:
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)  # the handler must not wait for the thread
+        faulthandler.unregister(
+            signal.SIGUSR2
+        )  # else it installs nothing if a script has replaced its handler
         faulthandler.register(signal.SIGUSR2, self._pipe[1], all_threads=False)
         in_thread(functools.partial(self._follow, self._pipe[0]), "dualdist-dump-signal")
 
@@ -133,11 +151,16 @@ class Dump:
         os.close(pipe)
 
     def close(self, *, is_forked: bool = False) -> None:
-        """Let SIGUSR2 end the process again, unless the script handles it. is_forked: without the thread."""
+        """Let SIGUSR2 end the process again, unless the script handles it in Python.
+
+        is_forked: in a forked process, which ignores the signal: launchers and Slurm send it to the whole group.
+        """
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
                 faulthandler.unregister(signal.SIGUSR2)
+                if is_forked:
+                    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
             for end in pipe[not is_forked :]:  # the thread sees the end, and closes its own
                 os.close(end)
 
@@ -166,7 +189,7 @@ def _described(record: Record) -> dict[str, Any]:
 def _stacks() -> list[dict[str, Any]]:
     """Return the stack of each Python thread, the main thread first, each with its innermost frame first."""
     # faulthandler makes no objects of frames: other threads are running them.
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
+    with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         text = file.read()
@@ -179,6 +202,11 @@ def _stacks() -> list[dict[str, Any]]:
             place for place in stack if not is_internal(place[0]) and not _STANDARD_LIBRARY.match(place[0])
         )
         ident = int(thread["ident"], 16)
-        found = {"name": names.get(ident, "?"), "line": next(own, None), "stack": stack}
+        found = {
+            "name": names.get(ident, "?"),
+            "is_main": ident == main,
+            "line": next(own, None),
+            "stack": stack,
+        }
         stacks.insert(0 if ident == main else len(stacks), found)
     return stacks

@@ -49,7 +49,7 @@ def test_the_folder_is_private_and_that_of_the_job(watch: StallWatch, base: Path
     (folder,) = base.iterdir()
     assert [path.name for path in folder.iterdir()] == ["rank-0.json"]
     assert [path.stat().st_mode & 0o777 for path in (base, folder)] == [0o700, 0o700]
-    assert note.endswith(f"are in {folder}: read them with `dualdist hang {folder}`.")
+    assert note.endswith(f"to {folder} on its host: read them with `dualdist hang {folder}`.")
 
 
 def test_only_the_newest_folders_stay(watch: StallWatch, base: Path) -> None:
@@ -109,6 +109,16 @@ def test_a_file_of_an_earlier_time_does_not_count(
     assert "\nRank 0 has no file of this time: " in capsys.readouterr().out
 
 
+def test_a_file_of_another_world_does_not_count(
+    tmp_path: Path, watch: StallWatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_of(watch, str(tmp_path))
+    file = json.loads((tmp_path / "rank-0.json").read_text())
+    (tmp_path / "rank-1.json").write_text(json.dumps(file | {"rank": 1, "world": "other", "asked": 0}))
+    assert main(["hang", str(tmp_path)]) == 0
+    assert "\nRank 1 has no file of this time: " in capsys.readouterr().out
+
+
 def is_caught() -> bool:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "SigCgt" in line)
     return bool(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
@@ -133,6 +143,37 @@ def test_a_handler_of_the_script_stays(watch: StallWatch, tmp_path: Path) -> Non
     finally:
         signal.signal(signal.SIGUSR2, former)
     assert received == [signal.SIGUSR2] * 2
+
+
+def test_sigusr2_writes_the_file_in_a_world_after_one_whose_script_took_its_handler_back(
+    watch: StallWatch, tmp_path: Path
+) -> None:
+    dump = Dump(watch, str(tmp_path), "job")
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    dump.close()
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    test_sigusr2_writes_the_file_until_the_world_is_left(watch, tmp_path)
+
+
+def test_a_mismatch_after_a_failure_does_not_overwrite_its_file(watch: StallWatch, tmp_path: Path) -> None:
+    dump = Dump(watch, str(tmp_path), "job")
+    for why in (GAVE_UP, "a call did not match on all ranks"):
+        watch.dump(why, 1)()
+    dump.close()
+    assert json.loads((tmp_path / "rank-0.json").read_text())["why"] == GAVE_UP
+
+
+def test_a_forked_process_ignores_sigusr2(watch: StallWatch, tmp_path: Path) -> None:
+    dump = Dump(watch, str(tmp_path), "job")
+    child = os.fork()
+    if child == 0:
+        dump.close(is_forked=True)
+        signal.raise_signal(signal.SIGUSR2)
+        os._exit(0)
+    try:
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        dump.close()
 
 
 def test_a_folder_without_files_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
