@@ -164,7 +164,9 @@ def test_a_timeout_given_to_init_ends_the_wait_for_a_rank() -> None:
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), 1e15, "soon", timedelta(0)])
 @everywhere
 def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
-    with pytest.raises(hvd.ConfigurationError, match="`timeout` must be a finite number above 0"):
+    with pytest.raises(
+        hvd.ConfigurationError, match="`timeout` must be a finite number of at most 31536000 and above 0"
+    ):
         hvd.init(timeout=timeout)
 
 
