@@ -73,7 +73,7 @@ def callback(future):
     ending.wait()
     for _ in range(2000):
         torch.ones(1).add_(1)
-    os.write(1, b"ended\n")
+    os.write(1, b"ended\\n")
 
 dist.init_process_group("mpi4py", init_method="mpi4py://")
 atexit.register(ending.set)

@@ -42,6 +42,7 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
     channel = mock.Mock(is_crossed=False, notice=None)
     channel.give_up.return_value = "missing ranks: [1]."
     channel.fail.return_value = mock.Mock(missing=[])
+    channel.dump.return_value.return_value = ""
     with pytest.raises(type(error)):
         guarded.run(channel, CALL, mock.Mock(side_effect=error))
     assert events == ["connections closed", "groups aborted"]
