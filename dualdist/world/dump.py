@@ -137,9 +137,8 @@ class Dump:
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)  # the handler must not wait for the thread
-        faulthandler.unregister(
-            signal.SIGUSR2
-        )  # else it installs nothing if a script has replaced its handler
+        # Without this, it installs nothing after a script has replaced its handler.
+        faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, self._pipe[1], all_threads=False)
         in_thread(functools.partial(self._follow, self._pipe[0]), "dualdist-dump-signal")
 
