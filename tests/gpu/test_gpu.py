@@ -109,8 +109,10 @@ def launches(device: str) -> tuple[list[float], list[float]]:
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=0.01)
     inputs = torch.ones(8, 64, device=device)
     wrapped(inputs).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        wrapped(inputs).sum().backward()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of torch 2.11
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            wrapped(inputs).sum().backward()
     events = trace.events() or []
     reductions = [event.time_range.start for event in events if event.name.endswith(":all_reduce")]
     layers = [event.time_range.start for event in events if event.name == "AddmmBackward0"]

@@ -36,8 +36,9 @@ class Scenario:
     networks: Callable[[], list[nn.Module]] = lambda: [_network()]
     losses: tuple[Loss, ...] = field(default=(lambda nets, x, y: _squares(nets[0](x), y),))
     """One per network and optimizer, which take turns."""
+    # With foreach, which is the default on GPUs, a step with nesterov changes the gradients (torch/optim/sgd.py).
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(
-        params, lr=0.02, momentum=0.9, nesterov=True
+        params, lr=0.02, momentum=0.9, nesterov=True, foreach=False
     )
     micro_batches: int = 1
     max_norm: float | None = None
