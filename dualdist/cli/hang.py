@@ -182,8 +182,8 @@ def _entry(call: Call, place: int) -> dict[str, Any]:
         "collective_seq_id": call["number"],
         "p2p_seq_id": 0,
         "is_p2p": False,
-        # Of the names of backends that each release knows; torch 2.15 also knows c10d.
-        "profiling_name": f"gloo:{_OPERATIONS.get(event, 'barrier')}",
+        # The only backend whose name the analyser of each release takes.
+        "profiling_name": f"nccl:{_OPERATIONS.get(event, 'barrier')}",
         "state": "completed" if call["ended"] else "started" if call["agreed"] else "scheduled",
         "time_created_ns": call["called"],
         "time_discovered_started_ns": call["agreed"] or None,
