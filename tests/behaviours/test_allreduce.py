@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dualdist as hvd
+from dualdist.agreement import connections
 
 from ..helpers.files import wait_for
 from ..helpers.world import everywhere
@@ -340,18 +341,22 @@ def test_an_empty_group_is_a_value_error() -> None:
 def test_a_small_allreduce_and_a_barrier_make_few_calls_of_python() -> None:
     """They cost about as much as these calls: a small reduction is sent with the agreement."""
     tensor = torch.ones(256)
-    assert fewest_calls(lambda: hvd.allreduce_(tensor, op=hvd.Sum)) <= 72
-    assert fewest_calls(hvd.barrier) <= 55
+    assert fewest_calls(lambda: hvd.allreduce_(tensor, op=hvd.Sum)) <= 60
+    assert fewest_calls(hvd.barrier) <= 36
 
 
 def fewest_calls(function: Callable[[], object]) -> int:
-    """Return how many functions of Python one call of `function` runs at least, of 20."""
+    """Return how many functions of Python one call of `function` runs at least, of 20.
+
+    Those of the agreement's connections are left out: their number depends on when the other members send.
+    """
     counts = []
     for _ in range(20):
         events: list[str] = []
 
         def record(frame: FrameType, event: str, argument: object, seen: list[str] = events) -> None:
-            seen.append(event)
+            if frame.f_code.co_filename != connections.__file__:
+                seen.append(event)
 
         sys.setprofile(record)
         try:
