@@ -186,6 +186,37 @@ def test_sync_batch_norm_gives_the_numbers_of_the_cpu(
         torch.testing.assert_close(own, reference, rtol=bound, atol=bound)
 
 
+def normalized_batches(
+    device: str, batches: tuple[int, int], shape: tuple[int, ...], affine: bool, momentum: float | None
+) -> list[torch.Tensor]:
+    """Return the same of two calls with batches of different sizes, which may be 0."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(sum(batches), *shape, generator=generator, dtype=torch.float64) * 3 + 2
+    own = whole.split(batches)[hvd.rank()].to(device)
+    layer = hvd.SyncBatchNorm(shape[0], eps=0.1, momentum=momentum, affine=affine, dtype=torch.float64).to(
+        device
+    )
+    results = []
+    for factor in (1, -2):
+        inputs = (own * factor).transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        output = layer(inputs)
+        (output * output.detach().cos()).sum().backward()
+        results += [output, inputs.grad, *(param.grad for param in layer.parameters()), *layer.buffers()]
+    return [tensor.detach().clone().cpu() for tensor in results]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 5, 3), (4, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("batches", [(6, 9), (5, 0), (0, 7), (1, 1)], ids=str)
+def test_sync_batch_norm_takes_batches_of_any_size(
+    pair: World, batches: tuple[int, int], shape: tuple[int, ...]
+) -> None:
+    for affine, momentum in ((True, 0.3), (False, None)):
+        found = pair.run(normalized_batches, "cuda:0", batches, shape, affine, momentum)
+        expected = pair.run(normalized_batches, "cpu", batches, shape, affine, momentum)
+        for own, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, reference, rtol=1e-9, atol=1e-9)
+
+
 def reduced_from_a_side_stream(device: str) -> float:
     """Return the largest error of asynchronous allreduces whose input a busy side stream writes."""
     side, worst = torch.cuda.Stream(device), 0.0
