@@ -39,10 +39,22 @@ def count() -> int:
     return int(_accelerator.device_count()) if kind() else 0
 
 
-def visible() -> tuple[str, ...]:
-    """Return a name of each device that this process sees. The processes of a host use the same name for a device."""
-    names = next((os.environ[name].split(",") for name in _VISIBLE if os.environ.get(name)), [])
-    return tuple(names[index] if index < len(names) else str(index) for index in range(count()))
+def visible(*, by_uuid: bool = False) -> tuple[str, ...]:
+    """Return a name of each device that this process sees. The processes of a host use the same name for a device.
+
+    by_uuid: ask the driver, which starts to use the accelerator. Without it, the names are those of the variables, and
+    processes that cgroups confine to one device each (srun --gpus-per-task) all call theirs "0".
+    """
+    variable = next((os.environ[name].split(",") for name in _VISIBLE if os.environ.get(name)), [])
+    names = [*variable, *map(str, range(len(variable), count()))][: count()]
+    if not by_uuid or not names:
+        return tuple(names)
+    properties = map(torch.get_device_module(kind()).get_device_properties, range(len(names)))
+    uuids = [str(getattr(found, "uuid", "")) for found in properties]
+    if not all(uuid.strip("0-") for uuid in uuids):  # this driver does not tell
+        return tuple(names)
+    # The parts of one GPU may share its UUID.
+    return tuple(name if name.startswith("MIG-") else uuid for name, uuid in zip(names, uuids, strict=True))
 
 
 def bind(device: torch.device) -> None:

@@ -193,7 +193,7 @@ class TorchBackend(Backend):
         chosen = transport or _preferred_transport(launch)
         if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
             chosen = "gloo"
-        views = accelerator.visible()
+        views = accelerator.visible(by_uuid=TRANSPORTS[transport_named(chosen)].needs_gpus)
         offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
         seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as undo, wrapped():

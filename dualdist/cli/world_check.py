@@ -192,7 +192,7 @@ def _collect(
     """Return what all processes report, the same on every rank. Collective."""
     found = json.dumps(installed_versions(), sort_keys=True)
     chosen, usable = _chosen(launch, env, backend, transport)
-    devices = accelerator.visible()
+    devices = accelerator.visible(by_uuid=True)
     cores = os.sched_getaffinity(0)
     mine = ProcessFacts(
         launch.rank,

@@ -25,7 +25,7 @@ def bound_device(current_index: int | None, is_adopted: bool) -> tuple[str, list
         patch.setattr(backend, "transport", "nccl")
         patch.setattr(backend, "_adopted", is_adopted)
         patch.setattr(accelerator, "kind", lambda: "cuda")
-        patch.setattr(accelerator, "visible", lambda: ("0", "1"))
+        patch.setattr(accelerator, "visible", lambda by_uuid: ("0", "1"))
         patch.setattr(accelerator, "current_device", lambda: chosen)
         patch.setattr(accelerator, "bind", lambda device: bound.append(str(device)))
         device = backend._bind_device(current().launch)

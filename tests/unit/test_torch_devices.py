@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,3 +100,30 @@ def test_devices_are_named_as_their_variables_say(monkeypatch: pytest.MonkeyPatc
     assert accelerator.visible() == ("0", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
     assert accelerator.visible() == ("3", "GPU-8932f937")
+
+
+@pytest.mark.parametrize(
+    ("variable", "uuids", "names"),
+    [
+        (None, [], ()),
+        # Processes that cgroups confine to one device each: all see number 0.
+        ("0", ["8932f937-d72c-4106-c12f-20bd9faed9f6"], ("8932f937-d72c-4106-c12f-20bd9faed9f6",)),
+        (None, ["8932f937-d72c", "1b7c0d2e-3f4a"], ("8932f937-d72c", "1b7c0d2e-3f4a")),
+        ("MIG-x,MIG-y", ["8932f937-d72c", "8932f937-d72c"], ("MIG-x", "MIG-y")),
+        # Drivers and releases of torch that know no UUID.
+        ("2,3", ["00000000-0000", "00000000-0000"], ("2", "3")),
+        ("2,3", [None, None], ("2", "3")),
+    ],
+)
+def test_devices_that_a_process_is_confined_to_are_named_by_the_driver(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, uuids: list[str | None], names: tuple[str, ...]
+) -> None:
+    """The driver is a double: there is no GPU here."""
+    properties = [SimpleNamespace() if uuid is None else SimpleNamespace(uuid=uuid) for uuid in uuids]
+    driver = SimpleNamespace(get_device_properties=properties.__getitem__)
+    monkeypatch.setattr(accelerator, "count", lambda: len(uuids))
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: driver)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert accelerator.visible(by_uuid=True) == names

@@ -292,9 +292,9 @@ class HorovodBackend(Backend):
         """
         if not hvd.nccl_built():
             return None
-        view = DeviceView(own_node(), launch.local_rank, accelerator.visible())
-        views = hvd.allgather_object(view, name="dualdist.devices")
         chosen = accelerator.current_device() if self._adopted and self.transport == "nccl" else None
+        view = DeviceView(own_node(), launch.local_rank, accelerator.visible(by_uuid=True))
+        views = hvd.allgather_object(view, name="dualdist.devices")
         return chosen or bind_device(self.transport, views, self.rank)
 
     @staticmethod
