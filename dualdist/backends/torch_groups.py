@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -195,13 +196,13 @@ class TorchGroups:
         self._groups += made
         return made
 
-    def _make_group(self, ranks: Sequence[int], among_members: bool = False) -> TorchGroup:
+    def _make_group(self, ranks: Sequence[int], **options: Any) -> TorchGroup:
         with wrapped():
             process_group = dist.new_group(
                 list(ranks),
                 backend=config_text(self._config),
                 timeout=transport_timeout(self._timeout, self._device),
-                use_local_synchronization=among_members,
+                **options,
             )
         return self._group(ranks, process_group if self._rank in ranks else None)
 
@@ -211,10 +212,15 @@ class TorchGroups:
         before = torch_world.group_count
         _members_groups_made[key] += 1
         torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
+        # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
+        world: Any = dist.group.WORLD
+        bound, world.bound_device_id = world.bound_device_id, None
+        takes_device = "device_id" in inspect.signature(dist.new_group).parameters  # torch 2.4 connects later
+        options = {"device_id": bound} if takes_device else {}
         try:
-            return self._make_group(ranks, among_members=True)
+            return self._make_group(ranks, use_local_synchronization=True, **options)
         finally:
-            torch_world.group_count = before
+            torch_world.group_count, world.bound_device_id = before, bound
 
     def _group(self, ranks: Sequence[int], process_group: Any) -> TorchGroup:
         return TorchGroup(ranks, self._rank, process_group, carried_types(self._config), self._device)

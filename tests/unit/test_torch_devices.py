@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from dualdist import accelerator
 from dualdist.backends import check_transport, torch_interface
 from dualdist.backends.torch import Offer, agreed_transport
+from dualdist.backends.torch_groups import TorchGroups
 from dualdist.launch import DeviceView
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
@@ -127,3 +130,23 @@ def test_devices_that_a_process_is_confined_to_are_named_by_the_driver(
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert accelerator.visible(by_uuid=True) == names
+
+
+@pytest.mark.parametrize("adopted", ["gloo"], indirect=True)
+def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
+    adopted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.distributed's function that makes groups is a double: there is no NCCL here."""
+    world: Any = dist.group.WORLD
+    device = torch.device("cuda", 1)
+    world.bound_device_id = device
+    seen: list[object] = []
+
+    def new_group(ranks: list[int], device_id: torch.device | None = None, **options: object) -> None:
+        seen.extend([world.bound_device_id, device_id, options["use_local_synchronization"]])
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    groups = TorchGroups(0, CUDA, device, ["a"], dist.HashStore(), timedelta(minutes=1), may_share=False)
+    groups.make_among_members([0], 1, lambda text: [text])
+    assert seen == [None, device, True]
+    assert world.bound_device_id == device
