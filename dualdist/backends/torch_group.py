@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +14,15 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HorovodInternalError, StallError
-from ..executor import CHECK_SECONDS, Patience
+from ..executor import CHECK_SECONDS, Patience, in_thread
+from ..process_exit import never_delete, skip_destructors_at_exit
 from .base import REDUCE_OPERATIONS, Group, Work
 
 _CHECK_INTERVAL = timedelta(seconds=CHECK_SECONDS)
 _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
+_ABORT_SECONDS = 30.0
+"""How long to wait for the end of NCCL's kernels after a failure."""
 # Before torch 2.6, destroying a group ended its kernels too.
 abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
@@ -83,7 +89,12 @@ class TorchGroup(Group):
         self._carried = carried
         self._device = device
         """The device to which the transport is bound."""
-        self.is_aborted = False
+        self._abort: Future[None] | None = None
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._abort is not None
 
     def wire_device(self, device: torch.device) -> torch.device:
         return device if device.type in self._carried else torch.device("cpu")
@@ -141,19 +152,31 @@ class TorchGroup(Group):
             set_timeout(timeout, self._pg)
 
     def abort(self) -> None:
-        """End the kernels of NCCL, which otherwise wait for a dead peer until the timeout."""
+        """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
+
+        In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
+        (https://github.com/pytorch/pytorch/issues/119797).
+        """
         if self._pg is not None and self._device is not None and not self.is_aborted:
-            self.is_aborted = True
-            with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
-                backend = self._pg._get_backend(self._device)
-                (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
+            self._abort = in_thread(functools.partial(_abort_device_part, self._pg, self._device))
 
     def close(self) -> None:
-        if self._pg is not None and dist.is_initialized():
-            # Destroying a group waits for its collectives.
-            end = abort_process_group if self.is_aborted else dist.destroy_process_group
-            end(self._pg)
-        self._pg = None
+        process_group, self._pg = self._pg, None
+        if process_group is None or not dist.is_initialized():
+            return
+        if self._abort is None:
+            dist.destroy_process_group(process_group)  # it waits for the collectives of the group
+        elif concurrent.futures.wait([self._abort], _ABORT_SECONDS).done:
+            abort_process_group(process_group)
+        else:
+            never_delete(process_group)
+            skip_destructors_at_exit()
+
+
+def _abort_device_part(process_group: Any, device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
+        backend = process_group._get_backend(device)
+        (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
 
 
 def set_timeout(timeout: timedelta, process_group: Any) -> None:

@@ -6,6 +6,7 @@ Doubles that record stand in the place of process groups and connections.
 from __future__ import annotations
 
 import sys
+import threading
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -50,12 +51,53 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
         guarded.run(channel, CALL, mock.Mock())
 
 
-def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once() -> None:
+def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     process_group: Any = mock.Mock()
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
     group.abort()
     group.abort()
+    group.close()
     assert process_group.mock_calls == [mock.call._get_backend(CUDA), mock.call._get_backend().abort()]
+
+
+def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort of one communicator may wait for a kernel of another one."""
+    ended = []
+    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: ended.append(group))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    is_free = threading.Event()
+    first: Any = mock.Mock()
+    first._get_backend().abort.side_effect = lambda: is_free.wait(60)
+    second: Any = mock.Mock()
+    second._get_backend().abort.side_effect = is_free.set
+    groups = [TorchGroup([0, 1], 0, inner, frozenset({"cuda"}), CUDA) for inner in (first, second)]
+    for group in groups:
+        group.abort()
+    for group in groups:
+        group.close()
+    assert is_free.is_set()
+    assert ended == [first, second]
+
+
+def test_a_group_whose_abort_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[object] = []
+    monkeypatch.setattr(torch_group, "_ABORT_SECONDS", 0.0)
+    monkeypatch.setattr(torch_group, "never_delete", left.append)
+    monkeypatch.setattr(torch_group, "skip_destructors_at_exit", lambda: left.append("no destructors"))
+    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: pytest.fail("would wait"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    never = threading.Event()
+    process_group: Any = mock.Mock()
+    process_group._get_backend().abort.side_effect = never.wait
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group.abort()
+    group.close()
+    assert left == [process_group, "no destructors"]
+    never.set()
 
 
 def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:
