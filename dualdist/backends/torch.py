@@ -226,13 +226,22 @@ class TorchBackend(Backend):
         place = (dist.get_rank(), dist.get_world_size())
         board = StoreBoard(Launch("torch", *place), env, dist.distributed_c10d._get_default_store())
         seconds = settings.start_timeout_seconds
+        device = adopted_device(transport)
+        needs_gpus = transport in TRANSPORTS and TRANSPORTS[transport].needs_gpus
+        offer = Offer(own_node(), None, accelerator.visible(by_uuid=needs_gpus), transport, is_asked=False)
         with contextlib.ExitStack() as undo:
             meeting = Meeting(board, *place, seconds)
             undo.callback(meeting.close, started=False)
-            shared = open_store(meeting, env, seconds)
+            shared = open_store(meeting, env, seconds, offer.to_text())
             undo.pop_all()
-        device = adopted_device(transport)
-        return cls(transport, config, device, shared, place, settings, meeting, adopted=True)
+        if needs_gpus and device is None:
+            device = bind_device(
+                transport, [Offer.from_text(text) for text in shared.messages], dist.get_rank()
+            )
+        adopted = cls(transport, config, device, shared, place, settings, meeting, adopted=True)
+        # For the groups that the adopted world makes from now on.
+        adopted._on_shutdown.enter_context(temporary_environment(error_handling(device, env)))
+        return adopted
 
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:

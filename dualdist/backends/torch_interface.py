@@ -187,11 +187,14 @@ def adopted_transport(config: Mapping[str, str]) -> str:
 
 
 def adopted_device(transport: str) -> torch.device | None:
-    """Return the device to which the adopted group is bound, else the current one. None if it needs no devices."""
+    """Return the device to which the adopted group is bound, else the one that the program has chosen.
+
+    None if it needs no devices, or if the program has not used any.
+    """
     if transport not in TRANSPORTS or not TRANSPORTS[transport].needs_gpus:
         return None
     bound: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
-    return bound or torch.device(str(accelerator.kind()), accelerator.current_index())
+    return bound or accelerator.current_device()
 
 
 def carried_types(config: Mapping[str, str]) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from dualdist import accelerator
 from dualdist.backends import check_transport, torch_interface
-from dualdist.backends.torch import Offer, agreed_transport
+from dualdist.backends import torch as backend_module
+from dualdist.backends.torch import Offer, TorchBackend, agreed_transport
 from dualdist.backends.torch_groups import TorchGroups
 from dualdist.launch import DeviceView
+from dualdist.types import Launch, Settings
 
 CUDA = {"cpu": "gloo", "cuda": "nccl"}
 NCCLS = ("nccl", "nccl2", "nccl-legacy", "nccl-lazy", "ncclx")
@@ -150,3 +153,32 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
     groups.make_among_members([0], 1, lambda text: [text])
     assert seen == [None, device, True]
     assert world.bound_device_id == device
+
+
+@pytest.mark.parametrize("adopted", ["gloo"], indirect=True)
+@pytest.mark.parametrize(
+    ("chosen", "device", "bound"),
+    [(None, "cuda:0", ["cuda:0"]), (torch.device("cuda", 1), "cuda:1", [])],
+)
+def test_an_adopted_world_takes_the_device_that_the_program_has_chosen_else_chooses_one(
+    adopted: None,
+    chosen: torch.device | None,
+    device: str,
+    bound: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group on Gloo, and a host with two devices that is a double: there is no GPU here."""
+    variable, made = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+    monkeypatch.setattr(backend_module, "adopted_config", lambda: CUDA)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "visible", lambda by_uuid: ("0", "1"))
+    monkeypatch.setattr(accelerator, "current_device", lambda: chosen)
+    monkeypatch.setattr(accelerator, "bind", lambda device: made.append(str(device)))
+    monkeypatch.delenv(variable, raising=False)
+    backend = TorchBackend.start(Launch("torch", 0, 1), Settings(), {}, None)
+    try:
+        assert (str(backend.device), made) == (device, bound)
+        assert os.environ[variable] == "2"
+    finally:
+        backend.shutdown()
+    assert variable not in os.environ
