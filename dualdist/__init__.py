@@ -47,6 +47,7 @@ _NAMES = {
         "synchronize",
     ),
     ".collectives.compression": ("Compression",),
+    ".collectives.report": ("report",),
     ".collectives.objects": ("allgather_object", "broadcast_object", "gather_object", "scatter_object"),
     ".errors": (
         "BackendUnavailableError",

@@ -47,6 +47,7 @@ from .collectives.objects import (
     gather_object as gather_object,
     scatter_object as scatter_object,
 )
+from .collectives.report import report as report
 from .errors import (
     BackendUnavailableError as BackendUnavailableError,
     CheckpointError as CheckpointError,

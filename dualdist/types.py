@@ -93,3 +93,5 @@ class Settings:
     timeline_mark_cycles: bool = False
     dump_folder: str | None = None
     """Where ranks write what they do (world/dump.py); None for a folder of the job below the temporary folder."""
+    summary: str | None = None
+    """Where ranks write how they spent their time (agreement/usage.py); "1": to stderr, None: nowhere."""

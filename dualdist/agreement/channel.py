@@ -194,6 +194,8 @@ class Request(Generic[T]):
         """Whether `get` would return at once."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called when a thread begins to wait for the result."""
+        self.on_waited: Callable[[Record, int], None] = lambda record, since: None
+        """Called when a thread has waited for the result."""
         self._failure_text = error
         self._value: Any = None
         self._error: BaseException | None = None
@@ -217,11 +219,13 @@ class Request(Generic[T]):
     def get(self) -> T:
         """Wait for the result, and return it or raise its exception."""
         if not self.ended:
+            since = time.time_ns()
             with waiting_for(self):
                 self.on_wait()
                 while not self._running.acquire(timeout=_WAIT_SECONDS):
                     pass
                 self._running.release()
+            self.on_waited(self.record, since)
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[no-any-return]
@@ -324,6 +328,7 @@ class Channel:
         data.find_cause = lambda: str(
             watched.fail()
         )  # without `self`: the group must be freed with its last user
+        self._usage = watch.usage
         self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
         self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
@@ -378,6 +383,15 @@ class Channel:
         """
         return self._guard.run(self._watched_gradients, call, step)
 
+    @contextlib.contextmanager
+    def counting_data(self) -> Iterator[None]:
+        """Count the time in the `with` block as a wait for data. Local."""
+        since = time.time_ns()
+        try:
+            yield
+        finally:
+            self._usage.add_data(since)
+
     def report_failure(self, step: str, text: str) -> None:
         """Let `failure(step)` return `text` on the other members, which may be waiting. Takes a few seconds at most."""
         self._watched_gradients.report_failure(step, text)
@@ -412,7 +426,7 @@ class Channel:
     # Pending calls
 
     def _enqueue(self, request: Request[T]) -> Request[T]:
-        request.on_wait = self._news.give
+        request.on_wait, request.on_waited = self._news.give, self._usage.add
         if request.call.name is not None:
             self._named[request.call.key] = request
         if self._worker is None:
@@ -465,6 +479,7 @@ class Channel:
         finally:
             self._own = None
             self._running.release()
+        self._usage.add(request.record)
         return request.get()
 
     def _add(self, request: Request[Any]) -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ..types import Settings
 from .call import LONGEST_TEXT, Call, Record
 from .matching import shown_ranks
+from .usage import Usage
 
 # Questions between ranks that are answered at any time, such as what a rank is doing.
 #
@@ -386,6 +387,7 @@ class StallWatch:
         self.interrupted: dict[str, str] = {}
         """Process set -> the error that has ended a call of one of its channels on this rank alone."""
         self.last_calls: deque[Record] = deque(maxlen=_LAST_CALLS)
+        self.usage = Usage()
         self.dump: Callable[[str, int], Callable[[], str]] = lambda why, asked: str
         """Starts to write a file (world/dump.py) because of `why`, which the first rank asked for at `asked`.
 

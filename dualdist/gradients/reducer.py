@@ -321,7 +321,8 @@ class Reducer:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
         if self._sent and not channel.has_joined:  # a joined rank sends only after the announcement
-            in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
+            with channel.counting_data():
+                in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
             wrong = channel.ahead.end_step(call, functools.partial(self._settle, self._kinds))
         except CollectiveMismatchError:
@@ -329,7 +330,8 @@ class Reducer:
             in_turn(call, self._receive, call, keep=False, settled=False)
             channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
-        hook_error = in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
+        with channel.counting_data():
+            hook_error = in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
         if changes:
             raise ValueError(
                 f"The parameters of {self.options.owner} must not change after it was made, but "

@@ -209,6 +209,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         timeline=None if timeline in ("", "DYNAMIC") else timeline,
         timeline_mark_cycles=env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
         dump_folder=env.get("DUALDIST_DUMP_DIR") or None,
+        summary=None if env.get("DUALDIST_SUMMARY", "0") in ("", "0") else env["DUALDIST_SUMMARY"],
     )
 
 

@@ -28,6 +28,7 @@ from .. import accelerator, process_exit
 from ..agreement.channel import Channel, StandIn
 from ..agreement.connections import Connections
 from ..agreement.timeline import Timeline
+from ..agreement.usage import write
 from ..agreement.watch import Contact, StallWatch
 from ..backends import check_transport, choose
 from ..backends.base import Backend, Exchange, Group
@@ -158,6 +159,8 @@ class Context:
         try:
             self.add_channel(range(backend.size))
             self.world = self._confirm_world()
+            if settings.summary is not None:
+                self.watch.usage.measure_loading(at_once=False)
             if settings.timeline is not None:
                 self.timeline.open(settings.timeline, settings.timeline_mark_cycles)
         except BaseException:
@@ -217,6 +220,12 @@ class Context:
             for sync in [sync for known in self.grad_syncs.values() for sync in known]:
                 stack.callback(sync.forget_world, self.backend)
             stack.callback(self.watch.close)
+            stack.callback(self._summarize)
+
+    def _summarize(self) -> None:
+        self.watch.usage.stop()
+        if self.settings.summary is not None:
+            write(self.watch.usage.take(self.backend.rank), self.settings.summary)
 
     def abandon(self) -> None:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""

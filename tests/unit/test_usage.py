@@ -1,0 +1,88 @@
+"""The report of how the ranks spent their time, made from what each rank says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dualdist.agreement.usage import KINDS, Report, combined, lines
+from dualdist.cli import main
+
+
+def row(rank: int, computing: float, data_loading: float, waiting: float, communication: float) -> Report:
+    shares = (computing, data_loading, waiting, communication)
+    return {"rank": rank, "seconds": 10.0, "calls": 5, **dict(zip(KINDS, shares, strict=True))}
+
+
+FAST, SLOW = row(0, 0.4, 0.1, 0.1, 0.4), row(1, 0.5, 0.4, 0.0, 0.1)
+
+
+def test_waits_for_data_are_communication_only_as_far_as_all_ranks_wait() -> None:
+    found = combined([SLOW, FAST])
+    assert [report["rank"] for report in found["ranks"]] == [0, 1]
+    assert [report["communication"] for report in found["ranks"]] == [0.1, 0.1]
+    assert found["ranks"][0]["waiting"] == pytest.approx(0.4)
+    assert found["ranks"][1]["waiting"] == 0
+    assert (found["slowest"], found["reason"]) == (1, "data_loading")
+    assert found["share"] == pytest.approx(0.4)
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [FAST],
+        [FAST, row(1, 0.44, 0.1, 0.06, 0.4)],
+        [row(0, 0.9, 0, 0.1, 0), row(1, 0.9, 0, 0.1, 0), row(2, 0.9, 0, 0.1, 0)],
+    ],
+)
+def test_no_rank_is_slow_where_all_wait_equally_long(ranks: list[Report]) -> None:
+    found = combined(ranks)
+    assert (found["slowest"], found["reason"], found["share"]) == (None, None, 0)
+    assert lines(found)[-1] == "The ranks wait for each other equally long."
+
+
+def test_the_command_shows_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for report in (FAST, SLOW):
+        (tmp_path / f"time-{report['rank']}.json").write_text(json.dumps(report))
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps(combined([FAST, SLOW])))
+    texts = []
+    for path in (tmp_path, whole):
+        assert main(["report", str(path)]) == 0
+        texts.append(capsys.readouterr().out.splitlines())
+    assert texts[0] == texts[1]
+    assert texts[0] == [
+        "rank  seconds  calls  computing  data loading  waiting  communication",
+        "   0     10.0      5     40.0 %        10.0 %   40.0 %         10.0 %",
+        "   1     10.0      5     50.0 %        40.0 %    0.0 %         10.0 %",
+        "The others wait for rank 1 in 40 % of the time: its data loading takes longer than theirs.",
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "3", '{"rank": 0}', '{"ranks": [{"rank": "x"}]}'])
+def test_a_file_that_is_no_report_is_one_line_and_code_2(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["report", str(path)]) == 2
+    assert "FILE must be what a rank or hvd.report() has written" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / ".")]) == 2
+
+
+def test_the_picture_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "time-0.json").write_text(json.dumps(FAST))
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "none" / "a.png")]) == 2
