@@ -4,7 +4,8 @@ dualdist must do what plain torch does between two combinations, and combine by 
 program follows from its seed, the style and the number of ranks. A failure names the seed and prints a program from
 which no statement can be left out.
 
-    pytest tests/parity/test_mutations.py --programs 1000 --timeout 600
+    pytest tests/parity/test_mutations.py --programs 1000 --timeout 3000
+    HOROVOD_CACHE_CAPACITY=65536 pytest ... --worlds horovod-gloo-2    # else Horovod prints that it forgets names
     pytest tests/parity/test_mutations.py --program-seed 17 --worlds torch-gloo-2
 """
 
