@@ -97,7 +97,10 @@ class TorchGroup(Group):
         return self._abort is not None
 
     def wire_device(self, device: torch.device) -> torch.device:
-        return device if device.type in self._carried else torch.device("cpu")
+        if device.type not in self._carried:
+            return torch.device("cpu")
+        # NCCL refuses tensors on another GPU than its own, as of a model on two of them.
+        return self._device if self._device is not None and device.type == self._device.type else device
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
         return _TorchWork(work, tensor.device, Patience(self.has_lost_member))

@@ -128,6 +128,17 @@ def test_the_watchdog_of_nccl_does_not_end_the_process_unless_the_user_says_so()
     assert error_handling(None, {}) == {}
 
 
+def test_tensors_on_another_device_than_that_of_the_group_are_copied_there() -> None:
+    group = TorchGroup([0, 1], 0, mock.Mock(), frozenset({"cpu", "cuda"}), CUDA)
+    devices = ("cuda:1", "cuda:0", "cpu", "xpu:0")
+    assert [str(group.wire_device(torch.device(name))) for name in devices] == [
+        "cuda:1",
+        "cuda:1",
+        "cpu",
+        "cpu",
+    ]
+
+
 @pytest.mark.parametrize(("passed", "expected"), [(None, 1), (0, 0), (3, 3)])
 def test_a_joined_rank_contributes_from_its_own_device(
     passed: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
