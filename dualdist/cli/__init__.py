@@ -19,6 +19,7 @@ _COMMANDS = {
     "doctor": "show what was detected, and which backends and transports can start here",
     "exec": "under any launcher: become a torch script, with all variables of torchrun",
     "hang": "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
+    "migrate": "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
     "report": "show how the ranks of a run spent their time, and for which rank the others waited",
     "run": "start a command in several processes, on one or more hosts",
 }

@@ -1,0 +1,347 @@
+"""`dualdist migrate` changes what is certain, says what is not, and leaves everything else as it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualdist.cli import main
+
+from ..helpers.world import ROOT
+from .test_without_torch import HIDE_TORCH, without_torch
+
+DDP = """\
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+"""
+
+Report = list[tuple[int, str, str]]
+
+
+def migrated(folder: Path, text: str | bytes) -> bytes:
+    """Write the changes to a file with this text, and return what it then is. A second run finds no change."""
+    file = folder / "train.py"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    assert main(["migrate", "--write", str(file)]) in (0, 1)
+    written = file.read_bytes()
+    main(["migrate", "--write", str(file)])
+    assert file.read_bytes() == written
+    return written
+
+
+def findings(capsys: pytest.CaptureFixture[str], folder: Path, *texts: str) -> Report:
+    """Return line, kind and text of what is said about files of one job."""
+    files = [folder / f"file{number}.py" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    capsys.readouterr()
+    main(["migrate", *map(str, files)])
+    assert [file.read_text() for file in files] == list(texts)
+    found = re.findall(r"^\S+?\.py:(\d+): ([a-z ]+): (.*)$", capsys.readouterr().out, re.MULTILINE)
+    return [(int(line), kind, text) for line, kind, text in found]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import horovod.torch as hvd  # all", "import dualdist as hvd  # all"),
+        ("import  horovod.torch  as  h , os", "import  dualdist  as  h , os"),
+        ("from horovod.torch import init", "from dualdist import init"),
+        (
+            "from horovod.torch import (  # two\n    init,\n\n    rank as r,)",
+            "from dualdist import (  # two\n    init,\n\n    rank as r,)",
+        ),
+        ("from horovod import torch as hvd", "import dualdist as hvd"),
+        ("from horovod.torch import mpi_ops", "import dualdist as mpi_ops"),
+        ("from horovod.torch import elastic", "from dualdist import elastic"),
+        ("from horovod.torch.elastic import run, TorchState", "from dualdist.elastic import run, TorchState"),
+        ("import horovod.torch.elastic as e", "import dualdist.elastic as e"),
+        ("from horovod.torch.sync_batch_norm import SyncBatchNorm", "from dualdist import SyncBatchNorm"),
+        ("from horovod.data import BaseDataLoader", "from dualdist.compat.data import BaseDataLoader"),
+        ("import horovod.torch\nhorovod.torch.init()", "import dualdist\ndualdist.init()"),
+        ("import horovod\nhorovod.run(f)", "import dualdist\ndualdist.run(f)"),
+        (
+            "import horovod.torch.elastic\n@horovod.torch.elastic.run\ndef f(s): 0",
+            "import dualdist.elastic\n@dualdist.elastic.run\ndef f(s): 0",
+        ),
+        ("import horovod.torch as h\nh.mpi_ops.rank( )", "import dualdist as h\nh.rank( )"),
+        (
+            "import horovod.torch as h\nh.elastic.sampler.ElasticSampler(d)",
+            "import dualdist as h\nh.elastic.ElasticSampler(d)",
+        ),
+        (
+            "def f():\n\tif 1:\n\t\timport horovod.torch as hvd",
+            "def f():\n\tif 1:\n\t\timport dualdist as hvd",
+        ),
+        (
+            "try:\n  import horovod.torch as h\nexcept ImportError:\n  h = None\nh.mpi_ops.size",
+            "try:\n  import dualdist as h\nexcept ImportError:\n  h = None\nh.size",
+        ),
+    ],
+)
+def test_every_form_of_import_becomes_that_of_dualdist(before: str, after: str, tmp_path: Path) -> None:
+    assert migrated(tmp_path, before) == after.encode()
+
+
+def test_the_new_imports_work() -> None:
+    """No name is promised that dualdist does not have: every name of Horovod is tried in every form."""
+    program = (
+        "import importlib, json; from dualdist.cli import migrate\n"
+        "names = json.load(open('tests/data/horovod_public_names.json'))\n"
+        "found = [(migrate._home(module, name), name) for module in names for name in names[module]]\n"
+        "found = [pair for pair in found if pair[0]]\n"
+        "assert len(found) > 150\n"
+        "for module, name in found: getattr(importlib.import_module(module), name)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_bytes_around_the_changes_stay(tmp_path: Path) -> None:
+    lines = [
+        b"\xef\xbb\xbf#!/usr/bin/env python\r\n",
+        b"s = '\xc3\xa9\xf0\x9f\x98\x80'; import horovod.torch; t = 'h\xc3\xa9'; horovod.torch.init()\r\n",
+        b"\x0cx = 1 \t\r\n",
+        b"y = '''\r\n  horovod.torch\xe2\x80\xa8'''\r\n",
+        b"\r\nif x:\r\n\thorovod.torch.rank()  # \xc3\xbc",
+    ]
+    after = b"".join(lines).replace(b"import horovod.torch;", b"import dualdist;")
+    after = after.replace(b"horovod.torch.init", b"dualdist.init").replace(
+        b"horovod.torch.rank", b"dualdist.rank"
+    )
+    assert migrated(tmp_path, b"".join(lines)) == after
+
+
+def test_the_encoding_and_the_mode_of_a_file_stay(tmp_path: Path) -> None:
+    text = "# -*- coding: latin-1 -*-\nn = 'caf\xe9'; import horovod.torch as hvd\n".encode("latin-1")
+    file = tmp_path / "train.py"
+    file.write_bytes(b"")
+    file.chmod(0o750)
+    assert migrated(tmp_path, text) == text.replace(b"horovod.torch", b"dualdist")
+    assert file.stat().st_mode & 0o777 == 0o750
+
+
+def test_the_diff_is_one_that_patch_applies(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes(
+        "# coding: latin-1\r\nimport os\r\nn = '\xe9'\r\nimport horovod.torch as h".encode("latin-1")
+    )
+    before = file.read_bytes()
+    assert main(["migrate", "--diff", str(file)]) == 1
+    assert file.read_bytes() == before
+    diff = capfdbinary.readouterr().out
+    subprocess.run(["patch", "--binary", str(file)], input=diff, check=True, capture_output=True, timeout=60)
+    patched = file.read_bytes()
+    assert patched == before.replace(b"horovod.torch", b"dualdist")
+    assert main(["migrate", "--diff", str(file)]) == 0
+    assert capfdbinary.readouterr().out == b""
+
+
+def test_the_exit_code_says_whether_something_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    for text, codes in {
+        "import os\n": (0, 0, 0),
+        "import dualdist as hvd\nhvd.init()\n": (0, 0, 0),
+        "import horovod.torch as hvd\n": (1, 0, 0),
+        "import horovod.tensorflow as hvd\n": (1, 1, 1),
+        "": (0, 0, 0),
+    }.items():
+        file.write_text(text)
+        found = tuple(main(["migrate", *option, str(file)]) for option in ([], ["--write"], []))
+        assert found == codes, text
+    assert "nothing to change" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"x = 1\ndef f(:\n", "line 2"),
+        (b"x = '\xff'\n", "encoding"),
+        (b"# coding: nothing\n", "nothing"),
+        (b"x = 1\0", "null"),
+        (b"print 'python 2'\n", "line 1"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(
+    data: bytes | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text("import horovod.torch as hvd\n")
+    if data is not None:
+        bad.write_bytes(data)
+    assert main(["migrate", "--write", str(good), str(bad)]) == 2
+    output, errors = capsys.readouterr()
+    assert output == "" and errors.count("\n") == 1 and reason in errors and str(bad) in errors
+    assert good.read_text() == "import horovod.torch as hvd\n"
+
+
+def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import horovod.torch.elastic as e\nfrom horovod.data import BaseDataLoader\nraise SystemExit(7)\n"
+    )
+    ended = without_torch(HIDE_TORCH, "migrate", "--write", str(file))
+    assert ended.returncode == 0, ended.stderr
+    assert "horovod" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("import horovod.tensorflow as hvd", 1, "horovod.tensorflow"),
+        ("import horovod.common.util as u", 1, "horovod.common.util"),
+        ("from horovod.torch import *", 1, "*"),
+        ("from horovod.torch.mpi_ops import rank, HorovodAllreduce", 1, "HorovodAllreduce"),
+        ("from horovod.torch.elastic import run, init", 1, "from dualdist import init"),
+        ("import horovod.torch\ndef f(horovod): horovod.torch.init()", 1, "another meaning"),
+        ("import horovod.torch as hvd\nhvd.check_extension()", 2, "hvd.check_extension"),
+        ("import horovod\nhorovod.__version__", 2, "horovod.__version__"),
+        ("import horovod.torch as hvd\no = hvd.DistributedOptimizer(x)\no._handles", 3, "_handles"),
+        ("import horovod.torch as hvd\nhvd.Adasum\nhvd.nccl_built()", 3, "local_size()"),
+        ("import importlib\nh = importlib.import_module('horovod.torch')", 2, "'horovod.torch'"),
+        ("import os\nimport dualdist as hvd\nos.environ['HOROVOD_RANK']", 3, "hvd.rank()"),
+        ("import os\nimport dualdist as hvd\nif 'OMPI_COMM_WORLD_SIZE' in os.environ: 0", 3, "hvd.size()"),
+        ("import os\nimport dualdist as hvd\nos.getenv('LOCAL_RANK')\nhvd.init()", 3, "hvd.local_rank()"),
+        (DDP.replace('"gloo"', "args.backend"), 4, "dualdist exec"),
+        (DDP.replace('"gloo"', '"gloo", rank=rank, world_size=2'), 4, "dualdist exec"),
+        (DDP.replace('"gloo"', '"gloo", init_method=url'), 4, "dualdist exec"),
+        (DDP.replace('"gloo"', '"gloo", store=store'), 4, "dualdist exec"),
+        (DDP.replace('"gloo"', "*given"), 4, "dualdist exec"),
+        (DDP.replace('"gloo"', '\n  # why\n  "gloo"'), 4, "dualdist exec"),
+        (DDP + "torch.multiprocessing.spawn(f)", 6, "hvd.spawn"),
+    ],
+)
+def test_what_is_not_certain_is_said_and_left(
+    text: str, line: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = findings(capsys, tmp_path, text)
+    assert [said for at, kind, said in found if at == line and kind == "by hand" and words in said], found
+    assert line not in [at for at, kind, _ in found if kind == "change"]
+    assert "init_process_group" not in text or migrated(tmp_path, text) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "words"),
+    [
+        (2, "differs", "hidden step"),
+        (3, "differs", "returns the given optimizer"),
+        (4, "not needed", "synchronize()"),
+        (5, "not needed", "skip_synchronize()"),
+        (6, "differs", "torchrun"),
+        (7, "differs", "CUDA only"),
+    ],
+)
+def test_what_differs_from_horovod_is_said_with_its_line(
+    line: int, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "import horovod.torch as hvd\n"
+        "hvd.broadcast_optimizer_state(sgd, 0)\n"
+        "self.opt = hvd.DistributedOptimizer(sgd)\n"
+        "self.opt.synchronize(); torch.cuda.synchronize(); hvd.synchronize(handle)\n"
+        "with self.opt.skip_synchronize(): self.opt.step()\n"
+        "train = hvd.elastic.run(train)\n"
+        "norm = hvd.SyncBatchNorm(3)\n"
+    )
+    found = findings(capsys, tmp_path, text)
+    assert [said for at, what, said in found if (at, what) == (line, kind) and words in said], found
+    assert len(found) == 7
+
+
+def test_names_of_other_packages_and_scopes_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import os\nRANKS = {'RANK': 0}\nclass horovod:\n    torch = os\n"
+    text += "horovod.torch.getpid()\nfrom .horovod import torch\n"
+    assert findings(capsys, tmp_path, text) == []
+    assert migrated(tmp_path, text) == text.encode()
+
+
+def test_ddp_is_replaced_where_every_init_process_group_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrated(tmp_path, DDP).decode() == (
+        "import os\nimport dualdist as hvd\nimport torch\nimport torch.distributed as dist\n"
+        'hvd.init(transport="gloo")\n'
+        "model = hvd.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+    )
+    uncertain = "import torch.distributed\ntorch.distributed.init_process_group(backend)\n"
+    assert not [kind for _, kind, _ in findings(capsys, tmp_path, DDP, uncertain) if kind == "change"]
+    user = "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
+    assert findings(capsys, tmp_path, user) == []
+    assert "change" in [kind for line, kind, _ in findings(capsys, tmp_path, user, DDP) if line == 2]
+
+
+def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_hvd_is_taken(
+    tmp_path: Path,
+) -> None:
+    text = '#!/usr/bin/python\n"""Why."""\nfrom __future__ import annotations\nhvd = 1\ndef f():\n'
+    text += "  import torch.distributed as d\n  d.init_process_group()\n"
+    expected = text.replace("hvd = 1", "import dualdist\nhvd = 1").replace(
+        "d.init_process_group()", "dualdist.init()"
+    )
+    assert migrated(tmp_path, text) == expected.encode()
+
+
+def test_setting_the_rendezvous_before_init_is_removed_unless_it_is_read(tmp_path: Path) -> None:
+    text = """\
+import os
+import torch.distributed as dist
+def setup():
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ.setdefault("MASTER_PORT", "1")  # any
+    os.environ["RANK"] = str(number)
+    if number: os.environ["WORLD_SIZE"] = "2"
+    print(os.environ["RANK"])
+    dist.init_process_group()
+    os.environ["LOCAL_RANK"]
+"""
+    expected = text.replace('    os.environ["MASTER_ADDR"] = "localhost"\n', "")
+    expected = expected.replace('os.environ.setdefault("MASTER_PORT", "1")  # any', "# any")
+    expected = expected.replace("dist.init_process_group()", "hvd.init()")
+    expected = expected.replace("import torch", "import dualdist as hvd\nimport torch")
+    assert migrated(tmp_path, text) == expected.encode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", ""),
+        ('backend="nccl" if cuda else "gloo", init_method="env://"', 'transport="nccl" if cuda else "gloo"'),
+        ("name, timeout=timedelta( 0, 9 )", "transport=name, timeout=timedelta( 0, 9 )"),
+        ('"gloo", rank=rank, world_size=MPI.COMM_WORLD.Get_size(), init_method=url', 'transport="gloo"'),
+        ("rank=int(os.environ['RANK']), world_size=int(os.getenv('SLURM_NTASKS', 1))", ""),
+    ],
+)
+def test_arguments_of_init_process_group_are_kept_or_known(
+    arguments: str, expected: str, tmp_path: Path
+) -> None:
+    head = "import os, torch.distributed as d\nfrom mpi4py import MPI\n"
+    head += "comm = MPI.COMM_WORLD\nrank = comm.rank\nname = 'gloo'\n"
+    text = f"{head}d.init_process_group({arguments})\n"
+    assert migrated(tmp_path, text).decode().splitlines()[-1] == f"hvd.init({expected})"
+
+
+def test_a_script_for_dualdist_exec_has_the_lines_marked_that_it_does_not_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        DDP.replace('"gloo"', "backend")
+        + "os.environ['SLURM_PROCID']\nos.environ['RANK']\nos.environ['MASTER_PORT'] = '1'\n"
+    )
+    found = [(line, kind) for line, kind, _ in findings(capsys, tmp_path, text)]
+    assert found == [(4, "by hand"), (6, "not needed"), (8, "not needed")]
