@@ -1,6 +1,4 @@
-"""
-Helpers for distributed training, in the style of guided-diffusion's dist_util.py.
-"""
+"""A helper in the style of those that are copied between diffusion models: the processes of mpirun become torch's."""
 
 import os
 import socket
@@ -11,51 +9,30 @@ from mpi4py import MPI
 
 
 def setup_dist():
-    """
-    Setup a distributed process group.
-    """
     if dist.is_initialized():
         return
-
     comm = MPI.COMM_WORLD
-    backend = "gloo" if not th.cuda.is_available() else "nccl"
+    backend = "nccl" if th.cuda.is_available() else "gloo"
+    address = "localhost" if backend == "gloo" else socket.gethostname()
 
-    if backend == "gloo":
-        hostname = "localhost"
-    else:
-        hostname = socket.gethostbyname(socket.getfqdn())
-    os.environ["MASTER_ADDR"] = comm.bcast(hostname, root=0)
+    # torch reads these
     os.environ["RANK"] = str(comm.rank)
     os.environ["WORLD_SIZE"] = str(comm.size)
-
-    port = comm.bcast(_find_free_port(), root=0)
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ["MASTER_ADDR"] = comm.bcast(address, root=0)
+    os.environ["MASTER_PORT"] = str(comm.bcast(free_port(), root=0))
     dist.init_process_group(backend=backend, init_method="env://")
 
 
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
 def dev():
-    """
-    Get the device to use for torch.distributed.
-    """
-    if th.cuda.is_available():
-        return th.device("cuda")
-    return th.device("cpu")
+    return th.device("cuda" if th.cuda.is_available() else "cpu")
 
 
 def sync_params(params):
-    """
-    Synchronize a sequence of Tensors across ranks from rank 0.
-    """
-    for p in params:
-        with th.no_grad():
-            dist.broadcast(p, 0)
-
-
-def _find_free_port():
-    try:
-        s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        s.bind(("", 0))
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return s.getsockname()[1]
-    finally:
-        s.close()
+    for param in params:
+        dist.broadcast(param.data, 0)

@@ -20,16 +20,11 @@ opt = th.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 losses = []
 for step in range(4):
     opt.zero_grad()
-    for i in range(2):  # microbatches
-        x = th.randn(3, 4)
-        last_batch = i == 1
-        if last_batch:
-            loss = (ddp_model(x) - x).square().mean()
-            loss.backward()
-        else:
-            with ddp_model.no_sync():
-                loss = (ddp_model(x) - x).square().mean()
-                loss.backward()
+    first, second = th.randn(2, 3, 4)  # microbatches
+    with ddp_model.no_sync():
+        (ddp_model(first) - first).square().mean().backward()
+    loss = (ddp_model(second) - second).square().mean()
+    loss.backward()
     opt.step()
     losses.append(loss.item())
 print(f"<{dist.get_rank()} {losses}>", flush=True)
