@@ -45,7 +45,6 @@ CHANGE, BY_HAND, NOT_NEEDED, DIFFERS = "change", "by hand", "not needed", "diffe
 
 Edit = tuple[int, int, str]
 """The first character of a part of the source, its end, and its new text."""
-_NOTHING: tuple[Edit, ...] = ()
 _SOURCE = f"readable source of Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -61,23 +60,18 @@ class Finding:
 
 _COMPAT = "`python -m dualdist.compat` runs the script as it is"
 _OF_HOROVOD = {
-    "broadcast_optimizer_state": "sends the state and does nothing else. Horovod's takes a hidden step if there is no "
-    "state: with Adam or weight decay, results differ by that step",
-    "DistributedOptimizer": "returns the given optimizer, with its state; Horovod's is a new object without it. "
-    "Gradients are complete when backward() returns",
+    "broadcast_optimizer_state": "takes no hidden step: with Adam or weight decay, results differ by Horovod's",
+    "DistributedOptimizer": "returns the given optimizer with its state; Horovod's is a new one without it",
     "SyncBatchNorm": "works on CPUs too; Horovod's works on CUDA only",
-    "elastic.run": "needs torchrun on the backend torch: processes are started again, and continue from the last "
-    "commit. Under horovodrun the backend must be horovod",
+    "elastic.run": "survives a dead process under torchrun, which starts all again, and on Horovod under horovodrun",
     "run": "starts no MPI and no elastic job",
 }
 """Function of Horovod -> what is different in dualdist's."""
 _ADASUM = (
-    "Adasum runs between all ranks; Horovod with NCCL averages within each host first. Leave out the factor "
-    "local_size() that the learning rate gets for this"
+    "Adasum runs between all ranks, not within each host first: leave local_size() out of the learning rate"
 )
 _SYNCHRONIZE = (
-    "gradients are complete when backward() returns, unless there were fewer backward passes than "
-    "backward_passes_per_step. The call may stay"
+    "gradients are complete after backward(), unless it ran less than backward_passes_per_step times"
 )
 _PRIVATE = ("_parameter_names", "_handles", "_requires_update", "_allreduce_delay")
 """Attributes of Horovod's optimizers that scripts read."""
@@ -96,18 +90,9 @@ _OF_DDP = (
     "torch.save(model.state_dict(), ...) writes names without `module.`; load_state_dict accepts both",
     "backward() decides whether gradients are averaged, not forward(); a forward in evaluation copies no buffers",
 )
-_EXEC = (
-    "start this file as it is by `dualdist exec`, under any launcher, or write hvd.init(), which gets rank, size and "
-    "address from the launcher"
-)
-_MPI = (
-    "COMM_WORLD has size 1 in each process under launchers without MPI, such as torchrun. Use hvd.rank(), hvd.size(), "
-    "hvd.broadcast_object() and the like, after hvd.init()"
-)
-_SPAWN = (
-    "hvd.init() would make each of these processes a world of its own. Use hvd.spawn(function, args, nprocs=), which "
-    "passes no rank, or a launcher"
-)
+_EXEC = "start this file as it is by `dualdist exec`, or write hvd.init(), which gets rank and size from the launcher"
+_MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
+_SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
 _STARTERS = ("spawn", "start_processes", "Process")
 """Functions that start processes which no launcher knows, of torch.multiprocessing and others."""
 
@@ -221,24 +206,30 @@ class Source:
         for node in self.nodes:
             for name, meaning in _bound(node):
                 self.bindings.setdefault(name, []).append((node, meaning))
-        self.packages = {
-            meaning.partition(".")[0] for bound in self.bindings.values() for _, meaning in bound
-        }
+        meanings = [meaning for bound in self.bindings.values() for _, meaning in bound]
+        self.packages = {meaning.partition(".")[0] for meaning in meanings}
         self.accesses = [(node, *access) for node in self.nodes if (access := _access(self, node))]
         """The strings that name launchers' variables: each with the variable, and whether it is set."""
 
     def span(self, node: Any) -> tuple[int, int]:
         """Return the first character of a node, and its end. (ast counts bytes of UTF-8 in each line.)"""
         places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
-        found = [
-            self.starts[line - 1] + len(self.lines[line - 1].encode()[:byte].decode())
-            for line, byte in places
-        ]
-        return found[0], found[1]
+        lines = [(line - 1, self.lines[line - 1].encode()[:byte].decode()) for line, byte in places]
+        first, end = (self.starts[line] + len(before) for line, before in lines)
+        return first, end
 
     def segment(self, node: Any) -> str:
         """Return the text of a node."""
         return self.text[slice(*self.span(node))]
+
+    def change(self, node: Any, new: str, text: str) -> Finding:
+        """Return the finding that replaces an expression. Before Python 3.12, ast misplaces some in f-strings."""
+        try:
+            is_there = ast.unparse(ast.parse(f"({self.segment(node)}\n)")) == ast.unparse(node)
+        except (SyntaxError, ValueError, IndexError):
+            is_there = False
+        edits = ((*self.span(node), new),) if is_there else ()
+        return Finding(node.lineno, CHANGE if is_there else BY_HAND, text, edits)
 
     def meaning(self, name: str) -> str:
         """Return what a name is imported from; "" if it is bound in another way, too, except to None."""
@@ -247,7 +238,7 @@ class Source:
             for node, meaning in self.bindings.get(name, ())
             if meaning or ast.unparse(getattr(self.parents[node], "value", None) or node) != "None"
         }
-        return next(iter(bound)) if len(bound) == 1 else ""
+        return bound.pop() if len(bound) == 1 else ""
 
     def dotted(self, node: Any) -> str:
         """Return what a name or a chain of attributes means, such as torch.distributed.get_rank; "" if unknown."""
@@ -262,16 +253,16 @@ class Source:
 
     def values(self, node: Any, depth: int = 3) -> list[Any]:
         """Return the expressions of which an expression has the value: of a variable, all that the file assigns."""
-        if isinstance(node, ast.IfExp) and depth:
-            return [*self.values(node.body, depth - 1), *self.values(node.orelse, depth - 1)]
-        bound = [bound for bound, _ in self.bindings.get(node.id, ())] if isinstance(node, ast.Name) else []
-        if (
-            not bound
-            or not depth
-            or not all(bound in getattr(self.parents[bound], "targets", ()) for bound in bound)
-        ):
-            return [node]
-        return [value for each in bound for value in self.values(self.parents[each].value, depth - 1)]
+        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
+        if isinstance(node, ast.Name):
+            parents = [self.parents[bound] for bound, _ in self.bindings.get(node.id, ())]
+            is_known = all(
+                isinstance(each, ast.Assign) and isinstance(each.targets[-1], ast.Name) for each in parents
+            )
+            parts = [each.value for each in parents] if is_known else []
+        return (
+            [value for part in parts for value in self.values(part, depth - 1)] if parts and depth else [node]
+        )
 
     def function(self, node: Any) -> Any:
         """Return the function that a node is in, or the module."""
@@ -308,8 +299,9 @@ def _access(source: Source, node: Any) -> tuple[str, bool] | None:
     is_environment = source.dotted(place).startswith(("os.environ", "os.getenv"))
     if not is_environment and name in _SET_BY_INIT:  # RANK may be any word
         return None
-    is_set = isinstance(getattr(parent, "ctx", None), ast.Store) or source.dotted(function).endswith(
-        ".setdefault"
+    is_set = (
+        isinstance(getattr(parent, "ctx", None), ast.Store)
+        or source.dotted(function) == "os.environ.setdefault"
     )
     return name, is_environment and is_set
 
@@ -317,18 +309,13 @@ def _access(source: Source, node: Any) -> tuple[str, bool] | None:
 # Horovod's names in dualdist
 
 
-def _homes(module: str) -> tuple[str, ...]:
-    """Return the modules of dualdist that have the names of Horovod's `module`."""
-    if module not in MODULES or module in _NOT_PUBLIC:
-        return ()
-    if module.startswith("horovod.data"):
-        return ("dualdist.compat.data",)
-    return ("dualdist.elastic", "dualdist") if "elastic" in module else ("dualdist",)
-
-
-def _home(module: str, name: str) -> str:
+def _home(module: str, name: str = "") -> str:
     """Return the module of dualdist that has `name` of Horovod's `module`; "" if none has."""
-    return next((home for home in _homes(module) if not name or name in _public(home)), "")
+    if module not in MODULES or module in _NOT_PUBLIC:
+        return ""
+    homes = ["dualdist.elastic", "dualdist"] if "elastic" in module else ["dualdist"]
+    homes = ["dualdist.compat.data"] if module.startswith("horovod.data") else homes
+    return next((home for home in homes if not name or name in _public(home)), "")
 
 
 @functools.cache
@@ -381,7 +368,7 @@ def _is_horovod(path: str) -> bool:
 
 
 def _import(source: Source, node: ast.Import, alias: ast.alias) -> Finding:
-    home, start = _home(alias.name, ""), source.span(alias)[0]
+    home, start = _home(alias.name), source.span(alias)[0]
     if not home:
         return Finding(node.lineno, BY_HAND, f"dualdist has no public module in place of {alias.name}")
     if not source.text.startswith(alias.name, start) or not (alias.asname or source.meaning("horovod")):
@@ -396,21 +383,23 @@ def _import(source: Source, node: ast.Import, alias: ast.alias) -> Finding:
 def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
     names, (start, end) = [alias.name for alias in node.names], source.span(node)
     if (
-        len(names) == 1 and _home(f"{module}.{names[0]}", "") == "dualdist"
-    ):  # `from horovod import torch as hvd`
+        len(names) == 1 and _home(f"{module}.{names[0]}") == "dualdist"
+    ):  # such as `from horovod import torch as hvd`
         text = f"import dualdist as {node.names[0].asname or names[0]}"
         return Finding(node.lineno, CHANGE, text, ((start, end, text),))
-    homes = {name: _home(module, name) for name in names}
-    missing = [name for name, home in homes.items() if not home]
-    if missing:
-        text = f"dualdist has no public {', '.join(missing)} of {module}; {_COMPAT}"
-        return Finding(node.lineno, BY_HAND, text)
+    homes = [_home(module, name) for name in names]
     found = re.compile(rf"from[ \t]+({re.escape(module)})(?=\s)").match(source.text, start)
-    if len(set(homes.values())) > 1 or found is None:
-        lines = "; ".join(f"from {home} import {name}" for name, home in homes.items())
-        return Finding(node.lineno, BY_HAND, f"write {lines}")
-    home = homes[names[0]]
-    return Finding(node.lineno, CHANGE, f"import from {home} instead of {module}", ((*found.span(1), home),))
+    if "" in homes or len(set(homes)) > 1 or found is None:
+        lines = [
+            f"from {home} import {name}" if home else f"no {name}"
+            for home, name in zip(homes, names, strict=True)
+        ]
+        return Finding(
+            node.lineno, BY_HAND, f"dualdist has `{'; '.join(lines)}` in place of {module}'s. {_COMPAT}"
+        )
+    return Finding(
+        node.lineno, CHANGE, f"import from {homes[0]} instead of {module}", ((*found.span(1), homes[0]),)
+    )
 
 
 def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]:
@@ -422,12 +411,12 @@ def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]
     is_renamed = imported == root.id  # `import horovod.torch`, which becomes `import dualdist`
     if imported not in MODULES or not (name or is_renamed or node is not root):
         return
-    start, base = ("dualdist", "dualdist") if is_renamed else (root.id, _home(imported, ""))
+    start, base = ("dualdist", "dualdist") if is_renamed else (root.id, _home(imported))
     home, written = _home(module, name), ast.unparse(node)
     if not base or not home or not f"{home}.".startswith(f"{base}."):
         yield Finding(node.lineno, BY_HAND, f"dualdist has no public {written}; {_COMPAT}")
     elif (new := ".".join(filter(None, [start + home[len(base) :], name]))) != written:
-        yield Finding(node.lineno, CHANGE, f"write {new} instead of {written}", ((*source.span(node), new),))
+        yield source.change(node, new, f"write {new} instead of {written}")
 
 
 # torch.distributed, mpi4py, and the variables of launchers
@@ -439,7 +428,8 @@ class Job:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.has_horovod = any(_is_horovod(name) for source in sources for name in source.packages)
         self.uses_hvd = self.has_horovod or any("dualdist" in source.packages for source in sources)
-        self.starts = {node for source in sources for node in source.nodes if _starts_processes(node)}
+        nodes = [node for source in sources for node in source.nodes if isinstance(node, ast.Call)]
+        self.starts = {node for node in nodes if ast.unparse(node.func).rpartition(".")[2] in _STARTERS}
         inits = [(source, call) for source in sources for call in source.calls("torch", "init_process_group")]
         self.arguments = {call: _init_arguments(source, call) for source, call in inits}
         """Call of init_process_group -> the arguments for hvd.init(); None if they are not certain."""
@@ -467,14 +457,14 @@ class Job:
                 new, node = f"{module}.{name}", call.func
                 if call in self.arguments:
                     new, node = f"{new}({self.arguments[call]})", call
-                yield Finding(call.lineno, CHANGE, f"{module}.{name}() {text}", ((*source.span(node), new),))
+                yield source.change(node, new, f"{module}.{name}() {text}")
                 edited |= set(ast.walk(node))
                 if name == "DistributedDataParallel":
                     yield from (Finding(call.lineno, DIFFERS, difference) for difference in _OF_DDP)
-                    unused = [
+                    keys = [
                         key for key in call.keywords if key.arg in ("find_unused_parameters", "static_graph")
                     ]
-                    yield from (Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect") for key in unused)
+                    yield from (Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect") for key in keys)
         if edited:
             yield _new_import(source, module)
         loads = {node.id for node in source.nodes if isinstance(node, ast.Name) and node not in edited}
@@ -509,11 +499,12 @@ class Job:
         early = [node for node in early if node.lineno <= after.get(source.function(node), node.lineno)]
         for node, name, is_set in source.accesses:
             number, launcher = _VARIABLES[name]
-            kind, edits = NOT_NEEDED, _NOTHING
+            kind = NOT_NEEDED
+            edits: tuple[Edit, ...] = ()
             if is_set:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
                 if self.replaces and name not in {other.value for other in early}:
-                    kind, edits = _removal(source, node, inits)
+                    edits = _removal(source, node, inits)
             elif not has_init and name not in _SET_BY_INIT:
                 text = f"reading {name}: `dualdist exec` sets torchrun's variables under every launcher"
             elif has_init and (name not in _SET_BY_INIT or node in early):
@@ -523,12 +514,7 @@ class Job:
                 kind = BY_HAND
             else:
                 continue
-            yield Finding(node.lineno, kind, text, edits)
-
-
-def _starts_processes(node: Any) -> bool:
-    name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-    return name in _STARTERS
+            yield Finding(node.lineno, CHANGE if edits else kind, text, edits)
 
 
 def _init_arguments(source: Source, call: Any) -> str | None:
@@ -551,41 +537,39 @@ def _init_arguments(source: Source, call: Any) -> str | None:
     return ", ".join(texts) if is_certain else None
 
 
-def _is_number(source: Source, node: Any, number: str, depth: int = 4) -> bool:
+def _is_number(source: Source, node: Any, number: str) -> bool:
     """Return whether an expression surely is this number of the process (rank, size), as the launcher reports it."""
     for value in source.values(node):
-        if isinstance(value, ast.Call) and ast.unparse(value.func) in ("int", "str") and value.args and depth:
-            is_it = _is_number(source, value.args[0], number, depth - 1)
-        elif isinstance(value, ast.Attribute) or (isinstance(value, ast.Call) and not value.args):
-            of: Any = getattr(value, "func", value)
-            comms = source.values(of.value) if isinstance(of, ast.Attribute) else []
-            is_it = bool(comms) and of.attr == (number if of is value else f"Get_{number}")
-            is_it &= all(source.dotted(comm) == "mpi4py.MPI.COMM_WORLD" for comm in comms)
-        else:
-            read = [
-                name for node, name, is_set in source.accesses if source.parents[node] is value and not is_set
-            ]
-            is_it = [_VARIABLES[name][0] for name in read] == [number] and not isinstance(value, ast.Compare)
-        if not is_it:
+        text = ast.unparse(value)
+        read = re.fullmatch(
+            r"(?:int\()?os\.(?:environ\[|environ\.get\(|getenv\()'(\w+)'(?:, '?\d'?)?[])]\)?", text
+        )
+        of_mpi = re.fullmatch(rf"(.+)\.(?:Get_{number}\(\)|{number})", text)
+        comms = source.values(ast.parse(of_mpi[1], mode="eval").body) if of_mpi else []
+        is_comm = bool(comms) and all(source.dotted(comm) == "mpi4py.MPI.COMM_WORLD" for comm in comms)
+        if not is_comm and (read is None or _VARIABLES.get(read[1], ("",))[0] != number):
             return False
     return True
 
 
-def _removal(source: Source, node: Any, inits: Sequence[Any]) -> tuple[str, tuple[Edit, ...]]:
-    """Return kind and edits for the statement that sets a variable: it is removed if an init follows in its block."""
+def _removal(source: Source, node: Any, inits: Sequence[Any]) -> tuple[Edit, ...]:
+    """Return the edit that removes the statement which sets a variable, if an init follows in the same block."""
     access = source.parents[node]
     statement = source.parents[access]
-    block = next(
-        (b for b in vars(source.parents[statement]).values() if isinstance(b, list) and statement in b), []
-    )
-    is_before = any(source.parents[call] in block[block.index(statement) :] for call in inits if block)
+    blocks = [
+        part
+        for part in vars(source.parents[statement]).values()
+        if isinstance(part, list) and statement in part
+    ]
+    follow = [after for block in blocks for after in block[block.index(statement) :]]
     first, end = source.span(statement)
     line = source.starts[statement.lineno - 1]
     rest = re.compile(r"[ \t]*(?=#|(\r\n|\r|\n))").match(source.text, end)
-    is_alone = rest and not source.text[line:first].strip() and "#" not in source.text[first:end]
-    if not rest or not is_before or not is_alone or getattr(statement, "targets", [access]) != [access]:
-        return NOT_NEEDED, _NOTHING
-    return CHANGE, ((line, rest.end() + len(rest[1]), "") if rest[1] else (first, rest.end(), ""),)
+    is_alone = not source.text[line:first].strip() and "#" not in source.text[first:end]
+    is_only_this = getattr(statement, "targets", [access]) == [access] and is_alone
+    if not rest or not is_only_this or not any(source.parents[call] in follow for call in inits):
+        return ()
+    return ((line, rest.end() + len(rest[1]), "") if rest[1] else (first, rest.end(), ""),)
 
 
 def _new_import(source: Source, module: str) -> Finding:
@@ -594,6 +578,6 @@ def _new_import(source: Source, module: str) -> Finding:
     later = [node for node in source.tree.body if not re.match(r"from __future__|['\"]", ast.unparse(node))]
     places = [node for node in later if re.match(r"(import|from) torch\b", ast.unparse(node))] or later
     line = min(node.lineno for node in [places[0], *getattr(places[0], "decorator_list", ())])
-    start, ending = source.starts[line - 1], re.search(r"(\r\n|\r|\n|\Z)", source.lines[line - 1])
-    new = text + (ending[0] if ending and ending[0] else "\n")
+    start, ending = source.starts[line - 1], re.search(r"[\r\n]+\Z", source.lines[line - 1])
+    new = text + (ending[0] if ending else "\n")
     return Finding(line, CHANGE, f"add `{text}`", ((start, start, new),))

@@ -106,6 +106,18 @@ def test_the_new_imports_work() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_names_in_f_strings_are_changed_or_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        'import horovod.torch\nx = f"""\n  \u00e9 {horovod.torch.rank()}"""; y = f"{horovod.torch.size()}"\n'
+    )
+    kinds = [kind for _, kind, said in findings(capsys, tmp_path, text) if "rank" in said or "size" in said]
+    written = migrated(tmp_path, text).decode()
+    for kind, name in zip(kinds, ("rank", "size"), strict=True):
+        assert (f"{{dualdist.{name}()}}" in written, f"{{horovod.torch.{name}()}}" in written) in (
+            [(True, False)] if kind == "change" else [(False, True)]
+        )
+
+
 def test_bytes_around_the_changes_stay(tmp_path: Path) -> None:
     lines = [
         b"\xef\xbb\xbf#!/usr/bin/env python\r\n",
@@ -217,6 +229,7 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
         ("import os\nimport dualdist as hvd\nif 'OMPI_COMM_WORLD_SIZE' in os.environ: 0", 3, "hvd.size()"),
         ("import os\nimport dualdist as hvd\nos.getenv('LOCAL_RANK')\nhvd.init()", 3, "hvd.local_rank()"),
         (DDP.replace('"gloo"', "args.backend"), 4, "dualdist exec"),
+        (DDP.replace('"gloo"', "b") + "b = 'gloo'\ndel b\n", 4, "dualdist exec"),
         (DDP.replace('"gloo"', '"gloo", rank=rank, world_size=2'), 4, "dualdist exec"),
         (DDP.replace('"gloo"', '"gloo", init_method=url'), 4, "dualdist exec"),
         (DDP.replace('"gloo"', '"gloo", store=store'), 4, "dualdist exec"),
