@@ -67,12 +67,8 @@ _OF_HOROVOD = {
     "run": "starts no MPI and no elastic job",
 }
 """Function of Horovod -> what is different in dualdist's."""
-_ADASUM = (
-    "Adasum runs between all ranks, not within each host first: leave local_size() out of the learning rate"
-)
-_SYNCHRONIZE = (
-    "gradients are complete after backward(), unless it ran less than backward_passes_per_step times"
-)
+_ADASUM = "Adasum runs between all ranks, not only between hosts: leave local_size() out of the learning rate"
+_SYNCHRONIZE = "gradients are complete after the last of backward_passes_per_step passes, so the call may go"
 _PRIVATE = ("_parameter_names", "_handles", "_requires_update", "_allreduce_delay")
 """Attributes of Horovod's optimizers that scripts read."""
 _NOT_PUBLIC = ("horovod.common.basics", "horovod.common.util", "horovod.runner.elastic.worker")
@@ -90,6 +86,7 @@ _OF_DDP = (
     "torch.save(model.state_dict(), ...) writes names without `module.`; load_state_dict accepts both",
     "backward() decides whether gradients are averaged, not forward(); a forward in evaluation copies no buffers",
 )
+_WITHOUT_EFFECT = ("find_unused_parameters", "static_graph")
 _EXEC = "start this file as it is by `dualdist exec`, or write hvd.init(), which gets rank and size from the launcher"
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
 _SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
@@ -256,13 +253,10 @@ class Source:
         parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
         if isinstance(node, ast.Name):
             parents = [self.parents[bound] for bound, _ in self.bindings.get(node.id, ())]
-            is_known = all(
-                isinstance(each, ast.Assign) and isinstance(each.targets[-1], ast.Name) for each in parents
-            )
+            is_known = all(isinstance(parent, ast.Assign) for parent in parents)
             parts = [each.value for each in parents] if is_known else []
-        return (
-            [value for part in parts for value in self.values(part, depth - 1)] if parts and depth else [node]
-        )
+        found = [value for part in parts if depth for value in self.values(part, depth - 1)]
+        return found or [node]
 
     def function(self, node: Any) -> Any:
         """Return the function that a node is in, or the module."""
@@ -299,11 +293,8 @@ def _access(source: Source, node: Any) -> tuple[str, bool] | None:
     is_environment = source.dotted(place).startswith(("os.environ", "os.getenv"))
     if not is_environment and name in _SET_BY_INIT:  # RANK may be any word
         return None
-    is_set = (
-        isinstance(getattr(parent, "ctx", None), ast.Store)
-        or source.dotted(function) == "os.environ.setdefault"
-    )
-    return name, is_environment and is_set
+    is_stored = isinstance(getattr(parent, "ctx", None), ast.Store)
+    return name, is_environment and (is_stored or source.dotted(function).endswith(".setdefault"))
 
 
 # Horovod's names in dualdist
@@ -355,7 +346,7 @@ def _horovod(source: Source) -> Iterator[Finding]:
             yield Finding(node.lineno, DIFFERS, f"{rule}() {_OF_HOROVOD[rule]}")
         elif name == "nccl_built" and any(other.endswith(".Adasum") for other in used.values()):
             yield Finding(node.lineno, BY_HAND, _ADASUM)
-    for node in source.nodes:
+    for node in source.nodes if optimizers else ():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in optimizers:
             if node.attr in ("synchronize", "skip_synchronize"):
                 yield Finding(node.lineno, NOT_NEEDED, f"{node.attr}(): {_SYNCHRONIZE}")
@@ -390,16 +381,11 @@ def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
     homes = [_home(module, name) for name in names]
     found = re.compile(rf"from[ \t]+({re.escape(module)})(?=\s)").match(source.text, start)
     if "" in homes or len(set(homes)) > 1 or found is None:
-        lines = [
-            f"from {home} import {name}" if home else f"no {name}"
-            for home, name in zip(homes, names, strict=True)
-        ]
-        return Finding(
-            node.lineno, BY_HAND, f"dualdist has `{'; '.join(lines)}` in place of {module}'s. {_COMPAT}"
-        )
-    return Finding(
-        node.lineno, CHANGE, f"import from {homes[0]} instead of {module}", ((*found.span(1), homes[0]),)
-    )
+        each = zip(homes, names, strict=True)
+        lines = [f"from {home} import {name}" if home else f"no {name}" for home, name in each]
+        return Finding(node.lineno, BY_HAND, f"dualdist has `{'; '.join(lines)}`. {_COMPAT}")
+    text = f"import from {homes[0]} instead of {module}"
+    return Finding(node.lineno, CHANGE, text, ((*found.span(1), homes[0]),))
 
 
 def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]:
@@ -428,8 +414,11 @@ class Job:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.has_horovod = any(_is_horovod(name) for source in sources for name in source.packages)
         self.uses_hvd = self.has_horovod or any("dualdist" in source.packages for source in sources)
-        nodes = [node for source in sources for node in source.nodes if isinstance(node, ast.Call)]
-        self.starts = {node for node in nodes if ast.unparse(node.func).rpartition(".")[2] in _STARTERS}
+        functions = {
+            node.func: node for source in sources for node in source.nodes if isinstance(node, ast.Call)
+        }
+        names = {node: getattr(node, "attr", None) or getattr(node, "id", "") for node in functions}
+        self.starts = {functions[node] for node, name in names.items() if name in _STARTERS}
         inits = [(source, call) for source in sources for call in source.calls("torch", "init_process_group")]
         self.arguments = {call: _init_arguments(source, call) for source, call in inits}
         """Call of init_process_group -> the arguments for hvd.init(); None if they are not certain."""
@@ -461,9 +450,7 @@ class Job:
                 edited |= set(ast.walk(node))
                 if name == "DistributedDataParallel":
                     yield from (Finding(call.lineno, DIFFERS, difference) for difference in _OF_DDP)
-                    keys = [
-                        key for key in call.keywords if key.arg in ("find_unused_parameters", "static_graph")
-                    ]
+                    keys = [key for key in call.keywords if key.arg in _WITHOUT_EFFECT]
                     yield from (Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect") for key in keys)
         if edited:
             yield _new_import(source, module)
@@ -542,7 +529,7 @@ def _is_number(source: Source, node: Any, number: str) -> bool:
     for value in source.values(node):
         text = ast.unparse(value)
         read = re.fullmatch(
-            r"(?:int\()?os\.(?:environ\[|environ\.get\(|getenv\()'(\w+)'(?:, '?\d'?)?[])]\)?", text
+            r"(?:int\()?os\.(?:environ|environ.get|getenv)[\[(]'(\w+)'(?:, '?\d'?)?[])]\)?", text
         )
         of_mpi = re.fullmatch(rf"(.+)\.(?:Get_{number}\(\)|{number})", text)
         comms = source.values(ast.parse(of_mpi[1], mode="eval").body) if of_mpi else []
@@ -556,12 +543,8 @@ def _removal(source: Source, node: Any, inits: Sequence[Any]) -> tuple[Edit, ...
     """Return the edit that removes the statement which sets a variable, if an init follows in the same block."""
     access = source.parents[node]
     statement = source.parents[access]
-    blocks = [
-        part
-        for part in vars(source.parents[statement]).values()
-        if isinstance(part, list) and statement in part
-    ]
-    follow = [after for block in blocks for after in block[block.index(statement) :]]
+    blocks = [part for part in vars(source.parents[statement]).values() if isinstance(part, list)]
+    follow = [after for block in blocks if statement in block for after in block[block.index(statement) :]]
     first, end = source.span(statement)
     line = source.starts[statement.lineno - 1]
     rest = re.compile(r"[ \t]*(?=#|(\r\n|\r|\n))").match(source.text, end)
