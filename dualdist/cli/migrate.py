@@ -455,7 +455,7 @@ class Job:
         if edited:
             yield _new_import(source, module)
         loads = {node.id for node in source.nodes if isinstance(node, ast.Name) and node not in edited}
-        for name in {node.id for node in edited if isinstance(node, ast.Name)} - loads:
+        for name in sorted({node.id for node in edited if isinstance(node, ast.Name)} - loads):
             for node, meaning in source.bindings[name] if source.meaning(name).startswith("torch") else ():
                 yield Finding(node.lineno, NOT_NEEDED, f"the import of {meaning}: nothing else uses it")
 
