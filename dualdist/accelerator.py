@@ -51,7 +51,7 @@ def visible(*, by_uuid: bool = False) -> tuple[str, ...]:
         return tuple(names)
     properties = map(torch.get_device_module(kind()).get_device_properties, range(len(names)))
     uuids = [str(getattr(found, "uuid", "")) for found in properties]
-    if not all(uuid.strip("0-") for uuid in uuids):  # this driver does not tell
+    if not all(uuid.strip("0-") for uuid in uuids):  # the driver gives none
         return tuple(names)
     # The parts of one GPU may share its UUID.
     return tuple(name if name.startswith("MIG-") else uuid for name, uuid in zip(names, uuids, strict=True))

@@ -1,4 +1,4 @@
-"""How the ranks spend their time: loading data, computing, waiting for other ranks, communicating.
+"""How the ranks spend their time: computing, loading data, waiting for other ranks, communicating.
 
 Backward takes equally long on all ranks when it ends with a collective, so a clock outside cannot find the slow rank. A
 rank that agrees on a call knows when it has made the call, when the last member has, and when the data has arrived.
@@ -6,10 +6,12 @@ rank that agrees on a call knows when it has made the call, when the last member
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,79 +29,85 @@ Report = dict[str, Any]
 
 
 class Usage:
-    """The times of this rank since `start`, or since the last `take`. Calls that run in the background take none."""
+    """The times of this rank. Only the main thread's count, and those of autograd's threads, in which it waits."""
 
     def __init__(self) -> None:
-        self._waiting = self._data = self._loading = 0
-        """Nanoseconds, as all times here."""
-        self._since = time.time_ns()
-        self._calls = 0
-        self._step: Any = None
-        """The hook after each step of an optimizer; None until `measure_loading`."""
-        self._forward: Any = None
-        """The hook before the next forward. It removes itself, so that compiled models see no hooks."""
-        self._step_end, self._busy_before = 0, 0
+        self._waiting = self._data = self._loading = self._calls = 0
+        """Nanoseconds, as all times here, and how many calls."""
+        self._start = (time.time_ns(), 0, 0, 0, 0)
+        self._taken = self._start
+        """When `take` was called last, and the values above."""
+        self._next: Any = None
+        """DataLoader's function that gives the next batch, while it is measured."""
 
     def add(self, record: Record, since: int = 0) -> None:
-        """Add a call for which a thread of the script has waited. since: when it began to wait, if not at once."""
-        if record.agreed:
+        """Add a call for which the script has waited. since: when it began to wait, if not at once."""
+        if _is_of_the_script():
             begin = max(record.called, since)
-            self._waiting += max(0, record.agreed - begin)
-            self._data += max(0, record.ended - max(record.agreed, begin))
+            agreed = (
+                record.agreed or record.ended
+            )  # of `join`, which waits for the others' calls, there is none
+            self._waiting += max(0, agreed - begin)
+            self._data += max(0, record.ended - max(agreed, begin))
             self._calls += 1
 
     def add_data(self, since: int) -> None:
         """Add a wait for data, from `since` to now."""
-        self._data += time.time_ns() - since
+        if _is_of_the_script():
+            self._data += time.time_ns() - since
 
-    def measure_loading(self, *, at_once: bool) -> None:
-        """From now on, count the time between a step of an optimizer and the next forward, without collectives in it.
+    def measure_loading(self) -> None:
+        """From now on, count how long DataLoaders take for the next batch. Until then it belongs to the computing."""
+        if self._next is not None:
+            return
+        from torch.utils.data import dataloader
 
-        Until then it belongs to the computing. at_once: whether it begins now, as after a step.
-        """
-        if self._step is None:
-            from torch.optim.optimizer import register_optimizer_step_post_hook
+        former = self._next = dataloader._BaseDataLoaderIter.__next__
 
-            self._step = register_optimizer_step_post_hook(self._end_step)
-            if at_once:
-                self._end_step()
+        @functools.wraps(former)
+        def timed(iterator: Any) -> Any:
+            since, busy = time.time_ns(), self._waiting + self._data
+            try:
+                return former(iterator)
+            finally:
+                if _is_of_the_script():
+                    self._loading += time.time_ns() - since - (self._waiting + self._data - busy)
+
+        dataloader._BaseDataLoaderIter.__next__ = timed  # type: ignore[assignment, method-assign]
 
     def stop(self) -> None:
         """Undo `measure_loading`."""
-        for hook in (self._step, self._forward):
-            if hook is not None:
-                hook.remove()
-        self._step = self._forward = None
+        former, self._next = self._next, None
+        if former is not None:
+            from torch.utils.data import dataloader
 
-    def _end_step(self, *_: object) -> None:
-        from torch.nn.modules.module import register_module_forward_pre_hook
+            dataloader._BaseDataLoaderIter.__next__ = former  # type: ignore[method-assign]
 
-        self._step_end, self._busy_before = time.time_ns(), self._waiting + self._data
-        if self._forward is None:
-            self._forward = register_module_forward_pre_hook(self._begin_forward)
+    def take(self, rank: int, size: int) -> Report:
+        """Return the shares of the time since the last `take`, which add up to 1."""
+        before, self._taken = self._taken, self._values()
+        return _shares(before, self._taken, rank, size)
 
-    def _begin_forward(self, *_: object) -> None:
-        hook, self._forward = self._forward, None
-        if hook is not None:  # else another thread was faster
-            hook.remove()
-            busy = self._waiting + self._data - self._busy_before
-            self._loading += max(0, time.time_ns() - max(self._step_end, self._since) - busy)
+    def total(self, rank: int, size: int) -> Report:
+        """Return the shares of the time since the start."""
+        return _shares(self._start, self._values(), rank, size)
 
-    def take(self, rank: int) -> Report:
-        """Return the shares of the time since the last `take`, which add up to 1, and start over."""
-        now = time.time_ns()
-        length = max(1, now - self._since)
-        shares = {
-            "data_loading": self._loading / length,
-            "waiting": self._waiting / length,
-            "communication": self._data / length,
-        }
-        shares["computing"] = max(0.0, 1.0 - sum(shares.values()))
-        report = {"rank": rank, "seconds": length / 1e9, "calls": self._calls, **shares}
-        self._waiting = self._data = self._loading = self._calls = 0
-        self._busy_before = 0
-        self._since = now
-        return report
+    def _values(self) -> tuple[int, int, int, int, int]:
+        return time.time_ns(), self._waiting, self._data, self._loading, self._calls
+
+
+def _is_of_the_script() -> bool:
+    """Return whether the main thread runs this or waits for it: threads of autograd, in C++, run backward on GPUs."""
+    thread = threading.current_thread()
+    return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+
+
+def _shares(before: Sequence[int], after: Sequence[int], rank: int, size: int) -> Report:
+    length, waiting, data, loading, calls = (late - early for early, late in zip(before, after, strict=True))
+    times = {"data_loading": loading, "waiting": waiting, "communication": data}
+    shares = {kind: times.get(kind, 0) / max(1, length) for kind in KINDS}
+    shares["computing"] = max(0.0, 1.0 - sum(shares.values()))
+    return {"rank": rank, "size": size, "seconds": length / 1e9, "calls": calls, **shares}
 
 
 def combined(ranks: Sequence[Report]) -> Report:
@@ -143,6 +151,8 @@ def lines(report: Report) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in (titles, *rows)
     ]
+    if len(rows) == 1:
+        return table
     if report["slowest"] is None:
         return [*table, "The ranks wait for each other equally long."]
     reason = str(report["reason"]).replace("_", " ")
@@ -155,17 +165,14 @@ def lines(report: Report) -> list[str]:
 
 def write(report: Report, where: str) -> None:
     """Write this rank's report to the folder `where`, for `dualdist report`; with "1" as a line to stderr."""
-    if where == "1":
-        shares = ", ".join(f"{kind.replace('_', ' ')} {100 * report[kind]:.1f} %" for kind in KINDS)
-        print(
-            f"dualdist: rank {report['rank']}, {report['seconds']:.1f} s: {shares}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return
     try:
-        path = Path(where)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"time-{report['rank']}.json").write_text(json.dumps(report) + "\n")
-    except OSError as error:
+        if where == "1":
+            shares = ", ".join(f"{kind.replace('_', ' ')} {100 * report[kind]:.1f} %" for kind in KINDS)
+            line = f"dualdist: rank {report['rank']}, {report['seconds']:.1f} s: {shares}\n"
+            sys.stderr.write(line)
+        else:
+            path = Path(where)
+            path.mkdir(parents=True, exist_ok=True)
+            (path / f"time-{report['rank']}.json").write_text(json.dumps(report) + "\n")
+    except (OSError, ValueError) as error:  # ValueError: stderr is closed
         logger.warning("DUALDIST_SUMMARY must be 1 or a folder to write to, but is %r: %s.", where, error)

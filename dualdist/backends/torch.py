@@ -233,11 +233,10 @@ class TorchBackend(Backend):
             meeting = Meeting(board, *place, seconds)
             undo.callback(meeting.close, started=False)
             shared = open_store(meeting, env, seconds, offer.to_text())
+            if needs_gpus and device is None:
+                offers = [Offer.from_text(text) for text in shared.messages]
+                device = bind_device(transport, offers, dist.get_rank())
             undo.pop_all()
-        if needs_gpus and device is None:
-            device = bind_device(
-                transport, [Offer.from_text(text) for text in shared.messages], dist.get_rank()
-            )
         adopted = cls(transport, config, device, shared, place, settings, meeting, adopted=True)
         # For the groups that the adopted world makes from now on.
         adopted._on_shutdown.enter_context(temporary_environment(error_handling(device, env)))
@@ -321,9 +320,9 @@ class TorchBackend(Backend):
         with self._on_shutdown:
             if self._adopted:
                 self._groups.close()
-            self._default_group.close(
-                abort_process_group if self._groups.are_aborted else dist.destroy_process_group
-            )
+            end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
+            # The end of the default group would wait for all groups.
+            self._default_group.close(self.keep_process_groups if self._groups.are_stuck else end)
 
     def abandon(self) -> None:
         self._groups.abandon()

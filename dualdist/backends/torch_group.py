@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import accelerator
 from ..errors import HorovodInternalError, StallError
 from ..executor import CHECK_SECONDS, Patience, in_thread
 from ..process_exit import never_delete, skip_destructors_at_exit
@@ -90,6 +93,10 @@ class TorchGroup(Group):
         self._device = device
         """The device to which the transport is bound."""
         self._abort: Future[None] | None = None
+        self._abort_end = math.inf
+        """When to stop waiting for `_abort`."""
+        self.is_stuck = False
+        """Whether `_abort` did not end in time."""
 
     @property
     def is_aborted(self) -> bool:
@@ -160,8 +167,16 @@ class TorchGroup(Group):
         In a thread: NCCL may wait until the kernel of another communicator ends, which is aborted next
         (https://github.com/pytorch/pytorch/issues/119797).
         """
-        if self._pg is not None and self._device is not None and not self.is_aborted:
-            self._abort = in_thread(functools.partial(_abort_device_part, self._pg, self._device))
+        if self._pg is None or self._device is None or self.is_aborted:
+            return
+        step = functools.partial(_abort_device_part, self._pg, self._device)
+        self._abort_end = time.monotonic() + _ABORT_SECONDS
+        try:
+            self._abort = in_thread(step)
+        except RuntimeError:  # the interpreter ends
+            self._abort = Future()
+            step()
+            self._abort.set_result(None)
 
     def close(self) -> None:
         process_group, self._pg = self._pg, None
@@ -169,14 +184,16 @@ class TorchGroup(Group):
             return
         if self._abort is None:
             dist.destroy_process_group(process_group)  # it waits for the collectives of the group
-        elif concurrent.futures.wait([self._abort], _ABORT_SECONDS).done:
+        elif concurrent.futures.wait([self._abort], max(0.0, self._abort_end - time.monotonic())).done:
             abort_process_group(process_group)
         else:
+            self.is_stuck = True
             never_delete(process_group)
             skip_destructors_at_exit()
 
 
 def _abort_device_part(process_group: Any, device: torch.device) -> None:
+    accelerator.bind(device)  # each thread has a current device of its own
     with contextlib.suppress(RuntimeError):  # its watchdog may have aborted it
         backend = process_group._get_backend(device)
         (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6

@@ -209,15 +209,16 @@ class TorchGroups:
     def _make_members_group(self, ranks: Sequence[int]) -> TorchGroup:
         # torch numbers the groups of a process, and names each by its number. Other ranks do not count this one.
         torch_world, key = dist.distributed_c10d._world, tuple(ranks)
-        before = torch_world.group_count
-        _members_groups_made[key] += 1
-        torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
-        # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
         world: Any = dist.group.WORLD
-        bound, world.bound_device_id = world.bound_device_id, None
-        takes_device = "device_id" in inspect.signature(dist.new_group).parameters  # torch 2.4 connects later
+        before, bound = torch_world.group_count, world.bound_device_id
+        _members_groups_made[key] += 1
+        # torch 2.4 has no such argument: it connects at the first collective.
+        takes_device = "device_id" in inspect.signature(dist.new_group).parameters
         options = {"device_id": bound} if takes_device else {}
         try:
+            torch_world.group_count = _FIRST_MEMBERS_GROUP + _members_groups_made[key]
+            # From a default group that is bound to a device, NCCL would split the communicator, which needs all ranks.
+            world.bound_device_id = None
             return self._make_group(ranks, use_local_synchronization=True, **options)
         finally:
             torch_world.group_count, world.bound_device_id = before, bound
@@ -241,6 +242,11 @@ class TorchGroups:
     def are_aborted(self) -> bool:
         """Whether a group was aborted after a failure."""
         return any(isinstance(group, TorchGroup) and group.is_aborted for group in self._groups)
+
+    @property
+    def are_stuck(self) -> bool:
+        """Whether the abort of a closed group has not ended."""
+        return any(isinstance(group, TorchGroup) and group.is_stuck for group in self._groups)
 
     def close(self) -> None:
         """Destroy the groups. Local."""

@@ -29,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the table, and return 0. Raises ConfigurationError if a file cannot be read."""
-    report = combined([row for path in args.paths for file in _files(path) for row in _read(file)])
+    rows = [row for path in args.paths for file in _files(path) for row in _read(file)]
+    ranks = [row["rank"] for row in rows]
+    if len({row["size"] for row in rows}) > 1 or len(set(ranks)) < len(ranks):
+        raise ConfigurationError(
+            f"FILE must be of one run, but ranks {sorted(ranks)} are of several. Remove the files of older runs."
+        )
+    report = combined(rows)
     sys.stdout.writelines(f"{line}\n" for line in lines(report))
     if args.plot is not None:
         _draw(report["ranks"], args.plot)
@@ -47,13 +53,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text())
         rows = found["ranks"] if "ranks" in found else [found]
+        rows = list(rows) or [{}]
         for row in rows:
-            _ = [float(row[name]) for name in ("rank", "seconds", "calls", *KINDS)]
+            _ = [float(row[name]) for name in ("rank", "size", "seconds", "calls", *KINDS)]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"FILE must be what a rank or hvd.report() has written, but {path} is not: {error!r}."
         ) from None
-    return list(rows)
+    return rows
 
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

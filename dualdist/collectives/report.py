@@ -18,19 +18,19 @@ def report() -> dict[str, Any]:
     Returns:
         A dictionary, equal on all ranks, that JSON can hold:
 
-        - "ranks": for each rank a dictionary with "rank", "seconds" (since the last call), "calls" (collectives for
-          which it has waited) and shares of the time that add up to 1: "data_loading" (between an optimizer's step and
-          the next forward of a module), "waiting" (for other ranks), "communication" (waits for data as long as those
-          of every rank) and "computing" (the rest).
+        - "ranks": for each rank a dictionary with "rank", "size" (of the world), "seconds" (since the last call),
+          "calls" (collectives for which it has waited) and shares of the time that add up to 1: "data_loading" (until
+          a DataLoader gives the next batch), "waiting" (for other ranks), "communication" (the wait for data that all
+          ranks have in common) and "computing" (the rest). Waits of other threads than the main one do not count.
         - "slowest": the rank for which the others wait; None if the shares of waiting differ by less than 0.05.
         - "reason": what takes longer on that rank, "computing" or "data_loading"; None without such a rank.
         - "share": how much more of the time the others wait than that rank.
 
-    On GPUs the host runs ahead: a wait of the GPU counts where the host waits for the GPU.
+    Time that a GPU waits is seen only where the host waits for the GPU, as in `item()`.
 
     Raises HorovodInternalError as `allgather_object`, and NotInitializedError before `init()`.
     """
     context = current()
-    context.watch.usage.measure_loading(at_once=True)
-    mine = context.watch.usage.take(context.backend.rank)
+    context.watch.usage.measure_loading()
+    mine = context.watch.usage.take(context.backend.rank, context.backend.size)
     return combined(allgather_object(mine, name="dualdist.report"))

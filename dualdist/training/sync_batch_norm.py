@@ -70,7 +70,7 @@ _LONGEST = 1 << 15
 def _exchanged(row: torch.Tensor, name: str, process_set: ProcessSet, *, sums: bool) -> torch.Tensor:
     """Return the rows ((n,)) of all members, (size, n), or with `sums` their sum. Collective over `process_set`.
 
-    Overwrites `row` or not.
+    May overwrite `row`.
     """
     channel = channel_of(process_set)
     wire = row.to(channel.group.wire_device(row.device))

@@ -159,8 +159,10 @@ class Context:
         try:
             self.add_channel(range(backend.size))
             self.world = self._confirm_world()
+            self._undo.callback(self.watch.usage.stop)
             if settings.summary is not None:
-                self.watch.usage.measure_loading(at_once=False)
+                self.watch.usage.measure_loading()
+                self._undo.callback(self._summarize, settings.summary)
             if settings.timeline is not None:
                 self.timeline.open(settings.timeline, settings.timeline_mark_cycles)
         except BaseException:
@@ -220,12 +222,9 @@ class Context:
             for sync in [sync for known in self.grad_syncs.values() for sync in known]:
                 stack.callback(sync.forget_world, self.backend)
             stack.callback(self.watch.close)
-            stack.callback(self._summarize)
 
-    def _summarize(self) -> None:
-        self.watch.usage.stop()
-        if self.settings.summary is not None:
-            write(self.watch.usage.take(self.backend.rank), self.settings.summary)
+    def _summarize(self, where: str) -> None:
+        write(self.watch.usage.total(self.backend.rank, self.backend.size), where)
 
     def abandon(self) -> None:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import dualdist as hvd
 
@@ -38,6 +40,21 @@ class Slow(nn.Module):
         return x
 
 
+class Rows(Dataset[torch.Tensor]):
+    """The rows of STEPS batches of 4."""
+
+    def __init__(self, is_slow: bool) -> None:
+        self.is_slow = is_slow
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.is_slow and index % 4 == 3:
+            take_time()
+        return torch.ones(3)
+
+
 def report_of_training(place: str, style: str) -> dict[str, Any]:
     """Train with a delay in one `place`, and return the report."""
     middle = Slow() if place == "forward" else nn.Identity()
@@ -50,13 +67,12 @@ def report_of_training(place: str, style: str) -> dict[str, Any]:
         model = hvd.DistributedDataParallel(model)
     else:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    for number in range(STEPS + 2):
-        if number == 2:  # the first steps make connections
+    loader = DataLoader(Rows(place == "loading"), batch_size=4)
+    for number, inputs in enumerate(itertools.chain(loader, loader)):
+        if number == STEPS:  # the first steps make connections
             hvd.report()
-        if place == "loading":
-            take_time()
         optimizer.zero_grad()
-        model(torch.ones(4, 3)).sum().backward()
+        model(inputs).sum().backward()
         optimizer.step()
     return hvd.report()
 
@@ -76,7 +92,8 @@ def test_the_slow_rank_is_named_with_its_reason(place: str, style: str) -> None:
     reason = "data_loading" if place == "loading" else "computing"
     assert (found["slowest"], found["reason"]) == (SLOW, reason)
     slow = found["ranks"][SLOW]
-    assert slow[reason] >= STEPS * DELAY / slow["seconds"]
+    # The first batch is there before the report.
+    assert slow[reason] >= (STEPS - (place == "loading")) * DELAY / slow["seconds"]
 
 
 @everywhere
@@ -93,15 +110,69 @@ def test_a_wait_for_a_handle_is_waiting_and_work_beside_it_is_not() -> None:
         assert hvd.report()["slowest"] == SLOW
 
 
+@everywhere
+def test_a_rank_that_has_joined_waits_for_the_others() -> None:
+    hvd.report()
+    if hvd.rank() != SLOW:
+        hvd.join()
+    else:
+        threading.Event().wait(DELAY)
+        hvd.allreduce(torch.ones(2))
+        hvd.join()
+    found = hvd.report()
+    if hvd.size() > 1:
+        assert (found["slowest"], found["reason"]) == (SLOW, "computing")
+
+
+@everywhere
+def test_waits_of_other_threads_than_the_main_one_do_not_count() -> None:
+    hvd.report()
+    if hvd.rank() == SLOW:
+        threading.Event().wait(DELAY)
+        hvd.barrier()
+    else:
+        thread = threading.Thread(target=hvd.barrier)
+        thread.start()
+        thread.join()
+    found = hvd.report()
+    assert all(row["waiting"] * row["seconds"] < DELAY / 2 for row in found["ranks"])
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_models_stay_compiled(fullgraph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUALDIST_SUMMARY", "")
+    hvd.init()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        def run(*args: torch.Tensor) -> Any:
+            nonlocal graphs
+            graphs += 1
+            return graph(*args)
+
+        return run
+
+    model = nn.Linear(1, 1)
+    model.compile(backend=backend, fullgraph=fullgraph)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for _ in range(4):
+            hvd.report()
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+            optimizer.step()
+    finally:
+        hvd.shutdown()
+    assert graphs == 4
+
+
 def summed_up(where: str) -> None:
-    """Train one step in a world of one, whose summary goes to `where`."""
+    """Load data in a world of one, whose summary goes to `where`."""
     os.environ["DUALDIST_SUMMARY"] = where
     hvd.init()
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
+    for _ in DataLoader(Rows(False)):
+        pass
+    hvd.report()
     hvd.shutdown()
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dualdist import accelerator
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
@@ -26,6 +27,14 @@ from dualdist.errors import HorovodInternalError, StallError
 CUDA = torch.device("cuda", 1)
 CALL = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
 MINUTE = timedelta(seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that threads have made the current ones. There is no GPU here."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(accelerator, "bind", devices.append)
+    return devices
 
 
 def guard(events: list[str]) -> Guard:
@@ -52,7 +61,7 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
 
 
 def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, bound: list[torch.device]
 ) -> None:
     monkeypatch.setattr(torch_group, "abort_process_group", lambda group: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -62,6 +71,17 @@ def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(
     group.abort()
     group.close()
     assert process_group.mock_calls == [mock.call._get_backend(CUDA), mock.call._get_backend().abort()]
+    assert bound == [CUDA]
+
+
+def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_group, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
+    process_group: Any = mock.Mock()
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
+    group.abort()
+    assert process_group._get_backend().abort.called and group.is_aborted
 
 
 def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +116,7 @@ def test_a_group_whose_abort_does_not_end_is_left_alone(monkeypatch: pytest.Monk
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
     group.abort()
     group.close()
-    assert left == [process_group, "no destructors"]
+    assert left == [process_group, "no destructors"] and group.is_stuck
     never.set()
 
 

@@ -22,7 +22,7 @@ TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
 
 PRIVATE_NAMES = {
     "torch": """
-        _BatchNorm _C _FR_SELF_RECORDING_BACKENDS _FrameAction _FrameExecStrategy _RecordFunction
+        _BaseDataLoaderIter _BatchNorm _C _FR_SELF_RECORDING_BACKENDS _FrameAction _FrameExecStrategy _RecordFunction
         _abort_process_group _autograd _buffers _call_end_callbacks_on_jit_fut _cdata _current_autograd_node
         _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _enabled _execution_engine
         _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store
@@ -64,6 +64,11 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
+    Patch(
+        "agreement/usage.py",
+        "dataloader._BaseDataLoaderIter.__next__ = ",
+        "torch has no hook that tells how long a batch takes to load",
+    ),
     Patch(
         "backends/horovod/backend.py",
         "network.cloudpickle = ",
