@@ -20,6 +20,7 @@ _COMMANDS = {
     "exec": "under any launcher: become a torch script, with all variables of torchrun",
     "hang": "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
     "migrate": "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
+    "parity": "run a training script in two ways, and say where and why they first differ",
     "report": "show how the ranks of a run spent their time, and for which rank the others waited",
     "run": "start a command in several processes, on one or more hosts",
 }

@@ -102,6 +102,21 @@ PATCHES = (
         "DataLoader.__iter__ = ",
         "while signals are watched, they must not end the workers, too",
     ),
+    Patch(
+        "cli/parity_recorder.py",
+        "torch.nn.Module.__call__ = ",
+        "torch's hooks do not see keyword arguments; only in processes that `dualdist parity` starts",
+    ),
+    Patch(
+        "cli/parity_recorder.py",
+        "torch.autograd.backward = ",
+        "torch has no hook that sees the loss; only in these processes",
+    ),
+    Patch(
+        "cli/parity_recorder.py",
+        "torch.optim.Optimizer.add_param_group = ",
+        "parameters get their hooks before those of a wrapper; only in these processes",
+    ),
     Patch("compat/torch.py", "wrapped.__class__ = ", "isinstance() and the state of the optimizer stay"),
     Patch(
         "compiling.py",

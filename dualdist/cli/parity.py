@@ -1,0 +1,254 @@
+"""Run the same training script in two ways, and say at which step, rank and tensor they first differ, and why.
+
+dualdist parity -np 2 --left torch+gloo@torchrun --right horovod+gloo@horovodrun train.py ARGS
+dualdist parity -np 2 --right "torch+gloo@torchrun,OMP_NUM_THREADS=4,python=../old/.venv" train.py
+dualdist parity --right "torch+gloo x1" train.py
+dualdist parity --record here.json train.py && dualdist parity --against here.json --right horovod+mpi@mpirun train.py
+
+A cell is BACKEND+TRANSPORT[@LAUNCHER][ xN][,NAME=VALUE ...]. NAME=VALUE sets a variable of the environment, python=PATH
+another interpreter or virtual environment. LAUNCHER is torchrun, horovodrun, mpirun, exec (`mpirun dualdist exec`) or
+run (`dualdist run`). The script stays as it is, and is ended after the steps. It may use dualdist, torch.distributed
+or Horovod, which is dualdist.compat with the backend torch. Exit code: 0 equal, 1 different, 2 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..backends import DISTRIBUTED_BACKENDS, TRANSPORTS
+from ..errors import ConfigurationError
+from ..launch.launchers import mpirun_command
+from .parity_comparison import SETTINGS, Comparison, Difference, Record, compare
+from .run import whole_number
+
+_ROOT = Path(__file__).parents[2]
+_CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
+_LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
+_TAIL = 25  # lines of a failed cell's output to show
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How to start the script."""
+
+    name: str
+    backend: str
+    transport: str
+    launcher: str
+    size: int
+    python: str
+    variables: dict[str, str]
+
+
+_LAUNCHERS = {
+    "torchrun": "{python} -m torch.distributed.run --standalone --nproc-per-node {size} --no-python {python}",
+    "horovodrun": "{horovodrun} --{transport} -np {size} {python}",
+    "mpirun": "{mpirun} {python}",
+    "exec": "{mpirun} {python} -m dualdist exec",
+    "run": "{python} -m dualdist run -np {size} {python}",
+}
+"""Launcher -> what starts the arguments of a Python in all processes."""
+_DEFAULTS = dict(zip(DISTRIBUTED_BACKENDS, _LAUNCHERS, strict=False))
+
+
+def _start(cell: Cell) -> list[str]:
+    """Return the words of the launcher. Raises ConfigurationError when it is not installed."""
+    path = os.pathsep.join([os.path.dirname(cell.python), os.environ.get("PATH", os.defpath)])
+    programs = {"{horovodrun}": [shutil.which("horovodrun", path=path) or ""]}
+    programs["{mpirun}"] = mpirun_command(cell.size, []) or [""]
+    words: list[str] = []
+    for word in _LAUNCHERS[cell.launcher].split():
+        words += programs.get(word) or [word.format_map(vars(cell))]
+        if not words[-1]:
+            raise ConfigurationError(f"{cell.name} needs {word[1:-1]}, but it is not on PATH. Install it.")
+    return words
+
+
+def parse_cell(text: str, size: int) -> Cell:
+    """Return the cell that `text` describes. size: the number of processes, if it does not say."""
+    name, *settings = text.split(",")
+    found = _CELL.fullmatch(name.strip())
+    variables = dict(setting.split("=", 1) for setting in settings if "=" in setting)
+    if found is None or len(variables) != len(settings):
+        raise ConfigurationError(
+            "A cell must be BACKEND+TRANSPORT[@LAUNCHER][ xN][,NAME=VALUE ...], but is "
+            f"{text!r} instead. Write for example {_LEFT}."
+        )
+    backend, transport, launcher, given = found.groups()
+    launcher = launcher or _DEFAULTS.get(backend, "")
+    python = Path(variables.pop("python", sys.executable)).expanduser()
+    python = python / "bin" / "python" if python.is_dir() else python
+    problem = f"The cell {text!r} must have"
+    for value, known in ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS)):
+        if value not in known:
+            raise ConfigurationError(f"{problem} one of {', '.join(known)}, but has {value!r} instead.")
+    if shutil.which(python) is None:
+        raise ConfigurationError(f"{problem} an interpreter or environment, but has {python} instead.")
+    if (number := int(given or size)) < 1:
+        raise ConfigurationError(f"{problem} at least 1 process, but has {number} instead.")
+    return Cell(text, backend, transport, launcher, number, os.path.abspath(python), variables)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `dualdist parity`."""
+    parser.usage = "dualdist parity [-np N] [--left CELL] [--right CELL] [OPTIONS] [-m] SCRIPT ARGS"
+    add = parser.add_argument
+    add("-np", "--num-proc", dest="size", type=whole_number, default=2, metavar="N", help="processes (2)")
+    add("--left", metavar="CELL", default=_LEFT, help="the first way to run it (%(default)s)")
+    add("--right", metavar="CELL", default=_RIGHT, help="the second way to run it (%(default)s)")
+    add("--steps", type=whole_number, default=50, metavar="K", help="optimizer steps (%(default)s)")
+    text = "the relative difference of a tensor from which on it is different (%(default)s)"
+    add("--tolerance", type=float, default=1e-4, metavar="T", help=text)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--record", type=Path, metavar="FILE", help="only run --left, and record it")
+    only.add_argument("--against", type=Path, metavar="FILE", help="compare --right with such a record")
+    add("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    add("--plot", type=Path, metavar="FILE.png", help="draw losses and differences (needs matplotlib)")
+    add("-m", action="store_true", dest="is_module", help="the script is a Python module")
+    add("script", metavar="SCRIPT", help="the training script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the cells and print the comparison. Returns 0 if they are equal, else 1."""
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("`--plot` needs matplotlib, which is absent. Run `pip install matplotlib`.")
+    if args.steps < 1 or not 0 <= args.tolerance < math.inf:
+        raise ConfigurationError("`--steps` must be at least 1, and `--tolerance` at least 0.")
+    if not args.is_module and not Path(args.script).is_file():
+        raise ConfigurationError(f"SCRIPT must be a file, but {args.script!r} is none. A module needs -m.")
+    command = ["-m"] * args.is_module + [args.script, *args.arguments]
+    left = parse_cell(args.left, args.size)
+    if args.record is not None:
+        if args.json is not None or args.plot is not None:
+            raise ConfigurationError("`--json` and `--plot` show a comparison: leave them out with --record.")
+        args.record.write_text(json.dumps(run_cell(left, args.steps, command)))
+        return 0
+    right = parse_cell(args.right, args.size)
+    first = run_cell(left, args.steps, command) if args.against is None else _read(args.against)
+    records = first, run_cell(right, args.steps, command)
+    result = compare(*records, args.tolerance)
+    sys.stdout.writelines(f"{line}\n" for line in _report(*records, result, args.tolerance))
+    if args.json is not None:
+        args.json.write_text(json.dumps(_as_json(*records, result, args.tolerance), indent=2))
+    if args.plot is not None:
+        _plot(args.plot, *records, result)
+    return int(result.first is not None)
+
+
+def _read(file: Path) -> Record:
+    try:
+        record: Record = json.loads(file.read_text())
+        if record["ranks"][0]["values"] and record["steps"]:
+            return record
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        pass
+    raise ConfigurationError(f"`--against` must be a file that --record has written, but {file} is not one.")
+
+
+def run_cell(cell: Cell, steps: int, command: Sequence[str]) -> Record:
+    """Run the script in a cell, and return what its ranks recorded. Raises ConfigurationError when it fails."""
+    sys.stderr.write(f"dualdist parity: running {cell.name}\n")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dualdist-parity-") as folder:
+        recorder = ["dualdist.cli.parity_recorder", folder, str(steps), str(cell.size), cell.backend, "--"]
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_ROOT)]))
+        chosen = {"DUALDIST_BACKEND": cell.backend, "DUALDIST_TRANSPORT": cell.transport, "PYTHONPATH": path}
+        with (Path(folder) / "output").open("w+b") as output:
+            start = [*_start(cell), "-m", *recorder, *command]
+            env, none = os.environ | chosen | cell.variables, subprocess.DEVNULL
+            # Unlike `subprocess.run`, it lets the launcher end its processes after an interrupt.
+            with subprocess.Popen(start, stdin=none, stdout=output, stderr=output, env=env) as process:
+                code = process.wait()
+            output.seek(0)
+            tail = output.read().decode(errors="replace").splitlines()
+        ranks = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
+    ranks.sort(key=lambda rank: int(rank["rank"]))
+    has_failed = len(ranks) != cell.size or not all(rank["is_complete"] for rank in ranks)
+    if has_failed or not all(rank["steps"] for rank in ranks):
+        why = (
+            f"it ended with {code}" if has_failed else "a rank made no step of an optimizer after a backward"
+        )
+        tail = next((rank["error"].splitlines() for rank in ranks if rank.get("error")), tail)[-_TAIL:]
+        shown = "".join(f"\n  {line}" for line in tail)
+        raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
+    return {"cell": cell.name, "steps": steps, "seconds": time.monotonic() - began, "ranks": ranks}
+
+
+def _report(left: Record, right: Record, result: Comparison, tolerance: float) -> Iterator[str]:
+    for side, record in (("left ", left), ("right", right)):
+        head = record["ranks"][0]
+        yield (
+            f"{side} {record['cell']}: {len(record['ranks'])} processes, {len(head['steps'])} steps, torch "
+            f"{head['torch']}, {head['threads']} threads, {record['seconds']:.1f} s"
+        )
+    first, least, cause = result.first, result.least, result.cause
+    if first is not None:
+        yield f"different: {_place(first)}"
+    elif least is not None:
+        yield f"equal: {len(result.losses)} steps differ by {result.largest:.1e} at most (--tolerance {tolerance:g})"
+    else:
+        yield f"equal: {len(result.losses)} steps are equal bit for bit"
+    if least is not None and least != first:
+        yield f"the first difference in any bit: {_place(least)}"
+    if least is not None and (cause is None or least.size < tolerance):
+        error = max(rank["summing_error"] for record in (left, right) for rank in record["ranks"])
+        yield f"rounding: summing a gradient in another order, in one process, changes the sum by {error:.1e}"
+    if cause is not None:
+        yield f"cause: {cause.text}"
+        yield f"remedy: {cause.remedy}"
+    for note in result.notes:
+        yield f"note: {note}"
+    shown = {0, len(result.losses) - 1, first.step if first else 0} & set(range(len(result.losses)))
+    yield "step  loss left      loss right     weights differ by"
+    for step in sorted(shown):
+        losses = ("-" if loss is None else f"{loss:.8g}" for loss in result.losses[step])
+        yield f"{step:4}  {'  '.join(f'{loss:13}' for loss in losses)}  {result.sizes[step]:.1e}"
+
+
+def _place(found: Difference) -> str:
+    name = f" {'' if found.stage == SETTINGS else 'of '}{found.name}" if found.name else ""
+    where = "before the first step" if found.step < 0 else f"step {found.step}"
+    size = f", by {found.size:.1e} of its size" if math.isfinite(found.size) else ""
+    return f"{where}, rank {found.rank}, {found.stage}{name}{size}"
+
+
+def _as_json(left: Record, right: Record, result: Comparison, tolerance: float) -> Any:
+    found = {"equal": result.first is None, "tolerance": tolerance, **dataclasses.asdict(result)}
+    for side, record in (("left", left), ("right", right)):
+        head = record["ranks"][0]
+        found[side] = {name: record[name] for name in ("cell", "seconds")}
+        found[side] |= {name: head[name] for name in ("torch", "threads", "device")}
+        found[side]["step_and_recording_seconds"] = head["steps"]
+    # JSON has no infinities: they become null.
+    return json.loads(json.dumps(found), parse_constant=lambda _: None)
+
+
+def _plot(file: Path, left: Record, right: Record, result: Comparison) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    losses, differences = figure.subplots(2, 1, sharex=True)
+    for number, record in enumerate((left, right)):
+        values = [math.nan if pair[number] is None else pair[number] for pair in result.losses]
+        losses.plot(values, label=record["cell"], linestyle=("-", "--")[number])
+    losses.set(ylabel="mean loss")
+    losses.legend()
+    differences.plot([size or math.nan for size in result.sizes], marker=".")
+    differences.set(xlabel="step", ylabel="largest relative difference of a weight", yscale="log")
+    figure.savefig(file)

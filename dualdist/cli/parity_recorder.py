@@ -1,0 +1,343 @@
+"""Runs a training script inside each process of `dualdist parity`, and writes what it computed to a file.
+
+    python -m dualdist.cli.parity_recorder FOLDER STEPS SIZE BACKEND -- [-m] SCRIPT ARGS
+
+The script is not changed, nor are its numbers: nothing here calls a collective or draws a random number. Hooks of
+torch see each forward of a whole model, each backward and each step of an optimizer. A tensor is recorded as a
+fingerprint: a hash, the norm, and a sketch. The difference of sketches has on average the norm of the difference.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import runpy
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import is_initialized
+from ..backends import HOROVOD_BACKENDS
+from ..compat import install
+from ..launch.detect import detect
+from . import parity_comparison as stages
+
+WIDTH = 16
+"""Numbers in a sketch."""
+_LEAVE_SECONDS = 30
+"""How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
+
+_record: dict[str, Any] = {"early_steps": 0, "summing_error": 0.0, "steps": [], "values": []}
+"""What is written, with the seconds of each step and of recording it. `values` is described in parity_comparison.py."""
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as a vector on the CPU."""
+    values = tensor.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values
+    values = (values if values.layout == torch.strided else values.to_dense()).resolve_conj().resolve_neg()
+    return values.cpu().contiguous().reshape(-1)
+
+
+def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
+    """Return [hash, norm, sketch, dtype], and the 16-bit dtype that could hold all values, or None."""
+    flat = _flat(tensor)
+    dtype = str(flat.dtype).removeprefix("torch.")
+    known = hashlib.blake2b(f"{dtype}{list(tensor.shape)}".encode(), digest_size=8)
+    known.update(flat.view(torch.uint8).numpy().data)
+    # In numpy, whose operations on small arrays are the fastest, and use one thread.
+    real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    numbers = (real if real.dtype == torch.float32 else real.double()).numpy().astype(numpy.float64)
+    signed = numpy.zeros(-(-len(numbers) // WIDTH) * WIDTH)
+    with numpy.errstate(all="ignore"):  # of numbers that are not finite
+        numpy.multiply(numbers, _signs(len(numbers)), out=signed[: len(numbers)])
+        norm = math.sqrt(numpy.dot(numbers, numbers))
+        found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), dtype]
+    return [*found, _narrow(flat) if finds_narrow else None]
+
+
+@functools.cache
+def _signs(count: int) -> Any:
+    """Return the same pseudo-random signs in every process, without a random generator."""
+    mixed: Any = numpy.arange(1, count + 1, dtype=numpy.uint64) * 0x9E3779B1 % 2**32
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA6B % 2**32
+    return ((mixed >> 16) % 2).astype(numpy.int8) * 2 - 1
+
+
+def _narrow(values: torch.Tensor) -> str | None:
+    first = values[:1000] if values.dtype == torch.float32 else values[:0]
+    names = ("bfloat16", "float16") if first.count_nonzero() else ()
+    return next((name for name in names if torch.equal(first.to(getattr(torch, name)).float(), first)), None)
+
+
+def _tensors(value: Any, path: str = "input") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors inside the arguments of a forward."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    items = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in value.items() if isinstance(value, dict) else items:
+        yield from _tensors(item, f"{path}.{key}")
+
+
+def _random_states() -> dict[str, str]:
+    of_numpy: Any = numpy.random.get_state()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state().numpy(),
+        "python": numpy.array(random.getstate()[1]),
+        "numpy": numpy.append(*of_numpy[1:3]),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
+
+
+def _summing_error(values: torch.Tensor) -> float:
+    """Return by how much a sum of float32 numbers changes with their order, relative to the sum of their sizes."""
+    numbers = _flat(values)[:100_000].float().numpy()
+    with numpy.errstate(all="ignore"):
+        total = float(numpy.abs(numbers).sum())
+        sums = [float(order.cumsum()[-1]) for order in (numbers, numbers[::-1], numpy.sort(numbers))]
+    return (max(sums) - min(sums)) / total if 0 < total < math.inf else 0.0
+
+
+def _timed(record: Callable[..., None]) -> Callable[..., None]:
+    """Add the time that the method takes to `own_seconds`. Do nothing after the last step, and while compiling."""
+
+    @functools.wraps(record)
+    def timed(self: Recorder, *args: Any) -> None:
+        if not self.has_ended and not torch.compiler.is_compiling():
+            began = time.monotonic()
+            record(self, *args)
+            self.own_seconds += time.monotonic() - began
+
+    return timed
+
+
+class Recorder:
+    """Follows the training of this process, and ends it after `steps` steps."""
+
+    def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
+        self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
+        self.params: dict[int, torch.Tensor] = {}
+        """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
+        self.names: dict[int, str] = {}
+        self.roots: list[torch.nn.Module] = []
+        self.depth = self.step_depth = self.forwards = self.backwards = 0
+        self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
+        self.own: dict[str, Any] = {}
+        self.own_seconds, self.began = 0.0, time.monotonic()
+
+    def add(self, stage: str, values: dict[str, Any], number: int = 0) -> None:
+        step = len(_record["steps"]) if self.has_begun else -1
+        _record["values"].append([step, stage, number, values])
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record the gradients of parameters that an optimizer is given."""
+        for tensor in tensors:
+            if id(tensor) not in self.params:
+                self.params[id(tensor)] = tensor
+                if tensor.requires_grad:
+                    # Not changed by the hooks that reduce: autograd passes what this process has computed.
+                    tensor.register_hook(functools.partial(self.see_gradient, id(tensor)))
+
+    def prints(self, params: Iterable[torch.Tensor]) -> dict[str, Any]:
+        return {self.name(id(param)): fingerprint(param) for param in params}
+
+    def name(self, key: int) -> str:
+        return self.names.get(key) or f"parameter {list(self.params).index(key)}"
+
+    def buffers(self) -> dict[str, Any]:
+        return {_short(name): fingerprint(it) for root in self.roots for name, it in root.named_buffers()}
+
+    def begin(self, root: torch.nn.Module | None) -> None:
+        """Record the names in a new model, and the weights and buffers with which training begins."""
+        if root is not None and not any(root is known for known in self.roots):
+            self.roots.append(root)
+            for name, tensor in root.named_parameters():
+                short = _short(name)
+                taken = short in self.names.values()
+                self.names.setdefault(id(tensor), f"{len(self.roots)}:{short}" if taken else short)
+        if self.params and not self.has_begun:
+            self.add(stages.WEIGHTS, self.prints(self.params.values()))
+            self.add(stages.BUFFERS, self.buffers())
+            self.has_begun = True
+
+    @_timed
+    def see_forward(self, module: torch.nn.Module, arguments: Any) -> None:
+        self.depth += 1
+        is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
+        if is_training and next(module.parameters(), None) is not None:  # a loss has none
+            self.begin(module)
+            batch = {path: fingerprint(tensor) for path, tensor in _tensors(arguments)}
+            self.add(stages.BATCH, batch, self.forwards)
+            self.add(stages.RANDOM, _random_states(), self.forwards)
+            self.forwards += 1
+
+    @_timed
+    def see_forward_end(self) -> None:
+        self.depth = max(0, self.depth - 1)
+
+    @_timed
+    def see_backward(self, tensors: Any) -> None:
+        self.begin(None)
+        self.depth, self.own, self.has_backward = 0, {}, True
+        first = next(_tensors(tensors), (None, None))[1]
+        loss = first.item() if first is not None and first.numel() == 1 else None
+        self.add(stages.LOSS, {"": loss}, self.backwards)
+        self.add(stages.OWN, self.own, self.backwards)
+        self.backwards += 1
+
+    @_timed
+    def see_gradient(self, key: int, gradient: torch.Tensor) -> None:
+        if self.in_backward:
+            if not _record["steps"]:
+                _record["summing_error"] = max(_record["summing_error"], _summing_error(gradient))
+            self.own[self.name(key)] = fingerprint(gradient)
+
+    @_timed
+    def see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.step_depth += 1
+        # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
+        steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
+        if not self.has_backward or self.step_depth < sum(hasattr(step, "hooked") for step in steps):
+            return
+        named = [(id(param), param.grad) for group in optimizer.param_groups for param in group["params"]]
+        reduced = {self.name(key): fingerprint(grad, True) for key, grad in named if grad is not None}
+        self.add(stages.REDUCED, reduced)
+        settings = {
+            f"{name} of group {number}": _plain(value)
+            for number, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        self.add(stages.SETTINGS, settings)
+
+    @_timed
+    def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.step_depth = max(0, self.step_depth - 1)
+        if self.step_depth == 0 and not self.has_backward:
+            _record["early_steps"] += 1
+        elif self.step_depth == 0:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self.add(stages.NEW_WEIGHTS, self.prints(params))
+            self.add(stages.NEW_BUFFERS, self.buffers())
+            _record["steps"].append([time.monotonic() - self.began, self.own_seconds])
+            self.forwards = self.backwards = 0
+            self.own_seconds, self.began = 0.0, time.monotonic()
+            if len(_record["steps"]) == self.steps:
+                self.write(is_complete=True)
+                self.leave()
+
+    def write(self, is_complete: bool) -> None:
+        """Write the record of this rank. A second call does nothing."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        _record.update(
+            rank=self.rank,
+            is_complete=is_complete,
+            modules=Counter(type(module).__name__ for root in self.roots for module in root.modules()),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            device=str(next((tensor.device for tensor in self.params.values()), "none")),
+        )
+        part = self.folder / f"rank-{self.rank}.part"
+        part.write_text(json.dumps(_record))
+        part.rename(part.with_suffix(".json"))
+
+    def leave(self) -> None:
+        """End this process when all ranks have written their records. No collective: the script may be inside one."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while len(list(self.folder.glob("rank-*.json"))) < self.size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        raise SystemExit(0)
+
+
+def _short(name: str) -> str:
+    """Return the name of a parameter without what wrappers have added."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    known = str(value) if isinstance(value, list | tuple | dict | str | None) else type(value).__name__
+    return value if isinstance(value, int | float) else known
+
+
+def _hook(recorder: Recorder) -> None:
+    register_optimizer_step_pre_hook(recorder.see_step)
+    register_optimizer_step_post_hook(recorder.see_step_end)
+
+    # Torch has no hooks for these: those of forwards see no keyword arguments. `Tensor.backward` calls the second.
+    call, backward = torch.nn.Module.__call__, torch.autograd.backward
+    add_param_group = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(call)
+    def recorded_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder.see_forward(module, [*args, kwargs])
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            recorder.see_forward_end()
+
+    @functools.wraps(backward)
+    def recorded_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if not recorder.in_backward:
+            recorder.see_backward(tensors)
+        is_inner, recorder.in_backward = recorder.in_backward, True
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            recorder.in_backward = is_inner
+
+    @functools.wraps(add_param_group)
+    def recorded_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        add_param_group(optimizer, group)
+        recorder.watch(group["params"])  # now a list of tensors
+
+    torch.nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
+    torch.autograd.backward = recorded_backward
+    torch.optim.Optimizer.add_param_group = recorded_group  # type: ignore[method-assign, assignment]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the script; see the module's docstring."""
+    folder, steps, size, backend, _, *command = argv
+    recorder = Recorder(Path(folder), int(steps), detect(os.environ).rank, int(size))
+    _hook(recorder)
+    if backend not in HOROVOD_BACKENDS:
+        install()  # a script of Horovod runs on dualdist
+    is_module = command[:1] == ["-m"]
+    sys.argv = command[is_module:]
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        recorder.write(is_complete=True)
+    except BaseException as error:
+        is_end = isinstance(error, SystemExit) and not error.code
+        _record["error"] = "" if is_end else traceback.format_exc()
+        recorder.write(is_complete=is_end)
+        raise
+    finally:
+        groups = torch.distributed
+        if groups.is_available() and groups.is_initialized() and not is_initialized():
+            groups.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,193 @@
+"""`dualdist parity`: real trainings in two ways, with one planted fault or none."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualdist.cli import main
+
+from ..helpers import parity_script
+from ..helpers.parity_script import FAULTY_STEP
+from ..helpers.requirements import need_modules
+from ..helpers.world import ROOT
+
+SCRIPT = parity_script.__file__
+TORCHRUN = "torch+gloo@torchrun"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the record of a training of a style without a fault, under torchrun."""
+
+    @functools.cache
+    def made(style: str) -> Path:
+        file = tmp_path_factory.mktemp("record") / f"{style}.json"
+        assert main(["parity", "--left", TORCHRUN, "--record", str(file), SCRIPT, style]) == 0
+        return file
+
+    return made
+
+
+def compared(folder: Path, *arguments: str | Path) -> Any:
+    """Return the result of `dualdist parity ARGUMENTS`, whose exit code must fit."""
+    file = folder / "result.json"
+    code = main(["parity", "--json", str(file), *map(str, arguments)])
+    result = json.loads(file.read_text())
+    assert code == int(not result["equal"])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "rank", "stage", "kind"),
+    [
+        ("lr", 0, 0, "settings of the optimizer", "learning-rate"),
+        ("sync-bn", 0, 0, "loss", "sync-batch-norm"),
+        ("sampler", 0, 0, "batch", "data-order"),
+        ("set-epoch", 3, 0, "batch", "set-epoch"),
+        ("sum", 0, 0, "reduced gradient", "average-or-sum"),
+        ("accumulation", 0, 0, "loss", "accumulation"),
+        ("dropout", FAULTY_STEP, 0, "loss", "random-numbers"),
+        ("params", -1, 1, "initial weights", "no-broadcast"),
+        ("buffers", -1, 1, "initial buffers", "no-broadcast-of-buffers"),
+        ("overflow", FAULTY_STEP, 1, "loss", "overflow"),
+        ("wire", 0, 0, "reduced gradient", "wire-dtype"),
+        ("no-reduction", 0, 0, "reduced gradient", "no-reduction"),
+    ],
+)
+def test_a_fault_is_found_where_it_begins_and_named(
+    fault: str, step: int, rank: int, stage: str, kind: str, record: Callable[[str], Path], tmp_path: Path
+) -> None:
+    cell = f"{TORCHRUN},FAULT={fault}"
+    result = compared(tmp_path, "--against", record("dualdist"), "--right", cell, SCRIPT, "dualdist")
+    first = result["first"]
+    assert (first["step"], first["rank"], first["stage"]) == (step, rank, stage)
+    assert result["cause"]["kind"] == kind
+
+
+def test_the_step_that_horovod_hides_in_a_broadcast_is_named(tmp_path: Path) -> None:
+    need_modules("horovod")
+    cells = [f"{cell},FAULT=optimizer-state" for cell in (TORCHRUN, "horovod+gloo@horovodrun")]
+    result = compared(tmp_path, "--left", cells[0], "--right", cells[1], SCRIPT, "horovod")
+    assert (result["first"]["step"], result["cause"]["kind"]) == (-1, "early-step")
+    assert "On the right" in result["cause"]["text"]
+
+
+def test_buffers_that_ddp_does_not_broadcast_are_named(record: Callable[[str], Path], tmp_path: Path) -> None:
+    cell = f"{TORCHRUN},FAULT=ddp-buffers"
+    result = compared(tmp_path, "--against", record("torch"), "--right", cell, SCRIPT, "torch")
+    assert result["cause"]["kind"] == "no-broadcast-of-buffers"
+    assert "On the right" in result["cause"]["text"]
+
+
+@pytest.mark.parametrize("fault", ["threads", "order"])
+def test_rounding_is_no_difference_and_has_no_cause(
+    fault: str, record: Callable[[str], Path], tmp_path: Path
+) -> None:
+    cell = f"{TORCHRUN},FAULT={fault}"
+    result = compared(tmp_path, "--against", record("dualdist"), "--right", cell, SCRIPT, "dualdist")
+    assert result["equal"] and result["cause"] is None
+    assert 0 < result["largest"] < 1e-4
+    assert any("threads 1 and right 2" in note for note in result["notes"]) == (fault == "threads")
+
+
+@pytest.mark.parametrize(
+    ("style", "cell", "modules"),
+    [
+        ("dualdist", "horovod+mpi@mpirun", ("horovod", "mpi4py")),
+        ("dualdist", "torch+mpi@mpirun", ("mpi4py",)),
+        ("dualdist-ddp", "horovod+gloo@horovodrun", ("horovod",)),
+        ("horovod", "horovod+gloo@horovodrun", ("horovod",)),
+        ("torch", "torch+gloo@run", ()),
+        ("torch", "torch+gloo@exec", ("mpi4py",)),
+    ],
+)
+def test_the_same_script_is_equal_bit_for_bit(
+    style: str, cell: str, modules: tuple[str, ...], record: Callable[[str], Path], tmp_path: Path
+) -> None:
+    need_modules(*modules)
+    result = compared(tmp_path, "--against", record(style), "--right", cell, SCRIPT, style)
+    assert (result["equal"], result["least"], result["notes"]) == (True, None, [])
+    assert len(result["losses"]) == parity_script.EPOCHS * 3
+
+
+@pytest.mark.parametrize("style", ["dualdist", "dualdist-ddp", "horovod", "torch"])
+def test_the_reduced_gradient_is_the_mean_of_what_the_ranks_recorded_as_their_own(
+    style: str, record: Callable[[str], Path]
+) -> None:
+    ranks = json.loads(record(style).read_text())["ranks"]
+    entries = [entry for rank in ranks for entry in rank["values"] if entry[0] == 0]
+    own = [values for _, stage, _, values in entries if stage == "own gradient"]
+    reduced = [values for _, stage, _, values in entries if stage == "reduced gradient"]
+    assert (len(own), len(reduced)) == (len(ranks) * parity_script.PASSES, len(ranks))
+    for name, applied in reduced[0].items():
+        sketches = zip(*(values[name][2] for values in own), strict=True)
+        assert applied[2] == pytest.approx(
+            [sum(parts) / len(ranks) for parts in sketches], rel=1e-4, abs=1e-7
+        )
+        assert own[0][name][0] != own[parity_script.PASSES][name][0]  # of the first pass of two ranks
+
+
+def test_one_process_with_the_whole_batch_is_equal(tmp_path: Path) -> None:
+    cells = ("--left", TORCHRUN, "--right", "torch+gloo x1")
+    result = compared(tmp_path, *cells, "--steps", "4", SCRIPT, "whole")
+    assert result["equal"] and 0 < result["largest"] < 1e-4
+    assert "2 and 1 processes" in result["notes"][0]
+    assert len(result["losses"]) == 4
+
+
+def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nraise RuntimeError('this script fails')")
+    assert main(["parity", "--left", "torch+gloo x1", str(script)]) == 2
+    assert "RuntimeError: this script fails" in capsys.readouterr().err
+    script.write_text("import torch")
+    assert main(["parity", "--left", "torch+gloo x1", str(script)]) == 2
+    assert "no step of an optimizer" in capsys.readouterr().err
+    assert main(["parity", "--against", str(script), SCRIPT]) == 2
+    assert "--record has written" in capsys.readouterr().err
+    assert main(["parity", str(tmp_path / "absent.py")]) == 2
+    assert "SCRIPT must be a file" in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    assert main(["parity", "--plot", str(tmp_path / "picture.png"), SCRIPT]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_picture_has_both_losses(record: Callable[[str], Path], tmp_path: Path) -> None:
+    need_modules("matplotlib")
+    picture = tmp_path / "picture.png"
+    compared(
+        tmp_path,
+        *(
+            "--against",
+            record("torch"),
+            "--right",
+            TORCHRUN,
+            "--plot",
+            picture,
+            "--steps",
+            "2",
+            SCRIPT,
+            "torch",
+        ),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,284 @@
+"""Why two trainings differ: the comparison of `dualdist parity`, with records that are written by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dualdist.cli import parity
+from dualdist.cli.parity_comparison import (
+    _CAUSES,
+    BATCH,
+    BUFFERS,
+    LOSS,
+    NEW_BUFFERS,
+    NEW_WEIGHTS,
+    OWN,
+    RANDOM,
+    REDUCED,
+    SETTINGS,
+    WEIGHTS,
+    compare,
+    difference,
+)
+from dualdist.cli.parity_recorder import fingerprint
+from dualdist.errors import ConfigurationError
+
+STEPS, PASSES = 4, 2
+Record = dict[str, Any]
+
+
+def values(seed: int, scale: float = 1.0) -> list[Any]:
+    """Return the fingerprint of a tensor."""
+    tensor = torch.randn(40, generator=torch.Generator().manual_seed(seed))
+    return fingerprint(tensor * scale, True)
+
+
+def record(size: int = 2) -> Record:
+    """Return a record with one tensor of each kind."""
+    ranks = []
+    for rank in range(size):
+        entries: list[Any] = [[-1, WEIGHTS, 0, {"w": values(1)}], [-1, BUFFERS, 0, {"b": values(2)}]]
+        for step in range(STEPS):
+            for number in range(PASSES):
+                own = 1000 + 100 * step + 10 * number + rank
+                entries += [
+                    [step, BATCH, number, {"input.0": values(own)}],
+                    [step, RANDOM, number, {"torch": f"{own}", "python": f"{own}"}],
+                    [step, LOSS, number, {"": 1.0 + own}],
+                    [step, OWN, number, {"w": values(own + 5)}],
+                ]
+            entries += [
+                [step, REDUCED, 0, {"w": values(2000 + step)}],
+                [step, SETTINGS, 0, {"lr of group 0": 0.1, "betas of group 0": "(0.9, 0.999)"}],
+                [step, NEW_WEIGHTS, 0, {"w": values(3000 + step)}],
+                [step, NEW_BUFFERS, 0, {"b": values(4000 + step)}],
+            ]
+        head = {"early_steps": 0, "summing_error": 1e-7, "modules": {"Linear": 2, "BatchNorm1d": 1}}
+        head |= {"threads": 1, "torch": "2.15", "python": "3.11", "device": "cpu", "rank": rank}
+        ranks.append(head | {"values": entries, "steps": [[1.0, 0.1]] * STEPS})
+    return {"cell": "cell", "steps": 100, "seconds": 1.0, "ranks": ranks}
+
+
+def put(changed: Record, step: int, stage: str, value: Any, rank: int | None = None, number: int = 0) -> None:
+    """Replace the only value of an entry, on one rank or on all."""
+    for made in changed["ranks"] if rank is None else changed["ranks"][rank : rank + 1]:
+        entry = next(entry for entry in made["values"] if entry[:3] == [step, stage, number])
+        entry[3] = {name: value for name in entry[3]}
+
+
+def narrow(seed: int) -> list[Any]:
+    tensor = torch.randn(40, generator=torch.Generator().manual_seed(seed))
+    return fingerprint(tensor.half().float(), True)
+
+
+def set_all(changed: Record, **values: Any) -> None:
+    for rank in changed["ranks"]:
+        rank.update(values)
+
+
+def drop(changed: Record, is_gone: Callable[[list[Any]], bool]) -> None:
+    for rank in changed["ranks"]:
+        rank["values"] = [entry for entry in rank["values"] if not is_gone(entry)]
+
+
+def early_step(changed: Record) -> None:
+    set_all(changed, early_steps=1)
+    put(changed, -1, WEIGHTS, values(9))
+
+
+def sync_batch_norm(changed: Record) -> None:
+    set_all(changed, modules={"Linear": 2, "SyncBatchNorm": 1})
+    put(changed, 0, LOSS, 7.0, 0)
+
+
+def betas(changed: Record) -> None:
+    for rank in changed["ranks"]:
+        for step, stage, _, settings in rank["values"]:
+            if (step, stage) == (2, SETTINGS):
+                settings["betas of group 0"] = "(0.9, 0.99)"
+
+
+def dropout(changed: Record) -> None:
+    for step, stage, _, states in changed["ranks"][1]["values"]:
+        if stage == RANDOM:
+            states["python"] = "not used, and different everywhere"
+            states["torch"] = "different" if step >= 2 else states["torch"]
+    put(changed, 2, LOSS, 7.0, 1)
+
+
+def repeated_epoch(changed: Record) -> None:
+    for rank in range(2):
+        put(changed, 2, BATCH, values(1000 + rank), rank)
+
+
+def same_batch(changed: Record) -> None:
+    put(changed, 0, BATCH, values(1000))
+
+
+def overflow(changed: Record) -> None:
+    put(changed, 2, OWN, values(5, math.inf), 1, number=1)
+    put(changed, 2, REDUCED, values(5, math.inf))
+
+
+Fault = Callable[[Record], None]
+FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
+    "learning rate": (lambda made: put(made, 0, SETTINGS, 0.2), 0, 0, SETTINGS, "learning-rate"),
+    "betas": (betas, 2, 0, SETTINGS, "settings"),
+    "early step": (early_step, -1, 0, WEIGHTS, "early-step"),
+    "SyncBatchNorm": (sync_batch_norm, 0, 0, LOSS, "sync-batch-norm"),
+    "seed of the sampler": (lambda made: put(made, 0, BATCH, values(9), 1), 0, 1, BATCH, "data-order"),
+    "set_epoch": (repeated_epoch, 2, 0, BATCH, "set-epoch"),
+    "no sampler": (same_batch, 0, 1, BATCH, "no-sampler"),
+    "sum": (lambda made: put(made, 1, REDUCED, values(2001, 2.0)), 1, 0, REDUCED, "average-or-sum"),
+    "accumulation": (lambda made: put(made, 0, LOSS, 2.0 * 1001, 0), 0, 0, LOSS, "accumulation"),
+    "dropout": (dropout, 2, 1, LOSS, "random-numbers"),
+    "parameters": (lambda made: put(made, -1, WEIGHTS, values(9), 1), -1, 1, WEIGHTS, "no-broadcast"),
+    "seed": (lambda made: put(made, -1, WEIGHTS, values(9)), -1, 0, WEIGHTS, "initial-values"),
+    "buffers": (
+        lambda made: put(made, 3, NEW_BUFFERS, values(9), 1),
+        3,
+        1,
+        NEW_BUFFERS,
+        "no-broadcast-of-buffers",
+    ),
+    "overflow": (overflow, 2, 1, OWN, "overflow"),
+    "wire": (lambda made: put(made, 1, REDUCED, narrow(2001)), 1, 0, REDUCED, "wire-dtype"),
+    "no reduction": (lambda made: put(made, 1, REDUCED, values(9), 1), 1, 1, REDUCED, "no-reduction"),
+    "clipping": (lambda made: put(made, 1, REDUCED, values(2001, 0.7)), 1, 0, REDUCED, "scale"),
+    "fewer steps": (lambda made: drop(made, lambda entry: entry[0] == 3), 3, 0, BATCH, "number-of-steps"),
+    "fewer passes": (
+        lambda made: drop(made, lambda entry: entry[0] == 3 and entry[2] == 1),
+        *(3, 0, BATCH, "number-of-passes"),
+    ),
+    "momentum": (lambda made: put(made, 1, NEW_WEIGHTS, values(9)), 1, 0, NEW_WEIGHTS, "optimizer-state"),
+}
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_fault_is_found_where_it_begins_and_named(name: str, is_left: bool) -> None:
+    plant, step, rank, stage, kind = FAULTS[name]
+    clean, faulty = record(), record()
+    plant(faulty)
+    result = compare(*((faulty, clean) if is_left else (clean, faulty)), 1e-4)
+    assert result.first is not None and result.cause is not None
+    assert (result.first.step, result.first.rank, result.first.stage) == (step, rank, stage)
+    assert result.cause.kind == kind
+    if "{side}" in _CAUSES.partition(f"\n{kind}: ")[2].partition("\n")[0]:
+        assert ("left" if is_left else "right") in result.cause.text
+
+
+def test_equal_records_are_equal() -> None:
+    result = compare(record(), record(), 0.0)
+    assert (result.first, result.cause, result.least, result.notes) == (None, None, None, [])
+    assert result.losses == [[1006.5 + 100 * step] * 2 for step in range(STEPS)]
+
+
+def test_a_difference_below_the_tolerance_is_not_one() -> None:
+    other = record()
+    put(other, 1, REDUCED, values(2001, 1 + 1e-6))
+    set_all(other, threads=8)
+    result = compare(record(), other, 1e-4)
+    assert result.first is None and result.cause is None
+    assert result.least is not None and (result.least.step, result.least.stage) == (1, REDUCED)
+    assert 1e-7 < result.largest < 1e-5
+    assert "threads 1 and right 8" in result.notes[0]
+
+
+def test_rounding_that_grows_beyond_the_tolerance_is_called_rounding() -> None:
+    other = record()
+    for step, size in enumerate((1e-6, 1e-5, 5e-5, 3e-4)):
+        put(other, step, NEW_WEIGHTS, values(3000 + step, 1 + size))
+    result = compare(record(), other, 1e-4)
+    assert result.first is not None and result.first.step == 3
+    assert result.cause is not None and result.cause.kind == "rounding"
+
+
+def test_a_jump_after_rounding_is_not_called_rounding() -> None:
+    other = record()
+    put(other, 0, NEW_WEIGHTS, values(3000, 1 + 1e-7))
+    put(other, 1, REDUCED, values(2001, 2.0))
+    result = compare(record(), other, 1e-4)
+    assert result.cause is not None and result.cause.kind == "average-or-sum"
+
+
+def test_other_numbers_of_processes_compare_what_stays_comparable() -> None:
+    one = record(1)
+    for step in range(STEPS):
+        for number in range(PASSES):
+            put(one, step, LOSS, 1001.5 + 100 * step + 10 * number, number=number)
+            put(one, step, BATCH, values(9), number=number)
+    assert compare(record(), one, 1e-4).first is None
+    assert "2 and 1 processes" in compare(record(), one, 1e-4).notes[0]
+    put(one, 1, LOSS, 1.0)
+    cause = compare(record(), one, 1e-4).cause
+    assert cause is not None and cause.kind == "global-batch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_the_difference_of_two_sketches_is_that_of_the_tensors(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(3000, generator=generator).to(dtype)
+    other = tensor.clone()
+    other[5] += 8
+    real = ((tensor - other).abs().double().norm() / other.abs().double().norm()).item()
+    assert difference(fingerprint(tensor), fingerprint(other)) == pytest.approx(real, rel=0.01)
+    assert difference(fingerprint(tensor), fingerprint(tensor.clone())) == 0.0
+
+
+def test_a_fingerprint_sees_dtype_shape_and_what_is_not_finite() -> None:
+    ones = torch.ones(4)
+    assert difference(fingerprint(ones), fingerprint(ones.double())) > 0
+    assert difference(fingerprint(ones), fingerprint(ones.reshape(2, 2))) > 0
+    assert difference(fingerprint(ones), fingerprint(ones / 0)) == math.inf
+    assert difference(fingerprint(ones / 0), fingerprint(ones / 0)) == 0.0
+    assert fingerprint(torch.empty(0))[1] == 0.0
+    assert fingerprint(torch.tensor([0.1]), True)[4] is None
+    assert fingerprint(torch.tensor([0.5]), True)[4] == "bfloat16"
+
+
+def test_a_cell_is_parsed() -> None:
+    cell = parity.parse_cell("torch+gloo@mpirun x3,A=b=c,B=", 2)
+    assert (cell.backend, cell.transport, cell.launcher, cell.size) == ("torch", "gloo", "mpirun", 3)
+    assert cell.variables == {"A": "b=c", "B": ""}
+    assert parity.parse_cell("horovod+mpi", 2).launcher == "horovodrun"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("torch", "BACKEND+TRANSPORT"),
+        ("local+gloo", "'local'"),
+        ("torch+gloo@nothing", "'nothing'"),
+        ("torch+tin@run", "'tin'"),
+        ("torch+gloo@run x0", "at least 1 process"),
+        ("torch+gloo,FAULT", "NAME=VALUE"),
+        ("torch+gloo,python=/nowhere/python", "/nowhere/python"),
+    ],
+)
+def test_the_error_for_a_wrong_cell_names_the_problem(text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words.replace("+", r"\+")):
+        parity.parse_cell(text, 2)
+
+
+def test_a_record_of_fewer_steps_is_compared_as_far_as_it_goes() -> None:
+    short, other = record(), record()
+    short["steps"] = 2
+    drop(short, lambda entry: entry[0] >= 2)
+    put(other, 2, REDUCED, values(9))
+    assert compare(short, other, 0.0).first is None
+    assert len(compare(other, short, 0.0).losses) == 2
+
+
+def test_records_are_not_changed() -> None:
+    left, right = record(), record()
+    put(right, 1, REDUCED, values(9))
+    before = copy.deepcopy((left, right))
+    compare(left, right, 1e-4)
+    assert (left, right) == before
