@@ -36,7 +36,7 @@ from ..launch.launchers import mpirun_command
 from .parity_comparison import SETTINGS, Comparison, Difference, Record, compare
 from .run import whole_number
 
-_ROOT = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
 _LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
 _TAIL = 25  # lines of a failed cell's output to show
@@ -167,7 +167,10 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str]) -> Record:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dualdist-parity-") as folder:
         recorder = ["dualdist.cli.parity_recorder", folder, str(steps), str(cell.size), cell.backend, "--"]
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_ROOT)]))
+        packages = Path(folder) / "packages"  # only this one: another Python has a torch of its own
+        packages.mkdir()
+        (packages / _PACKAGE.name).symlink_to(_PACKAGE)
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(packages)]))
         chosen = {"DUALDIST_BACKEND": cell.backend, "DUALDIST_TRANSPORT": cell.transport, "PYTHONPATH": path}
         with (Path(folder) / "output").open("w+b") as output:
             start = [*_start(cell), "-m", *recorder, *command]

@@ -209,7 +209,9 @@ class _Pair:
         return _because("number-of-passes", left=made[0], right=made[1]) if made[0] != made[1] else None
 
     def of_early_step(self, first: Difference) -> Cause | None:
-        early = [max(rank["early_steps"] for rank in ranks) for ranks in self.heads]
+        # A step with gradients of zero may change the optimizer's state alone, which shows in the first real step.
+        count = "early_changes" if first.stage == WEIGHTS else "early_steps"
+        early = [max(rank[count] for rank in ranks) for ranks in self.heads]
         return _because("early-step", side=early[0] == 0) if bool(early[0]) != bool(early[1]) else None
 
     def of_initial(self, first: Difference) -> Cause | None:

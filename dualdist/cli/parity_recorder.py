@@ -39,7 +39,13 @@ WIDTH = 16
 _LEAVE_SECONDS = 30
 """How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
 
-_record: dict[str, Any] = {"early_steps": 0, "summing_error": 0.0, "steps": [], "values": []}
+_record: dict[str, Any] = {
+    "early_steps": 0,
+    "early_changes": 0,
+    "summing_error": 0.0,
+    "steps": [],
+    "values": [],
+}
 """What is written, with the seconds of each step and of recording it. `values` is described in parity_comparison.py."""
 
 
@@ -137,6 +143,8 @@ class Recorder:
         self.depth = self.step_depth = self.forwards = self.backwards = 0
         self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
         self.own: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
+        """The weights before a step without a backward."""
         self.own_seconds, self.began = 0.0, time.monotonic()
 
     def add(self, stage: str, values: dict[str, Any], number: int = 0) -> None:
@@ -211,6 +219,8 @@ class Recorder:
         self.step_depth += 1
         # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
         steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
+        if not self.has_backward and self.step_depth == 1:
+            self.before = self.prints(self.params.values())
         if not self.has_backward or self.step_depth < sum(hasattr(step, "hooked") for step in steps):
             return
         named = [(id(param), param.grad) for group in optimizer.param_groups for param in group["params"]]
@@ -229,6 +239,7 @@ class Recorder:
         self.step_depth = max(0, self.step_depth - 1)
         if self.step_depth == 0 and not self.has_backward:
             _record["early_steps"] += 1
+            _record["early_changes"] += self.prints(self.params.values()) != self.before
         elif self.step_depth == 0:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self.add(stages.NEW_WEIGHTS, self.prints(params))

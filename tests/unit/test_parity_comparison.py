@@ -59,7 +59,12 @@ def record(size: int = 2) -> Record:
                 [step, NEW_WEIGHTS, 0, {"w": values(3000 + step)}],
                 [step, NEW_BUFFERS, 0, {"b": values(4000 + step)}],
             ]
-        head = {"early_steps": 0, "summing_error": 1e-7, "modules": {"Linear": 2, "BatchNorm1d": 1}}
+        head = {
+            "early_steps": 0,
+            "early_changes": 0,
+            "summing_error": 1e-7,
+            "modules": {"Linear": 2, "BatchNorm1d": 1},
+        }
         head |= {"threads": 1, "torch": "2.15", "python": "3.11", "device": "cpu", "rank": rank}
         ranks.append(head | {"values": entries, "steps": [[1.0, 0.1]] * STEPS})
     return {"cell": "cell", "steps": 100, "seconds": 1.0, "ranks": ranks}
@@ -88,8 +93,19 @@ def drop(changed: Record, is_gone: Callable[[list[Any]], bool]) -> None:
 
 
 def early_step(changed: Record) -> None:
+    set_all(changed, early_steps=1, early_changes=1)
+    put(changed, -1, WEIGHTS, values(9))
+
+
+def other_seed(changed: Record) -> None:
+    """Also of Adam, of which a step with gradients of zero changes the state alone."""
     set_all(changed, early_steps=1)
     put(changed, -1, WEIGHTS, values(9))
+
+
+def early_state(changed: Record) -> None:
+    set_all(changed, early_steps=1)
+    put(changed, 0, NEW_WEIGHTS, values(9))
 
 
 def sync_batch_norm(changed: Record) -> None:
@@ -131,6 +147,8 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
     "learning rate": (lambda made: put(made, 0, SETTINGS, 0.2), 0, 0, SETTINGS, "learning-rate"),
     "betas": (betas, 2, 0, SETTINGS, "settings"),
     "early step": (early_step, -1, 0, WEIGHTS, "early-step"),
+    "early state": (early_state, 0, 0, NEW_WEIGHTS, "early-step"),
+    "seed of the model": (other_seed, -1, 0, WEIGHTS, "initial-values"),
     "SyncBatchNorm": (sync_batch_norm, 0, 0, LOSS, "sync-batch-norm"),
     "seed of the sampler": (lambda made: put(made, 0, BATCH, values(9), 1), 0, 1, BATCH, "data-order"),
     "set_epoch": (repeated_epoch, 2, 0, BATCH, "set-epoch"),
