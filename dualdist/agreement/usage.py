@@ -158,8 +158,8 @@ def lines(report: Report) -> list[str]:
     reason = str(report["reason"]).replace("_", " ")
     return [
         *table,
-        f"The others wait for rank {report['slowest']} in {100 * report['share']:.0f} % of the time: "
-        f"its {reason} takes longer than theirs.",
+        f"The others wait {100 * report['share']:.0f} % of the time more than rank {report['slowest']}: its {reason} "
+        "takes longer than theirs.",
     ]
 
 

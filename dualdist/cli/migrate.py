@@ -25,6 +25,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import os
 import re
 import sys
 import tokenize
@@ -60,7 +61,8 @@ class Finding:
 
 _COMPAT = "`python -m dualdist.compat` runs the script as it is"
 _OF_HOROVOD = {
-    "broadcast_optimizer_state": "takes no hidden step: with Adam or weight decay, results differ by Horovod's",
+    "broadcast_optimizer_state": "makes no step; Horovod's makes one with gradients of zero, which shows with Adam and "
+    "weight decay",
     "DistributedOptimizer": "returns the given optimizer with its state; Horovod's is a new one without it",
     "SyncBatchNorm": "works on CPUs too; Horovod's works on CUDA only",
     "elastic.run": "survives a dead process under torchrun, which starts all again, and on Horovod under horovodrun",
@@ -68,7 +70,9 @@ _OF_HOROVOD = {
 }
 """Function of Horovod -> what is different in dualdist's."""
 _ADASUM = "Adasum runs between all ranks, not only between hosts: leave local_size() out of the learning rate"
-_SYNCHRONIZE = "gradients are complete after the last of backward_passes_per_step passes, so the call may go"
+_SYNCHRONIZE = (
+    "gradients are complete after the last of backward_passes_per_step passes, so you can remove the call"
+)
 _PRIVATE = ("_parameter_names", "_handles", "_requires_update", "_allreduce_delay")
 """Attributes of Horovod's optimizers that scripts read."""
 _NOT_PUBLIC = ("horovod.common.basics", "horovod.common.util", "horovod.runner.elastic.worker")
@@ -87,7 +91,10 @@ _OF_DDP = (
     "backward() decides whether gradients are averaged, not forward(); a forward in evaluation copies no buffers",
 )
 _WITHOUT_EFFECT = ("find_unused_parameters", "static_graph")
-_EXEC = "start this file as it is by `dualdist exec`, or write hvd.init(), which gets rank and size from the launcher"
+_EXEC = (
+    "not changed: backend, rank or size are not certain. Write hvd.init(), which gets them from the launcher, or start "
+    "this file as it is by `dualdist exec`"
+)
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
 _SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
 _STARTERS = ("spawn", "start_processes", "Process")
@@ -151,12 +158,15 @@ def _changed(source: Source, findings: Sequence[Finding]) -> str:
 
 
 def _print_diff(source: Source, text: str) -> None:
-    names = (f"a/{source.path}", f"b/{source.path}")
-    lines = difflib.unified_diff(_lines(source.text), _lines(text), *names)
+    # As GNU diff, which ends a name with spaces by a tab.
+    names = [f"{side}/{source.path}" + "\t" * (" " in source.path) for side in "ab"]
+    lines = difflib.unified_diff(_lines(source.text), _lines(text), names[0], names[1])
     ended = (line if line[-1] in "\r\n" else f"{line}\n\\ No newline at end of file\n" for line in lines)
     sys.stdout.flush()
-    # In the file's own encoding, so that `patch` can use it.
-    sys.stdout.buffer.write("".join(ended).encode(source.encoding.removesuffix("-sig"), "surrogateescape"))
+    # In the file's own encoding, so that `patch` can use it; its name in that of names.
+    head = os.fsencode("".join(itertools.islice(ended, 2)))
+    rest = "".join(ended).encode(source.encoding.removesuffix("-sig"), "surrogateescape")
+    sys.stdout.buffer.write(head + rest)
     sys.stdout.buffer.flush()
 
 
@@ -170,7 +180,7 @@ def _usable(path: str, rule: str) -> Iterator[None]:
     """Raise ConfigurationError where the block cannot read, parse or write a file."""
     try:
         yield
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+    except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"FILE must be {rule}, but {path} is not: {reason}.") from None
 
@@ -179,6 +189,10 @@ def _parsed(text: str, path: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the script's strings
         return ast.parse(text, path)
+
+
+def _is_none(node: Any) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 class Source:
@@ -233,7 +247,7 @@ class Source:
         bound = {
             meaning
             for node, meaning in self.bindings.get(name, ())
-            if meaning or ast.unparse(getattr(self.parents[node], "value", None) or node) != "None"
+            if meaning or not _is_none(getattr(self.parents[node], "value", None))
         }
         return bound.pop() if len(bound) == 1 else ""
 
@@ -408,17 +422,24 @@ def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]
 # torch.distributed, mpi4py, and the variables of launchers
 
 
+def _starts_processes(source: Source, function: Any) -> bool:
+    """Return whether this may be a function of torch or multiprocessing that starts processes without a launcher."""
+    name, root = getattr(function, "attr", None) or getattr(function, "id", ""), function
+    while isinstance(root, ast.Attribute) and isinstance(root.value, ast.Call):
+        root = root.value.func  # of get_context("spawn").Process
+    package = source.dotted(root).partition(".")[0]
+    is_unknown = not package and name == "Process"  # of a context in a variable
+    return name in _STARTERS and (is_unknown or package in ("torch", "multiprocessing"))
+
+
 class Job:
     """What the files of a job say together."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.has_horovod = any(_is_horovod(name) for source in sources for name in source.packages)
         self.uses_hvd = self.has_horovod or any("dualdist" in source.packages for source in sources)
-        functions = {
-            node.func: node for source in sources for node in source.nodes if isinstance(node, ast.Call)
-        }
-        names = {node: getattr(node, "attr", None) or getattr(node, "id", "") for node in functions}
-        self.starts = {functions[node] for node, name in names.items() if name in _STARTERS}
+        calls = [(source, node) for source in sources for node in source.nodes if isinstance(node, ast.Call)]
+        self.starts = {node for source, node in calls if _starts_processes(source, node.func)}
         inits = [(source, call) for source in sources for call in source.calls("torch", "init_process_group")]
         self.arguments = {call: _init_arguments(source, call) for source, call in inits}
         """Call of init_process_group -> the arguments for hvd.init(); None if they are not certain."""
@@ -430,7 +451,11 @@ class Job:
         found = [*_horovod(source)]
         if self.replaces:
             found += self._replacements(source)
-        if self.uses_hvd or self.arguments:
+        if not self.uses_hvd and not self.arguments:
+            text = "no file calls init_process_group(): give all files of the job"
+            for name in ("DistributedDataParallel", "DistributedSampler"):
+                found += [Finding(call.lineno, BY_HAND, text) for call in source.calls("torch", name)]
+        else:
             found += [*self._torch(source), *self._variables(source)]
         return sorted(dict.fromkeys(found), key=lambda finding: finding.line)
 
@@ -484,11 +509,16 @@ class Job:
         after = {source.function(call): call.lineno for call in inits}
         early = [node for node, _, is_set in source.accesses if not is_set]
         early = [node for node in early if node.lineno <= after.get(source.function(node), node.lineno)]
+        replaced = {node for call in self.arguments for node in ast.walk(call)} if self.replaces else set()
         for node, name, is_set in source.accesses:
+            if node in replaced:
+                continue
             number, launcher = _VARIABLES[name]
             kind = NOT_NEEDED
             edits: tuple[Edit, ...] = ()
-            if is_set:
+            if is_set and name not in _SET_BY_INIT:
+                text, kind = f"{name} is set here: {launcher} sets it, and dualdist reads it", BY_HAND
+            elif is_set:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
                 if self.replaces and name not in {other.value for other in early}:
                     edits = _removal(source, node, inits)

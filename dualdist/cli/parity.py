@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,13 +58,13 @@ class Cell:
 
 _LAUNCHERS = {
     "torchrun": "{python} -m torch.distributed.run --standalone --nproc-per-node {size} --no-python {python}",
-    "horovodrun": "{horovodrun} --{transport} -np {size} {python}",
+    "horovodrun": "{horovodrun} --{controller} -np {size} {python}",
     "mpirun": "{mpirun} {python}",
     "exec": "{mpirun} {python} -m dualdist exec",
     "run": "{python} -m dualdist run -np {size} {python}",
 }
 """Launcher -> what starts the arguments of a Python in all processes."""
-_DEFAULTS = dict(zip(DISTRIBUTED_BACKENDS, _LAUNCHERS, strict=False))
+_DEFAULTS = {"torch": "torchrun", "horovod": "horovodrun"}
 
 
 def _start(cell: Cell) -> list[str]:
@@ -71,9 +72,10 @@ def _start(cell: Cell) -> list[str]:
     path = os.pathsep.join([os.path.dirname(cell.python), os.environ.get("PATH", os.defpath)])
     programs = {"{horovodrun}": [shutil.which("horovodrun", path=path) or ""]}
     programs["{mpirun}"] = mpirun_command(cell.size, []) or [""]
+    values = {**vars(cell), "controller": "mpi" if cell.transport == "mpi" else "gloo"}
     words: list[str] = []
     for word in _LAUNCHERS[cell.launcher].split():
-        words += programs.get(word) or [word.format_map(vars(cell))]
+        words += programs.get(word) or [word.format_map(values)]
         if not words[-1]:
             raise ConfigurationError(f"{cell.name} needs {word[1:-1]}, but it is not on PATH. Install it.")
     return words
@@ -81,7 +83,7 @@ def _start(cell: Cell) -> list[str]:
 
 def parse_cell(text: str, size: int) -> Cell:
     """Return the cell that `text` describes. size: the number of processes, if it does not say."""
-    name, *settings = text.split(",")
+    name, *settings = re.split(r",\s*(?=\w+=)", text)
     found = _CELL.fullmatch(name.strip())
     variables = dict(setting.split("=", 1) for setting in settings if "=" in setting)
     if found is None or len(variables) != len(settings):
@@ -97,11 +99,12 @@ def parse_cell(text: str, size: int) -> Cell:
     for value, known in ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS)):
         if value not in known:
             raise ConfigurationError(f"{problem} one of {', '.join(known)}, but has {value!r} instead.")
-    if shutil.which(python) is None:
+    program = shutil.which(python)
+    if program is None:
         raise ConfigurationError(f"{problem} an interpreter or environment, but has {python} instead.")
     if (number := int(given or size)) < 1:
         raise ConfigurationError(f"{problem} at least 1 process, but has {number} instead.")
-    return Cell(text, backend, transport, launcher, number, os.path.abspath(python), variables)
+    return Cell(text, backend, transport, launcher, number, os.path.abspath(program), variables)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,19 +123,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the result as JSON")
     add("--plot", type=Path, metavar="FILE.png", help="draw losses and differences (needs matplotlib)")
     add("-m", action="store_true", dest="is_module", help="the script is a Python module")
-    add("script", metavar="SCRIPT", help="the training script")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    # One argument for both: of two, argparse would drop a "--" of the script.
+    add(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ARGS",
+        help="the training script and its arguments",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Run the cells and print the comparison. Returns 0 if they are equal, else 1."""
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("`--plot` needs matplotlib, which is absent. Run `pip install matplotlib`.")
+    for option in ("record", "json", "plot"):
+        file = getattr(args, option)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigurationError(f"`--{option}` must be a file in a folder that exists, but is {file}.")
     if args.steps < 1 or not 0 <= args.tolerance < math.inf:
         raise ConfigurationError("`--steps` must be at least 1, and `--tolerance` at least 0.")
-    if not args.is_module and not Path(args.script).is_file():
-        raise ConfigurationError(f"SCRIPT must be a file, but {args.script!r} is none. A module needs -m.")
-    command = ["-m"] * args.is_module + [args.script, *args.arguments]
+    if not args.is_module and not Path(args.command[0] if args.command else "").is_file():
+        raise ConfigurationError(
+            f"SCRIPT must be a file, but {' '.join(args.command[:1]) or 'nothing'} is none. A module needs -m."
+        )
+    command = ["-m"] * args.is_module + args.command
     left = parse_cell(args.left, args.size)
     if args.record is not None:
         if args.json is not None or args.plot is not None:
@@ -170,14 +184,22 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str]) -> Record:
         packages = Path(folder) / "packages"  # only this one: another Python has a torch of its own
         packages.mkdir()
         (packages / _PACKAGE.name).symlink_to(_PACKAGE)
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(packages)]))
+        given = cell.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        path = os.pathsep.join(filter(None, [given, str(packages)]))
         chosen = {"DUALDIST_BACKEND": cell.backend, "DUALDIST_TRANSPORT": cell.transport, "PYTHONPATH": path}
         with (Path(folder) / "output").open("w+b") as output:
             start = [*_start(cell), "-m", *recorder, *command]
-            env, none = os.environ | chosen | cell.variables, subprocess.DEVNULL
-            # Unlike `subprocess.run`, it lets the launcher end its processes after an interrupt.
-            with subprocess.Popen(start, stdin=none, stdout=output, stderr=output, env=env) as process:
+            env, none = os.environ | cell.variables | chosen, subprocess.DEVNULL
+            process = subprocess.Popen(start, stdin=none, stdout=output, stderr=output, env=env)
+            former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+            try:
                 code = process.wait()
+            except BaseException:  # the launcher ends its processes, which write to the folder
+                process.terminate()
+                process.wait()
+                raise
+            finally:
+                signal.signal(signal.SIGTERM, former)
             output.seek(0)
             tail = output.read().decode(errors="replace").splitlines()
         ranks = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
@@ -211,7 +233,7 @@ def _report(left: Record, right: Record, result: Comparison, tolerance: float) -
         yield f"the first difference in any bit: {_place(least)}"
     if least is not None and (cause is None or least.size < tolerance):
         error = max(rank["summing_error"] for record in (left, right) for rank in record["ranks"])
-        yield f"rounding: summing a gradient in another order, in one process, changes the sum by {error:.1e}"
+        yield f"for comparison: adding the numbers of a gradient in another order changes their sum by {error:.1e}"
     if cause is not None:
         yield f"cause: {cause.text}"
         yield f"remedy: {cause.remedy}"
@@ -227,7 +249,7 @@ def _report(left: Record, right: Record, result: Comparison, tolerance: float) -
 def _place(found: Difference) -> str:
     name = f" {'' if found.stage == SETTINGS else 'of '}{found.name}" if found.name else ""
     where = "before the first step" if found.step < 0 else f"step {found.step}"
-    size = f", by {found.size:.1e} of its size" if math.isfinite(found.size) else ""
+    size = f", relative difference {found.size:.1e}" if math.isfinite(found.size) else ""
     return f"{where}, rank {found.rank}, {found.stage}{name}{size}"
 
 

@@ -98,8 +98,13 @@ def difference(left: Any, right: Any, floor: float = 0.0) -> float:
         return 0.0
     size = math.inf
     if isinstance(left, list) and isinstance(right, list):
-        norm = max(left[1], right[1], floor) or 1.0
-        size = max(math.dist(left[2], right[2]) / norm, 2**-60)  # the least: another dtype, or sign of zero
+        if all(
+            "float" in value[3] or "complex" in value[3] for value in (left, right)
+        ):  # tokens have no distance
+            norm = max(left[1], right[1], floor) or 1.0
+            size = max(
+                math.dist(left[2], right[2]) / norm, 2**-60
+            )  # the least: another dtype, or sign of zero
     elif all(isinstance(value, int | float) for value in (left, right)):
         size = abs(left - right) / max(abs(left), abs(right))
     return size if math.isfinite(size) else math.inf
@@ -121,7 +126,9 @@ class _Pair:
     def differences(self, losses: Sequence[Sequence[float | None]]) -> Iterator[Difference]:
         """Yield what is compared, in the order of the module's docstring."""
         keys = dict.fromkeys(key for side in self.sides for rank in side for key in rank if key[1] != RANDOM)
-        for step, stage, number in sorted(keys, key=lambda key: key[0]):  # stable: in a step as recorded
+        after = (REDUCED, SETTINGS, NEW_WEIGHTS, NEW_BUFFERS)
+        # Stable: in a step as recorded, but all passes of both sides first.
+        for step, stage, number in sorted(keys, key=lambda key: (key[0], key[1] in after)):
             key = step, stage, number
             if not self.same_size and stage == LOSS and number == 0 and step < len(losses):
                 yield Difference(*key, 0, "", difference(losses[step][0], losses[step][1]))
@@ -225,7 +232,7 @@ class _Pair:
             for (step, stage, number), batch in side[first.rank].items():
                 if stage == BATCH and (step, number) <= (first.step, first.number):
                     values.append([_bits(value) for value in batch.values()])
-        repeats = [values[-1] in values[:-1] for values in found]
+        repeats = [values[-1:] != [] and values[-1] in values[:-1] for values in found]
         if repeats[0] != repeats[1]:
             return _because("set-epoch", side=repeats[1])
         same = self.agreeing(first)
@@ -353,9 +360,9 @@ unknown: No known cause explains that the {stage} differs first.
     Compare the two environments: variables, versions, and branches of the script that depend on them.
 early-step: On the {side}, the optimizer made a step before any backward, as Horovod's broadcast_optimizer_state does.
     Use dualdist's broadcast_optimizer_state, or broadcast the parameters after the optimizer's state.
-no-broadcast: On the {side}, the ranks begin with different weights: nobody broadcast the parameters.
+no-broadcast: On the {side}, the ranks begin with different weights: the parameters were not broadcast.
     Call broadcast_parameters(model.state_dict(), root_rank=0), or use DistributedDataParallel.
-no-broadcast-of-buffers: On the {side}, the ranks have different buffers: nobody broadcast them.
+no-broadcast-of-buffers: On the {side}, the ranks have different buffers: they were not broadcast.
     Broadcast model.state_dict(), which has the buffers, or pass broadcast_buffers=True.
 initial-values: The sides begin with other values: another seed, checkpoint or release of torch.
     Set the seed before the model is made, or load the same checkpoint.
@@ -365,8 +372,8 @@ no-sampler: On the {side}, all ranks read the same batch: the data is not divide
     Give the DataLoader a DistributedSampler with the rank and the number of ranks.
 data-order: The batches differ first: another seed of the sampler, order of files, division, or random augmentation.
     Give the sampler the same seed, rank and number of ranks on both sides.
-global-batch: The mean losses differ first: the processes of the two sides do not read the same data in a step.
-    Divide the batch by the number of processes, so that a step has the same samples.
+global-batch: The mean losses differ first: the two sides read other data in a step, or a layer sees its rank's alone.
+    Divide the batch by the number of processes. Plain BatchNorm and dropout differ with that number.
 overflow: An overflow: a loss or gradient of rank {rank} on the {side} is infinite or NaN.
     Look at this rank's batch; lower the learning rate or the loss scale, or clip the gradients.
 sync-batch-norm: Left has {left} layers of SyncBatchNorm and right {right}: the others see the batch of one rank.

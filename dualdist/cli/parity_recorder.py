@@ -90,7 +90,7 @@ def _narrow(values: torch.Tensor) -> str | None:
 
 def _tensors(value: Any, path: str = "input") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors inside the arguments of a forward."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is not torch.jagged:
         yield path, value
     items = enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in value.items() if isinstance(value, dict) else items:

@@ -35,8 +35,12 @@ def execute(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"FILE must be of one run, but ranks {sorted(ranks)} are of several. Remove the files of older runs."
         )
+    missing = sorted(set(range(rows[0]["size"])) - set(ranks))
     report = combined(rows)
-    sys.stdout.writelines(f"{line}\n" for line in lines(report))
+    if missing:  # the slow one may be among them
+        report["slowest"] = None
+    shown = [*lines(report)[: len(rows) + 1], f"ranks {missing} have no file"] if missing else lines(report)
+    sys.stdout.writelines(f"{line}\n" for line in shown)
     if args.plot is not None:
         _draw(report["ranks"], args.plot)
     return 0
@@ -53,14 +57,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text())
         rows = found["ranks"] if "ranks" in found else [found]
-        rows = list(rows) or [{}]
+        if not rows:
+            raise ValueError("no ranks")
         for row in rows:
             _ = [float(row[name]) for name in ("rank", "size", "seconds", "calls", *KINDS)]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"FILE must be what a rank or hvd.report() has written, but {path} is not: {error!r}."
         ) from None
-    return rows
+    return list(rows)
 
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

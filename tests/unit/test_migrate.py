@@ -250,7 +250,7 @@ def test_what_is_not_certain_is_said_and_left(
 @pytest.mark.parametrize(
     ("line", "kind", "words"),
     [
-        (2, "differs", "hidden step"),
+        (2, "differs", "gradients of zero"),
         (3, "differs", "returns the given optimizer"),
         (4, "not needed", "synchronize()"),
         (5, "not needed", "skip_synchronize()"),
@@ -295,8 +295,42 @@ def test_ddp_is_replaced_where_every_init_process_group_is(
     uncertain = "import torch.distributed\ntorch.distributed.init_process_group(backend)\n"
     assert not [kind for _, kind, _ in findings(capsys, tmp_path, DDP, uncertain) if kind == "change"]
     user = "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
-    assert findings(capsys, tmp_path, user) == []
+    alone = "no file calls init_process_group(): give all files of the job"
+    assert findings(capsys, tmp_path, user) == [(2, "by hand", alone)]
     assert "change" in [kind for line, kind, _ in findings(capsys, tmp_path, user, DDP) if line == 2]
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_replaced"),
+    [
+        ("import psutil; psutil.Process().memory_info()", True),
+        ("import numpy as np; np.random.SeedSequence(1).spawn(4)", True),
+        ("import torch.multiprocessing as mp; mp.spawn(f, nprocs=2)", False),
+        ('import multiprocessing; multiprocessing.get_context("spawn").Process(target=f).start()', False),
+        ("context.Process(target=f).start()", False),
+    ],
+)
+def test_ddp_is_left_alone_where_the_files_start_processes(
+    statement: str, is_replaced: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = [kind for _, kind, _ in findings(capsys, tmp_path, f"{DDP}{statement}\n")]
+    assert ("change" in kinds) == is_replaced
+
+
+def test_variables_that_name_rank_and_size_for_dualdist_are_not_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = DDP.replace("dist.init", 'os.environ["SLURM_NTASKS"] = "1"\ndist.init')
+    assert 'os.environ["SLURM_NTASKS"] = "1"' in migrated(tmp_path, text).decode()
+    assert [line for line, kind, _ in findings(capsys, tmp_path, text) if kind == "by hand"] == [4]
+
+
+def test_arguments_that_are_replaced_need_no_change_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = 'rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])'
+    text = DDP.replace('"gloo")', f'"gloo", {arguments})')
+    assert "by hand" not in [kind for _, kind, _ in findings(capsys, tmp_path, text)]
 
 
 def test_the_import_is_added_below_what_must_be_first_and_by_another_name_where_hvd_is_taken(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dualdist.cli import parity
+from dualdist.cli.parity import parse_cell
 from dualdist.cli.parity_comparison import (
     _CAUSES,
     BATCH,
@@ -108,6 +109,11 @@ def early_state(changed: Record) -> None:
     put(changed, 0, NEW_WEIGHTS, values(9))
 
 
+def half_accumulated(changed: Record) -> None:
+    drop(changed, lambda entry: entry[0] == 3 and entry[2] == 1)
+    put(changed, 3, REDUCED, values(2003, 0.5))
+
+
 def sync_batch_norm(changed: Record) -> None:
     set_all(changed, modules={"Linear": 2, "SyncBatchNorm": 1})
     put(changed, 0, LOSS, 7.0, 0)
@@ -174,6 +180,7 @@ FAULTS: dict[str, tuple[Fault, int, int, str, str]] = {
         lambda made: drop(made, lambda entry: entry[0] == 3 and entry[2] == 1),
         *(3, 0, BATCH, "number-of-passes"),
     ),
+    "fewer passes and half the gradient": (half_accumulated, 3, 0, BATCH, "number-of-passes"),
     "momentum": (lambda made: put(made, 1, NEW_WEIGHTS, values(9)), 1, 0, NEW_WEIGHTS, "optimizer-state"),
 }
 
@@ -250,6 +257,21 @@ def test_the_difference_of_two_sketches_is_that_of_the_tensors(dtype: torch.dtyp
     assert difference(fingerprint(tensor), fingerprint(tensor.clone())) == 0.0
 
 
+def test_whole_numbers_are_equal_or_not() -> None:
+    tokens = torch.arange(8192)
+    other = tokens.clone()
+    other[5] += 1
+    assert difference(fingerprint(tokens), fingerprint(other)) == math.inf
+    assert difference(fingerprint(tokens), fingerprint(tokens.clone())) == 0.0
+
+
+def test_batches_that_only_one_side_has_are_a_difference() -> None:
+    other = record()
+    drop(other, lambda entry: entry[1] == BATCH)
+    first = compare(record(), other, 1e-4).first
+    assert first is not None and first.stage == BATCH
+
+
 def test_a_fingerprint_sees_dtype_shape_and_what_is_not_finite() -> None:
     ones = torch.ones(4)
     assert difference(fingerprint(ones), fingerprint(ones.double())) > 0
@@ -300,3 +322,14 @@ def test_records_are_not_changed() -> None:
     before = copy.deepcopy((left, right))
     compare(left, right, 1e-4)
     assert (left, right) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "variables"),
+    [
+        ("torch+gloo, OMP_NUM_THREADS=4", {"OMP_NUM_THREADS": "4"}),
+        ("torch+gloo,CUDA_VISIBLE_DEVICES=0,1,A=", {"CUDA_VISIBLE_DEVICES": "0,1", "A": ""}),
+    ],
+)
+def test_a_cell_has_variables_whose_values_may_have_commas(text: str, variables: dict[str, str]) -> None:
+    assert parse_cell(text, 2).variables == variables

@@ -59,7 +59,7 @@ def test_the_command_shows_files_and_folders(tmp_path: Path, capsys: pytest.Capt
         "rank  seconds  calls  computing  data loading  waiting  communication",
         "   0     10.0      5     40.0 %        10.0 %   40.0 %         10.0 %",
         "   1     10.0      5     50.0 %        40.0 %    0.0 %         10.0 %",
-        "The others wait for rank 1 in 40 % of the time: its data loading takes longer than theirs.",
+        "The others wait 40 % of the time more than rank 1: its data loading takes longer than theirs.",
     ]
 
 
@@ -97,3 +97,12 @@ def test_files_of_several_runs_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(tmp_path / "time-1.json"), str(tmp_path / "time-1.json")]) == 2
     assert capsys.readouterr().err.count("Remove the files of older runs") == 2
+
+
+def test_no_rank_is_called_slow_while_files_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for report in (FAST, {**SLOW, "rank": 2}):
+        (tmp_path / f"time-{report['rank']}.json").write_text(json.dumps({**report, "size": 4}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == ["ranks [1, 3] have no file"]
