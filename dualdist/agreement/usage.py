@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from .call import Record
@@ -22,6 +23,8 @@ from .call import Record
 KINDS = ("computing", "data_loading", "waiting", "communication")
 _MOST_DIFFERENCE = 0.05
 """Up to this difference between shares of time, no rank is called slow."""
+
+_MAIN = threading.main_thread().ident
 
 logger = logging.getLogger("dualdist")
 
@@ -42,7 +45,7 @@ class Usage:
 
     def add(self, record: Record, since: int = 0) -> None:
         """Add a call for which the script has waited. since: when it began to wait, if not at once."""
-        if _is_of_the_script():
+        if get_ident() == _MAIN or _is_of_the_script():
             begin = max(record.called, since)
             agreed = (
                 record.agreed or record.ended
