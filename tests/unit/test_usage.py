@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from dualdist.agreement.usage import KINDS, Report, combined, lines
+from dualdist.agreement import call_kinds
+from dualdist.agreement.call import Call, Record
+from dualdist.agreement.usage import KINDS, Report, Usage, combined, lines
 from dualdist.cli import main
 
 
 def row(rank: int, computing: float, data_loading: float, waiting: float, communication: float) -> Report:
     shares = (computing, data_loading, waiting, communication)
     return {"rank": rank, "size": 2, "seconds": 10.0, "calls": 5, **dict(zip(KINDS, shares, strict=True))}
+
+
+def record(called: int, agreed: int, ended: int) -> Record:
+    return Record(Call(call_kinds.BARRIER), called, agreed=agreed, ended=ended)
+
+
+@pytest.mark.parametrize(
+    ("found", "since", "waiting", "data"),
+    [
+        (record(100, 130, 137), 0, 30, 7),
+        (record(100, 130, 137), 120, 10, 7),  # of an asynchronous call, from when the script waits
+        (record(100, 130, 137), 133, 0, 4),
+        (record(100, 0, 150), 0, 50, 0),  # of `join`, which has no agreement of its own
+    ],
+)
+def test_a_wait_is_that_for_the_agreement_and_then_for_the_data(
+    found: Record, since: int, waiting: int, data: int
+) -> None:
+    usage = Usage()
+    usage.add(found, since)
+    report = usage.total(0, 1)
+    nanoseconds = report["seconds"] * 1e9
+    assert report["waiting"] * nanoseconds == pytest.approx(waiting)
+    assert report["communication"] * nanoseconds == pytest.approx(data)
+    assert report["calls"] == 1
+
+
+def test_waits_of_other_threads_than_the_main_one_do_not_count() -> None:
+    usage = Usage()
+
+    def wait() -> None:
+        usage.add(record(100, 130, 137))
+        usage.add_data(0)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    report = usage.total(0, 1)
+    assert (report["calls"], report["waiting"], report["communication"]) == (0, 0, 0)
 
 
 FAST, SLOW = row(0, 0.4, 0.1, 0.1, 0.4), row(1, 0.5, 0.4, 0.0, 0.1)
