@@ -98,7 +98,8 @@ _EXEC = (
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
 _SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
 _STARTERS = ("spawn", "start_processes", "Process")
-"""Functions that start processes which no launcher knows, of torch.multiprocessing and others."""
+_STARTING_PACKAGES = ("torch", "multiprocessing")
+"""Functions that start processes which no launcher knows, and the packages that have them."""
 
 _VARIABLES = {
     variable: (number, row.name)
@@ -429,7 +430,7 @@ def _starts_processes(source: Source, function: Any) -> bool:
         root = root.value.func  # of get_context("spawn").Process
     package = source.dotted(root).partition(".")[0]
     is_unknown = not package and name == "Process"  # of a context in a variable
-    return name in _STARTERS and (is_unknown or package in ("torch", "multiprocessing"))
+    return name in _STARTERS and (is_unknown or package in _STARTING_PACKAGES)
 
 
 class Job:

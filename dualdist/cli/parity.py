@@ -72,7 +72,7 @@ def _start(cell: Cell) -> list[str]:
     path = os.pathsep.join([os.path.dirname(cell.python), os.environ.get("PATH", os.defpath)])
     programs = {"{horovodrun}": [shutil.which("horovodrun", path=path) or ""]}
     programs["{mpirun}"] = mpirun_command(cell.size, []) or [""]
-    values = {**vars(cell), "controller": "mpi" if cell.transport == "mpi" else "gloo"}
+    values = {**vars(cell), "controller": "mpi" if TRANSPORTS[cell.transport].needs_mpi else "gloo"}
     words: list[str] = []
     for word in _LAUNCHERS[cell.launcher].split():
         words += programs.get(word) or [word.format_map(values)]
