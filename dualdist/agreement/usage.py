@@ -25,6 +25,7 @@ _MOST_DIFFERENCE = 0.05
 """Up to this difference between shares of time, no rank is called slow."""
 
 _MAIN = threading.main_thread().ident
+"""Lets the hot path know the main thread without a call of Python."""
 
 logger = logging.getLogger("dualdist")
 
@@ -154,6 +155,8 @@ def lines(report: Report) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in (titles, *rows)
     ]
+    if missing := sorted(set(range(report["ranks"][0]["size"])) - {row["rank"] for row in report["ranks"]}):
+        return [*table, f"ranks {missing} have no file"]  # the slow one may be among them
     if len(rows) == 1:
         return table
     if report["slowest"] is None:

@@ -272,7 +272,7 @@ class Recorder:
         """End this process when all ranks have written their records. No collective: the script may be inside one."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while len(list(self.folder.glob("rank-*.json"))) < self.size and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(0.02)  # no event tells that a process of another rank has written its file
         raise SystemExit(0)
 
 

@@ -35,12 +35,8 @@ def execute(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"FILE must be of one run, but ranks {sorted(ranks)} are of several. Remove the files of older runs."
         )
-    missing = sorted(set(range(rows[0]["size"])) - set(ranks))
     report = combined(rows)
-    if missing:  # the slow one may be among them
-        report["slowest"] = None
-    shown = [*lines(report)[: len(rows) + 1], f"ranks {missing} have no file"] if missing else lines(report)
-    sys.stdout.writelines(f"{line}\n" for line in shown)
+    sys.stdout.writelines(f"{line}\n" for line in lines(report))
     if args.plot is not None:
         _draw(report["ranks"], args.plot)
     return 0
