@@ -400,6 +400,10 @@ class Channel:
         """Return what another member has reported about `step` of the exchange over `gradients`. Local."""
         return self._watched_gradients.failures.get(step)
 
+    def check_peers(self) -> None:
+        """End the collectives in progress if a member has died. For devices, from a thread of its own. Local."""
+        self._guard.check_peers(self._watched)
+
     def deadline(self) -> float:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""
         return self._connections.deadline()

@@ -14,7 +14,7 @@ from ..errors import HorovodInternalError, StallError
 from .call import Call
 from .connections import Connections
 from .matching import shown_ranks
-from .watch import GAVE_UP, WatchedChannel
+from .watch import GAVE_UP, WatchedChannel, logger
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -140,6 +140,24 @@ class Guard:
         self._connections = connections
         self._broken: str | None = None
         """Why no call can run any more; None while calls can run."""
+        self._has_lost_peer = False
+        """What `check_peers` has found."""
+        self._finding_cause = threading.Lock()
+        """Held while `check_peers` asks the other ranks: the script goes on at once."""
+
+    def check_peers(self, channel: WatchedChannel) -> None:
+        """If a peer has died, end the collectives in progress and let every later call raise. Local.
+
+        The host may wait for its device, in no call, and the device for that peer. A peer must be lost in two checks: a
+        call that waits for it has time to raise first.
+        """
+        had_lost, self._has_lost_peer = self._has_lost_peer, self._connections.has_lost_peer()
+        call = channel.last_call
+        if self._broken is None and call is not None and had_lost and self._has_lost_peer:
+            dump = channel.dump(GAVE_UP)
+            with self._finding_cause:
+                failure = self._failure(channel, call, HorovodInternalError("a rank has ended"))
+            logger.error("%s %s", failure, dump())
 
     def run(
         self, channel: WatchedChannel, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -149,9 +167,10 @@ class Guard:
         After a failure of the backend, every later call raises.
         """
         if self._broken is not None:
-            raise HorovodInternalError(
-                f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
-            )
+            with self._finding_cause:
+                raise HorovodInternalError(
+                    f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
+                )
         channel.begin(call)
         try:
             return step(*args, **kwargs)

@@ -298,6 +298,12 @@ class WatchedChannel:
         if record is not None:
             record.number, record.agreed = self.agreed, time.time_ns()
 
+    @property
+    def last_call(self) -> Call | None:
+        """The last call of this rank on any channel."""
+        last_calls = self._watch.last_calls
+        return last_calls[-1].call if last_calls else None
+
     def dump(self, why: str) -> Callable[[], str]:
         """Do as `StallWatch.dump`."""
         return self._watch.dump(why, time.time_ns())
@@ -393,6 +399,8 @@ class StallWatch:
 
         Returns a function that waits for that, at most 2 s, and returns a sentence that names the file, or "".
         """
+        self.check: Callable[[], None] = lambda: None
+        """Called by the thread that looks for stalls, every few seconds."""
         self._thread = threading.Thread(target=self._check_repeatedly, name="dualdist-stall", daemon=True)
 
     @property
@@ -442,6 +450,7 @@ class StallWatch:
     def close(self) -> None:
         """End the watch."""
         self._stopping.set()
+        self.check = lambda: None
         if self._server is not None:
             self._server.close()
         if self._thread.is_alive():
@@ -521,6 +530,7 @@ class StallWatch:
         while not self._ends_after_pause():
             self._report()
             self._log()
+            self.check()
 
     def _ends_after_pause(self) -> bool:
         """Wait for one pause. Return whether the watch has ended meanwhile."""

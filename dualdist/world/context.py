@@ -159,6 +159,8 @@ class Context:
         try:
             self.add_channel(range(backend.size))
             self.world = self._confirm_world()
+            if backend.runs_ahead:
+                self.watch.check = self.check_peers
             self._undo.callback(self.watch.usage.stop)
             if settings.summary is not None:
                 self.watch.usage.measure_loading()
@@ -209,6 +211,11 @@ class Context:
         self.channels[set_id] = Channel(
             name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
         )
+
+    def check_peers(self) -> None:
+        """End the collectives of devices if a rank for which they wait has died. Local."""
+        for channel in list(self.channels.values()):
+            channel.check_peers()
 
     def close(self) -> None:
         """Leave the world."""

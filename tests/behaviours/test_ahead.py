@@ -6,7 +6,10 @@ The device is a double: a group whose collectives return at once, as those of NC
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from dualdist.training import sync_batch_norm
 from dualdist.world.context import current
 
 from ..helpers.exchanges import exchanges
-from ..helpers.world import everywhere
+from ..helpers.files import wait_for
+from ..helpers.world import WORLDS, everywhere, started
 
 
 class Done(Work):
@@ -157,3 +161,31 @@ def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
             step(model.eval() if hvd.rank() == 0 else model, optimizer)
         for _ in range(2):
             step(model.train(), optimizer)
+
+
+def wait_for_device(folder: Path) -> str:
+    """Be in no call, as while the host waits for its device, until the last rank has died. Return the next error."""
+    context, aborted, ended = current(), threading.Event(), [folder / f"{rank}" for rank in range(2)]
+    hvd.allreduce(torch.ones(1), name="before")
+    if hvd.rank() == 2:  # what the others see of a death
+        context.channels[0].abandon()
+        context.watch.close()
+        wait_for(ended)
+        return ""
+    gradients = context.channels[0].gradients
+    abort = gradients.abort
+    gradients.abort = lambda: (abort(), aborted.set())  # type: ignore[assignment, method-assign, func-returns-value]
+    context.watch.check = context.check_peers  # as in a world with devices
+    assert aborted.wait(30)
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        hvd.allreduce(torch.ones(1), name="after")
+    ended[hvd.rank()].touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_while_the_others_wait_for_their_devices_is_noticed(tmp_path: Path) -> None:
+    with started(*WORLDS["torch-gloo-3"], {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}) as world:
+        for error in world.run(wait_for_device, tmp_path)[:2]:
+            assert re.search(
+                r"^allreduce cannot run: allreduce\(.*name='before'\) at \S+ failed: .* rank 2; ", error
+            )
