@@ -24,6 +24,9 @@ from .boards import PublishedBoard
 class ProcessManager(ABC):
     """The connection of this process to its process manager."""
 
+    waits_for_all = False
+    """Whether a process can read only when all have arrived."""
+
     @abstractmethod
     def publish(self, text: str, seconds: float) -> None:
         """Let all processes of the job read `text`, which has no blanks. Raises TimeoutError."""
@@ -65,23 +68,29 @@ class PmiBoard(PublishedBoard):
     def __init__(
         self, launch: Launch, env: Mapping[str, str], manager: ProcessManager, seconds: float
     ) -> None:
-        """seconds: to wait for the other processes, where the process manager waits for all."""
+        """seconds: to wait for the other processes."""
         super().__init__(launch, env)
-        self._manager, self._seconds = manager, seconds
+        self._rank, self._manager, self._seconds = launch.rank, manager, seconds
 
     def write(self, text: str) -> None:
         try:
             self._manager.publish(text, self._seconds)
         except TimeoutError:
-            raise ConfigurationError(
-                f"Rank 0 waited {self._seconds:g} s for the other processes, of which some did not arrive. "
-                f"{self.advice}"
-            ) from None
+            raise self._error() from None
 
     def read(self, seconds: float) -> str | None:
-        with contextlib.suppress(TimeoutError):
+        try:
             return self._manager.read(seconds)
+        except TimeoutError:
+            if self._manager.waits_for_all:
+                raise self._error() from None
         return None
+
+    def _error(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"Rank {self._rank} waited {self._seconds:g} s for the other processes, of which some did not "
+            f"arrive. {self.advice}"
+        )
 
 
 # PMI-1: a line of text for each question, over a connection that the process inherits.
@@ -89,6 +98,8 @@ class PmiBoard(PublishedBoard):
 
 class Pmi1(ProcessManager):
     """hydra's or Flux's. The program that follows in this process uses the same connection, and starts over."""
+
+    waits_for_all = True
 
     def __init__(self) -> None:
         self._socket = socket.socket(fileno=os.dup(int(os.environ[_DESCRIPTOR])))

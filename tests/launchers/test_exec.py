@@ -141,11 +141,9 @@ def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network)
     ended = finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False)
     assert ended.code != 0
     # The first rank to give up ends the job.
-    known = (
-        "Rank 0 waited 3 s for the other processes, of which some did not",
-        "Rank 1 waited 3 s for rank 0",
+    assert re.search(
+        r"Rank [01] waited 3 s for the other processes, of which some did not arrive\.", ended.output
     )
-    assert any(text in ended.output for text in known), ended.output
 
 
 @pytest.mark.parametrize(
