@@ -154,8 +154,8 @@ class Combiner:
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Collective when there are any."""
 
-    def check(self, params: Sequence[torch.Tensor]) -> None:
-        """Raise ValueError if one of `params` was never added; see `refuse`."""
+    def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if a parameter in `param_groups` was never added; see `refuse`."""
 
     def before_step(self) -> None:
         """Prepare for `step()`, after gradients are combined. Local."""

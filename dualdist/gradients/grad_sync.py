@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -318,8 +318,10 @@ class GradSync(Combiner):
             self._reducer.mark_ready(arrived)
         arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
         if any(self._params[index].passes >= self.passes for index in self._arrivals.handled):
-            grads = [self._params[index].tensor.grad for index in self._arrivals.handled]
-            if self._has_hooks() and all([grad is None for grad in grads]):
+            if (
+                all(self._params[index].tensor.grad is None for index in self._arrivals.handled)
+                and self._has_hooks()
+            ):
                 raise RuntimeError(
                     "Gradients must be there when backward() ends, to be combined, but hooks have removed all of "
                     "them. An optimizer that steps in hooks uses this rank's gradients. Use torch.distributed.optim."
@@ -374,24 +376,26 @@ class GradSync(Combiner):
             and index not in self._reducer.used
             for index in self._unhooked
         )
-        if not self._reducer.reduced or unseen or any(param.passes for param in self._params):
+        if not self._reducer.reduced or unseen or any([param.passes for param in self._params]):
             self._combine()
         self.watch()
 
-    def check(self, params: Sequence[torch.Tensor]) -> None:
-        if (ids := list(map(id, params))) == self._checked:
+    def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        if (ids := [id(param) for group in param_groups for param in group["params"]]) == self._checked:
             return
         known = {id(param.tensor) for param in self._params}
-        for param in params:
-            if id(param) not in known:
-                self.refuse(
-                    f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
-                )
+        for group in param_groups:
+            for param in group["params"]:
+                if id(param) not in known:
+                    self.refuse(
+                        f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
+                    )
         self._checked = ids
 
     def before_step(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
-        for index, param in enumerate(self._params if self._fills else ()):
+        are_used = len(self._reducer.used) == len(self._params)
+        for index, param in enumerate(self._params if self._fills and not are_used else ()):
             if param.tensor.grad is None and param.tensor.requires_grad and index not in self._reducer.used:
                 param.tensor.grad = torch.zeros_like(param.tensor, dtype=param.dtype)
 

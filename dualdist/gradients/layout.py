@@ -49,10 +49,10 @@ class ArrivalOrder:
 
     def mark(self, arrived: Sequence[int]) -> None:
         """Count the gradients that have `arrived`."""
-        missing, bucket_of, num_bytes = self._missing, self.bucket_of, self._bytes
-        for index in arrived:
-            missing[bucket_of[index]] -= 1
-            self._waiting_bytes += num_bytes[index]
+        missing = self._missing
+        for place in map(self.bucket_of.__getitem__, arrived):
+            missing[place] -= 1
+        self._waiting_bytes += sum(map(self._bytes.__getitem__, arrived))
         self._waiting += arrived
 
     def take_waiting(self, sent: int) -> dict[int, list[int]]:

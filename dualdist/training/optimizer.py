@@ -292,7 +292,7 @@ def _undistributed(optimizer: SynchronizedOptimizer) -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     remember_call_site()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    optimizer._combiner.check([param for group in optimizer.param_groups for param in group["params"]])
+    optimizer._combiner.check(optimizer.param_groups)
     if optimizer._skipping:
         return
     if closure is None:  # a closure calls backward, which combines
