@@ -29,6 +29,8 @@ from .combiner import SyncOptions
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 5
+_PART = 1 << 20
+"""How many numbers of a tensor are read at a time."""
 
 
 def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions, number: int) -> None:
@@ -64,7 +66,8 @@ def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
         if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
             sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
             continue
-        sums.append(_words(data).sum(dtype=torch.int64))
+        parts = _words(data).split(_PART)  # the CPU copies what it sums to int64
+        sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
     devices = {one.device for one in sums}
     if len(devices) == 1:  # one wait for the device, not one for each parameter
         return torch.stack(sums).cpu()
@@ -83,8 +86,6 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 # The comparison that a script asks for.
 
-_PART = 1 << 20
-"""How many numbers are weighted at a time."""
 _calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How often each model was to be checked."""
 
