@@ -29,7 +29,7 @@ from .combiner import SyncOptions
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 5
-_PART = 1 << 20
+_PART = 1 << 18
 """How many numbers of a tensor are read at a time."""
 
 
