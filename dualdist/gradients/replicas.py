@@ -66,8 +66,9 @@ def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
         if type(data) is not torch.Tensor or data.is_quantized or data.is_meta:
             sums.append(torch.tensor(0, device=params[0].device))  # its bits cannot be read
             continue
-        parts = _words(data).split(_PART)  # the CPU copies what it sums to int64
-        sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
+        sums.append(torch.zeros((), dtype=torch.int64, device=data.device))
+        for part in _words(data).split(_PART):  # the CPU copies what it sums to int64
+            sums[-1] += part.sum(dtype=torch.int64)
     devices = {one.device for one in sums}
     if len(devices) == 1:  # one wait for the device, not one for each parameter
         return torch.stack(sums).cpu()
