@@ -176,6 +176,11 @@ class GradSync(Combiner):
     def divide_by(self, number: int | None) -> None:
         self._reducer.divisor = number
 
+    def share(self) -> None:
+        """Combine gradients after torch's DDP, which combines them as well, at the end of each backward. Local."""
+        self._is_shared, self._reducer.sets_early = True, False
+        self._expect_order()
+
     def _start_over(self) -> None:
         self._newest.clear()
         self._reducer.start_over()

@@ -587,12 +587,19 @@ class DistributedDataParallel(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Refuse another wrapper around this one: torch's constructor reads this attribute of its module first."""
-        raise TypeError(
-            "`module` must not be distributed already, but is a dualdist.DistributedDataParallel. Pass "
-            "the bare model to what wraps it, or in Accelerate use prepare_model(model, evaluation_mode=True)."
-        )
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What the constructor of torch's wrapper asks its module, as where Accelerate wraps this one again.
+
+        Both average then, which changes no number: the second average is of equal gradients.
+        """
+        if self._process_set is not global_process_set:
+            raise TypeError(
+                "`module` must not be distributed already over another process set than the whole world, but is. Pass "
+                "the bare model to what wraps it."
+            )
+        if isinstance(self._combiner, GradSync):
+            self._combiner.share()
+        return [f"module.{name}" for name in self.parameters_to_ignore]
 
     # Copies
 

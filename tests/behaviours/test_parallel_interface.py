@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,11 +71,39 @@ def test_public_names_of_torchs_class_exist() -> None:
 
 @everywhere
 def test_the_other_wrapper_of_torch_is_refused() -> None:
-    wrapped: Any = hvd.DistributedDataParallel(linear())
-    with pytest.raises((TypeError, ValueError)):  # ValueError: torch.distributed does not run
-        torch.nn.parallel.DistributedDataParallel(wrapped)
     with pytest.raises(TypeError, match=r"must not be a torch\.nn\.DataParallel"):
         hvd.DistributedDataParallel(nn.Sequential(nn.DataParallel(linear())))
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_the_wrapper_of_torch_around_one_changes_no_number(steps_before: int) -> None:
+    model = nn.Sequential(*(linear() for _ in range(5)))
+    wrapped: Any = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-6)  # a bucket for each layer
+    inputs = torch.arange(6.0).view(6, 1) * (hvd.rank() + 1)
+    plain = copy.deepcopy(model)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        with getattr(model, "no_sync", contextlib.nullcontext)():
+            model(inputs).square().sum().backward()
+        model(inputs).square().sum().backward()
+
+    def train(model: nn.Module, steps: int) -> None:
+        for _ in range(steps):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+
+    train(wrapped, steps_before)
+    outer: Any = torch.nn.parallel.DistributedDataParallel(wrapped)
+    for run in (lambda model: train(model, 3), step):
+        run(outer)
+        run(plain)
+        for param, alone in zip(outer.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(
+                param.grad, hvd.allreduce(cast(torch.Tensor, alone.grad), op=hvd.Average), rtol=1e-5
+            )
 
 
 @everywhere

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -100,8 +99,6 @@ def with_accelerate() -> list[float]:
 
     model, bare = wrapped()
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(TypeError, match="prepare_model"):
-        accelerator.prepare(model)
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     assert prepared is model and accelerator.unwrap_model(model) is bare
     optimizer = accelerator.prepare(sgd(model))
