@@ -15,8 +15,14 @@ import dualdist as hvd
 
 from ..helpers.public_functions import COLLECTIVES
 from ..helpers.reference_training import assert_same_weights, batches, loss_of, share, train_beside
+from ..helpers.requirements import need_programs
 from ..helpers.world import everywhere
 from .test_wrong_use import STYLES
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    need_programs("g++")
 
 
 def make_model() -> nn.Sequential:

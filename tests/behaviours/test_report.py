@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import dualdist as hvd
 
+from ..helpers.requirements import need_programs
 from ..helpers.world import everywhere
 
 SLOW = 1
@@ -108,6 +109,7 @@ def test_work_beside_an_asynchronous_call_is_computing() -> None:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models_stay_compiled(fullgraph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_programs("g++")
     monkeypatch.setenv("DUALDIST_SUMMARY", "")
     hvd.init()
     graphs = 0

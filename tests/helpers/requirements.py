@@ -32,10 +32,17 @@ def need_programs(*names: str) -> None:
 
 def need_modules(*names: str) -> None:
     """Need every Python module, and the program that comes with it: mpi4py without mpirun has no MPI."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if not _is_there(name)]
     need(not missing, f"needs {', '.join(missing)}")
     if "mpi4py" in names:
         need_programs("mpirun")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a part of a package that is not there
+        return False
 
 
 def need_root() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish, launch
 from ..helpers.world import ROOT
 
@@ -110,6 +111,7 @@ def test_the_interpreter_ends_after_the_callbacks_of_futures(script: str) -> Non
 
 @pytest.mark.parametrize("script", [SCRIPT_WITH_THREAD_LEVEL], indirect=True, ids=["thread level"])
 def test_mpi_for_a_single_thread_is_refused(script: str) -> None:
+    need_modules("mpi4py")
     ended = finish([sys.executable, script, "single"])
     assert ended.code == 0
     assert "MPI must allow calls from any thread" in ended.output
@@ -131,6 +133,7 @@ def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None
 
 
 def test_a_launcher_of_another_mpi_is_an_error_with_the_fix() -> None:
+    need_modules("mpi4py")
     program = (
         "import dualdist.backends.mpi, torch.distributed as dist; "
         "dist.init_process_group('mpi4py', init_method='mpi4py://')"

@@ -10,12 +10,14 @@ import torch
 
 from dualdist.cli import main
 
+from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish, launch
 
 DOCTOR = ("-m", "dualdist", "doctor")
 
 
 def test_every_available_backend_and_transport_starts() -> None:
+    need_modules("horovod.torch", "mpi4py")
     ended = finish([sys.executable, *DOCTOR, "--json", "--smoke"])
     facts = json.loads(ended.output)
     available = {name for name, problem in facts["cells"].items() if problem is None}
@@ -49,6 +51,7 @@ def test_a_choice_that_cannot_start_is_reported_with_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    need_modules(*["mpi4py"] * ("starts MPI" in words))
     if "nccl" in options and torch.cuda.is_available():
         pytest.skip("NCCL can start here")
     for name, value in environment.items():

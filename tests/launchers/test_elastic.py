@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ..helpers.forks import BIN
+from ..helpers.requirements import need_modules
 from ..helpers.script_launch import SECONDS, Ended, finish
 
 EXAMPLE, DISTURBED = "examples/elastic.py", "tests/helpers/disturbed_elastic_example.py"
@@ -80,6 +81,7 @@ def test_horovodrun_survives_a_kill_and_changes_of_hosts(
         "25:add:localhost:1,127.1:1",
         "30:remove:localhost:1",
     )
+    need_modules("horovod.torch")
     program = (*runner, DISTURBED, str(tmp_path), *events)
     ended = finish(horovodrun(tmp_path, 2, *program), seconds=STARTS * SECONDS)
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
@@ -88,6 +90,7 @@ def test_horovodrun_survives_a_kill_and_changes_of_hosts(
 
 
 def test_a_backend_that_cannot_follow_horovodrun_is_refused(tmp_path: Path) -> None:
+    need_modules("horovod.torch")
     ended = finish(horovodrun(tmp_path, 1, EXAMPLE), {"DUALDIST_BACKEND": "torch"})
     assert ended.code != 0
     assert (

@@ -177,6 +177,7 @@ def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(what: str, code: in
 
 
 def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    need_modules("horovod.torch")
     script = tmp_path / "script.py"
     script.write_text(
         "import os, horovod.torch\n"

@@ -31,6 +31,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
+    need_modules(*["horovod.torch"] * (backend == "horovod"))
     results = hvd.run(spawn_functions.train, (backend,), num_proc=2, backend=backend, timeout=100)
     assert [numbers for *numbers, _ in results] == [[rank, 2, rank, 2, "dualdist run"] for rank in range(2)]
 

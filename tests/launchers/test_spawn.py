@@ -18,6 +18,7 @@ from dualdist.errors import ConfigurationError, ProcessEndedError
 
 from ..helpers import spawn_functions
 from ..helpers.process_watch import Watched
+from ..helpers.requirements import need_modules
 from ..helpers.world import ROOT
 
 SCRIPT = """\
@@ -38,6 +39,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
+    need_modules(*["horovod.torch"] * (backend == "horovod"))
     results = hvd.spawn(
         spawn_functions.train, (backend,), 2, backend=backend, env={"OMP_NUM_THREADS": "1"}, timeout=100
     )

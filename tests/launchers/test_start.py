@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..helpers.requirements import need, need_programs, need_root
+from ..helpers.requirements import need, need_modules, need_programs, need_root
 from ..helpers.script_launch import finish
 
 SCRIPT = """\
@@ -161,6 +161,7 @@ SECONDS, MANY_SECONDS = 10, 200
 def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
     backend: str, method: str, moment: str, error: str, tmp_path: Path
 ) -> None:
+    need_modules(*["horovod.torch"] * (backend == "horovod"))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -124,6 +124,7 @@ def test_pbsdsh_gets_the_number_of_the_host_and_no_secret(tmp_path: Path) -> Non
     ],
 )
 def test_what_cannot_start_there_is_an_error(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    need_programs(*["mpirun"] * ("mpirun" in arguments))
     environment = {} if arguments[0] != "srun" else {"PATH": str(tmp_path)}
     if arguments[0] == "pbsdsh":
         environment = {"PATH": _pbsdsh(tmp_path)["PATH"]}

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ..helpers.forks import BIN
+from ..helpers.requirements import need_modules
 from ..helpers.world import MPIRUN, World, WorldKind
 
 HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")
@@ -41,6 +42,7 @@ WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size i
 
 @pytest.fixture(scope="module", params=WORLDS)
 def both(request: pytest.FixtureRequest) -> Iterator[World]:
+    need_modules("horovod.torch", "mpi4py")
     world = World(*WORLDS[request.param])
     yield world
     world.close()

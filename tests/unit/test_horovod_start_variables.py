@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from dualdist.backends.horovod.backend import start_variables
+from ..helpers.requirements import need_modules
 
 FUSION = "HOROVOD_FUSION_THRESHOLD"
 FOR_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.25"}
+
+
+def start_variables(*arguments: Any, **options: Any) -> dict[str, str | None]:
+    need_modules("horovod.torch")
+    from dualdist.backends.horovod import backend
+
+    return dict(backend.start_variables(*arguments, **options))
 
 
 def test_over_mpi_horovods_thread_yields_and_runs_more_often() -> None:

@@ -11,6 +11,8 @@ from dualdist.processes.hosts import Host, Slot, assign, parse_hostfile, parse_h
 from dualdist.processes.job import RunOptions
 from dualdist.processes.starters import is_local, ssh_command
 
+from ..helpers.requirements import need_programs
+
 
 @pytest.mark.parametrize(
     ("text", "hosts"),
@@ -113,6 +115,7 @@ def test_names_and_addresses_of_this_machine_are_local() -> None:
 
 
 def test_the_ssh_command_is_quoted_for_the_remote_shell() -> None:
+    need_programs("ssh")
     made = ssh_command(
         "[fe80::1]",
         ["/a b/python", "-c", "print('$x')"],
