@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
+from ..helpers.requirements import need_modules
 from ..helpers.world import World
 from .failing_programs import outcome
 from .programs import (
@@ -221,6 +222,7 @@ def runs_on_horovod(program: Program) -> bool:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def both(request: pytest.FixtureRequest) -> Iterator[World]:
+    need_modules("horovod.torch", "mpi4py")
     world = World(*WORLDS[request.param])
     yield world
     world.close()
