@@ -280,8 +280,8 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(self._combiner, GradSync):
             self._in_backward = take_over_optimizers(param for _, param in self._named())
             if self._in_backward or self._buffer_hook is not None:
-                end = functools.partial(_end_backward, self._in_backward, self._buffer_hook)
-                self._combiner.after_combining = end
+                # A reference to this wrapper, such as that of a hook, would keep it alive.
+                self._combiner.after_combining = functools.partial(_end_backward, weakref.ref(self))
 
     # Synchronization
 
@@ -631,11 +631,14 @@ class DistributedDataParallel(torch.nn.Module):
         self._combine_gradients(self._named(), compares_late=True)
 
 
-def _end_backward(params: Sequence[torch.Tensor], buffer_hook: BufferHook | None) -> None:
-    """Wait for buffers, and step the optimizers of `params`. No method: a reference would keep the wrapper alive."""
-    if buffer_hook is not None:
-        buffer_hook.wait()
-    for param in params:
+def _end_backward(reference: weakref.ref[DistributedDataParallel]) -> None:
+    """Wait for buffers, and step the optimizers that step in backward."""
+    wrapper = reference()
+    if wrapper is None:
+        return
+    if wrapper._buffer_hook is not None:
+        wrapper._buffer_hook.wait()
+    for param in wrapper._in_backward or ():
         for optimizer in cast(Any, param)._in_backward_optimizers:
             optimizer.step()
         param.grad = None

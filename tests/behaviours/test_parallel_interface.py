@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import warnings
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -283,6 +285,10 @@ def test_a_hook_can_copy_buffers_as_without_a_hook() -> None:
     )
     wrapped(torch.ones(1, 1)).sum().backward()
     assert model.count.item() == 0.0
+    reference = weakref.ref(wrapped)
+    del wrapped
+    gc.collect()
+    assert reference() is None
 
 
 @everywhere
