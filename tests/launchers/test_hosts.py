@@ -137,7 +137,7 @@ def reports(launches: Launches, case: tuple[str, str]) -> tuple[list[Report], st
 @pytest.mark.parametrize("case", JOINED, ids=" with ".join)
 def test_launchers_join_two_uneven_hosts(reports: tuple[list[Report], str], case: tuple[str, str]) -> None:
     ranks, output = reports
-    assert [tuple(one.get(name) for name in NUMBERS) for one in ranks] == WORLD, output
+    assert [tuple(one.get(name) for name in NUMBERS) for one in ranks] == WORLD, f"{ranks}\n{output}"
     backend, _, interface = case[1].partition(" over ")
     for one in ranks:
         assert (one["runs"], one["sum"], one["ended"]) == (backend, 111, 0), output
