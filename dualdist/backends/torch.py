@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -101,6 +102,8 @@ def _check_devices(offers: Sequence[Offer], transport: str) -> None:
                 f"`transport` is {transport!r}, but rank {other} on {_shown(offers[other].host)} sees no GPU. "
                 "Choose gloo, or leave its host out."
             )
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0":
+        return  # NCCL 2.30 and later lets processes share a device; older releases raise
     for host, ranks, devices in shared_devices(offers, chosen):
         raise ConfigurationError(
             f"`transport` is {transport!r}, which needs a GPU for each process, but the {ranks} processes on "

@@ -89,6 +89,11 @@ def test_a_host_without_a_gpu_makes_all_use_gloo_with_one_warning(caplog: pytest
     )
 
 
+def test_ranks_share_a_device_with_nccl_if_nccl_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert agreed_transport([offer("a", 0, "nccl", 1), offer("a", 1, "nccl", 1)], 0) == "nccl"
+
+
 @pytest.mark.parametrize(
     ("offers", "words"),
     [
