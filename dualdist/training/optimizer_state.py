@@ -76,9 +76,15 @@ def broadcast_optimizer_state(
     leaves = _tensors_in(template)
     tensors = {key: _empty(leaf, "cpu") if leaf.is_meta else leaf for key, leaf in leaves.items()}
     broadcast_parameters([tensors[key] for key, leaf in leaves.items() if leaf.is_meta], root_rank)
-    device = next(param.device for group in optimizer.param_groups for param in group["params"])
+    devices = {
+        id(leaf): param.device
+        for group, saved in zip(optimizer.param_groups, template["param_groups"], strict=True)
+        for param, number in zip(group["params"], saved["params"], strict=True)
+        for leaf in tree_leaves(template["state"].get(number))
+    }
+    first = next(param.device for group in optimizer.param_groups for param in group["params"])
     found = {
-        key: _alike(tensors[key] if is_on_cpu else tensors[key].to(device), leaf)
+        key: _alike(tensors[key] if is_on_cpu else tensors[key].to(devices.get(key, first)), leaf)
         for (key, leaf), is_on_cpu in zip(leaves.items(), are_on_cpu, strict=True)
     }
     state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
