@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ..helpers.script_launch import launch
+from ..helpers.world import ROOT
 
 START_OF_MANY = """\
 import os, sys, threading, torch, dualdist as hvd
@@ -98,3 +102,24 @@ def test_ranks_with_different_builds_are_an_error_that_names_them(tmp_path: Path
     ended = launch("torchrun-horovod", str(script))
     told = "Horovod must be the same build on all ranks, but is 0.28.1+patch0 on rank 0 and 0.28.1+patch1 on rank 1"
     assert ended.output.count(f"<{told} instead.") == 2, ended.output
+
+
+def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: Path) -> None:
+    source = tmp_path / "horovod-0.28.1.tar.gz"
+    source.write_text("not an archive")
+    ended = subprocess.run(
+        [ROOT / "ci" / "install-horovod"],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "HOROVOD_SOURCE": str(source),
+            "XDG_CACHE_HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stdout
+    assert (
+        f"HOROVOD_SOURCE={source} is not the source distribution of Horovod 0.28.1; set it to" in ended.stderr
+    )
