@@ -82,6 +82,12 @@ def tensors_in(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return named
 
 
+def step(model: Any, optimizer: Any, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(inputs).square().sum().backward()
+    optimizer.step()
+
+
 def growth(device: str, call: Callable[[], object]) -> int:
     """Return by how many bytes `call()` has grown the memory of the GPU at its peak; 0 for the CPU."""
     if device == "cpu":
@@ -120,17 +126,13 @@ def sparse_steps(device: str) -> list[torch.Tensor]:
         if style == "optimizer":
             optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         for _ in range(2):
-            optimizer.zero_grad()
-            network(
-                torch.tensor([0, hvd.rank() + 1, hvd.rank() + 1], device=device)
-            ).square().sum().backward()
+            step(network, optimizer, torch.tensor([0, hvd.rank() + 1, hvd.rank() + 1], device=device))
             assert model[0].weight.grad.is_sparse
-            optimizer.step()
         results += [*model.parameters(), model[0].weight.grad.to_dense()]
-    summed = hvd.sparse_allreduce_async(
-        torch.eye(3, device=device)[hvd.rank() :].to_sparse(), "eye", hvd.Sum
-    )()
-    return on_host(device, [*results, summed.to_dense()])
+    reduced = hvd.sparse_allreduce_async(
+        torch.eye(3, device=device).mul(hvd.rank() + 1).to_sparse(), "eye", hvd.Sum
+    )
+    return on_host(device, [*results, reduced().to_dense()])
 
 
 def drawn(device: str, *shape: int) -> torch.Tensor:
@@ -146,14 +148,11 @@ def adasum(device: str) -> list[torch.Tensor]:
         (weight * drawn(device, 3)).sum().backward()
         optimizer.step()
     group = [drawn(device, 7), drawn(device, 300).float()]
-    return on_host(
-        device,
-        [
-            weight,
-            hvd.allreduce(drawn(device, 5000), op=hvd.Adasum),
-            *hvd.grouped_allreduce(group, op=hvd.Adasum),
-        ],
-    )
+    results = [
+        hvd.allreduce(drawn(device, 5000), op=hvd.Adasum),
+        *hvd.grouped_allreduce(group, op=hvd.Adasum),
+    ]
+    return on_host(device, [weight, *results])
 
 
 def joined(device: str) -> list[torch.Tensor]:
@@ -216,12 +215,6 @@ class TwoDevices(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs.to(self.first.weight.device)).tanh()
         return self.second(hidden.to(self.second.weight.device))  # type: ignore[no-any-return]
-
-
-def step(model: Any, optimizer: Any, inputs: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(inputs).square().sum().backward()
-    optimizer.step()
 
 
 def shared(first: str, second: str, kind: str) -> tuple[Bits, Bits, Bits]:
