@@ -1,13 +1,59 @@
-"""Prints a table of the tests of GPUs, and writes it as JSON."""
+"""The worlds of the tests of GPUs. Prints a table of these tests, and writes it as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
+
+from ..helpers.world import World, WorldKind, started
+
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "{size}",
+    "--no-python",
+)
+
+
+def _world(transport: str, size: int) -> Iterator[World]:
+    settings = MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
+    with started(WorldKind(f"torch-{transport}", TORCHRUN, settings), size) as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def one() -> Iterator[World]:
+    """One rank over nccl."""
+    yield from _world("nccl", 1)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[World]:
+    """Two ranks that share the GPU over gloo."""
+    yield from _world("gloo", 2)
+
+
+@pytest.fixture(params=["one", "pair"])
+def either(request: pytest.FixtureRequest) -> World:
+    """Each of these two in turn."""
+    world: World = request.getfixturevalue(request.param)
+    return world
+
+
+@pytest.fixture
+def fresh() -> Iterator[World]:
+    """One rank over nccl, in a process that has done nothing yet."""
+    yield from _world("nccl", 1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

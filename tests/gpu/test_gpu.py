@@ -7,10 +7,8 @@ runs these with any Python that has torch and pytest; they need no Horovod, no M
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dualdist as hvd
 
-from ..helpers.world import World, WorldKind, started
+from ..helpers.world import World
 from ..parity.loop import SCENARIOS, STYLES, Outcome, alone, train
 from ..parity.rounding import bounds, expected
 from ..parity.test_training import check
@@ -29,32 +27,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "{size}",
-    "--no-python",
-)
-
-
-def _world(transport: str, size: int) -> Iterator[World]:
-    settings = MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
-    with started(WorldKind(f"torch-{transport}", TORCHRUN, settings), size) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    yield from _world("nccl", 1)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[World]:
-    yield from _world("gloo", 2)
 
 
 def on_rank(name: str, style: str, dtype: torch.dtype, transport: str) -> Outcome:
