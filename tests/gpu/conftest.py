@@ -26,7 +26,13 @@ TORCHRUN = (
 
 
 def _world(transport: str, size: int) -> Iterator[World]:
-    settings = MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
+    settings = MappingProxyType(
+        {
+            "DUALDIST_BACKEND": "torch",
+            "DUALDIST_TRANSPORT": transport,
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        }
+    )
     with started(WorldKind(f"torch-{transport}", TORCHRUN, settings), size) as world:
         yield world
 
@@ -38,14 +44,29 @@ def one() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[World]:
+def gloo_pair() -> Iterator[World]:
     """Two ranks that share the GPU over gloo."""
     yield from _world("gloo", 2)
 
 
-@pytest.fixture(params=["one", "pair"])
-def either(request: pytest.FixtureRequest) -> World:
+@pytest.fixture(scope="session")
+def nccl_pair() -> Iterator[World]:
+    """Two ranks that share the GPU over nccl."""
+    if torch.cuda.nccl.version() < (2, 30):
+        pytest.skip("NCCL lets ranks share a GPU from 2.30 on; put a newer one into LD_PRELOAD")
+    yield from _world("nccl", 2)
+
+
+@pytest.fixture(params=["gloo_pair", "nccl_pair"])
+def pair(request: pytest.FixtureRequest) -> World:
     """Each of these two in turn."""
+    world: World = request.getfixturevalue(request.param)
+    return world
+
+
+@pytest.fixture(params=["one", "gloo_pair", "nccl_pair"])
+def either(request: pytest.FixtureRequest) -> World:
+    """Each of these three in turn."""
     world: World = request.getfixturevalue(request.param)
     return world
 

@@ -45,12 +45,6 @@ MB = 1 << 20
 Record = Callable[[str, object], None]
 
 
-@pytest.fixture(params=["one", "pair"])
-def either(request: pytest.FixtureRequest) -> World:
-    found: World = request.getfixturevalue(request.param)
-    return found
-
-
 def on_host(device: str, tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return copies of `tensors` on the host. All must be on `device`."""
     found = [tensor for tensor in tensors if tensor is not None]

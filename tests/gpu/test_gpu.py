@@ -35,6 +35,10 @@ def on_rank(name: str, style: str, dtype: torch.dtype, transport: str) -> Outcom
     return train(SCENARIOS[name], STYLES[style], dtype, hvd.size(), [[hvd.rank()]], device)
 
 
+def transport(world: World) -> str:
+    return world.kind.environment["DUALDIST_TRANSPORT"]
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ["plain", "accumulate", "clip", "two-optimizers"])
 def test_a_world_of_one_trains_on_nccl(one: World, name: str, style: str) -> None:
@@ -50,7 +54,7 @@ def test_two_ranks_on_one_gpu_train_as_the_cpu_does_with_the_whole_batch(
     pair: World, name: str, style: str
 ) -> None:
     oracle, bound = expected(name, 2, torch.float64), bounds(name, 2, torch.float64)
-    for outcome in pair.run(on_rank, name, style, torch.float64, "gloo"):
+    for outcome in pair.run(on_rank, name, style, torch.float64, transport(pair)):
         check(outcome.gradients, oracle.gradients, bound.gradients)
         check(outcome.state, oracle.state, bound.state)
 
@@ -59,7 +63,7 @@ def test_two_ranks_on_one_gpu_train_as_the_cpu_does_with_the_whole_batch(
 def test_sync_batch_norm_in_float32_is_that_of_the_cpu_in_float64(pair: World, style: str) -> None:
     oracle = expected("sync-batch-norm", 2, torch.float64)
     bound = bounds("sync-batch-norm", 2, torch.float32)
-    for outcome in pair.run(on_rank, "sync-batch-norm", style, torch.float32, "gloo"):
+    for outcome in pair.run(on_rank, "sync-batch-norm", style, torch.float32, transport(pair)):
         state = {name: tensor.to(oracle.state[name].dtype) for name, tensor in outcome.state.items()}
         check(state, oracle.state, bound.state)
 
@@ -67,7 +71,7 @@ def test_sync_batch_norm_in_float32_is_that_of_the_cpu_in_float64(pair: World, s
 @pytest.mark.parametrize("style", STYLES)
 def test_an_fp16_overflow_on_one_rank_makes_both_skip(pair: World, style: str) -> None:
     oracle = train(SCENARIOS["fp16-scaler"], alone, torch.float32, 2, [[0], [1]], "cuda:0")
-    for outcome in pair.run(on_rank, "fp16-scaler", style, torch.float32, "gloo"):
+    for outcome in pair.run(on_rank, "fp16-scaler", style, torch.float32, transport(pair)):
         assert outcome.scales == oracle.scales
         check(outcome.state, oracle.state, bounds("fp16-scaler", 2, torch.float32).state)
 
