@@ -94,7 +94,7 @@ def gather_in_order(
             argument of another rank is wrong.
     """
     batches: list[torch.Tensor] = []
-    places = torch.empty(0)
+    places = torch.empty(0, device="cpu")
 
     def describe() -> tuple[torch.Size, torch.dtype, str] | None:
         nonlocal batches, places
@@ -125,7 +125,9 @@ def _checked(outputs: Any, indices: Any) -> tuple[list[torch.Tensor], torch.Tens
         check_rows(batch, f"outputs[{place}]")
     if not isinstance(indices, torch.Tensor):
         given = items("indices", indices, "dataset indices", "Pass the sampler or a list.")
-        indices = torch.tensor([integer("indices", index) for index in given], dtype=torch.int64)
+        indices = torch.tensor(
+            [integer("indices", index) for index in given], dtype=torch.int64, device="cpu"
+        )
     count = sum(len(batch) for batch in batches)
     if indices.shape != (count,) or indices.is_floating_point():
         raise ValueError(
@@ -181,7 +183,7 @@ class Metric(ABC):
         )
         sizes = [integer(f"shape[{place}]", size, least=0) for place, size in enumerate(sizes)]
         instance("dtype", dtype, torch.dtype, "a torch.dtype", "Pass torch.float64 or torch.int64.")
-        self._local = torch.zeros(sizes, dtype=dtype)
+        self._local = torch.zeros(sizes, dtype=dtype, device="cpu")
 
     def _add(self, amount: torch.Tensor) -> None:
         """Add to this rank's counter. It moves to the GPU with the first `amount` that is there, and stays."""

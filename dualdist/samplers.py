@@ -261,7 +261,7 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         if not self.shuffle:
             return range(self._length())
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self._length(), generator=generator)
+        order = torch.randperm(self._length(), generator=generator, device="cpu")
         # A memoryview: its items are plain integers, each made when it is read.
         return order.numpy().data
 

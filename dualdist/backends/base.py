@@ -228,7 +228,7 @@ class Group(ABC):
     def allgather_bytes(self, message: bytes) -> list[bytes]:
         """Return every member's `message`, in rank order. All messages have the same length."""
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        received = torch.empty(self.size * len(message), dtype=torch.uint8)
+        received = torch.empty(self.size * len(message), dtype=torch.uint8, device="cpu")
         self.allgather(received, sent).wait()
         data = received.numpy().tobytes()
         return [data[start : start + len(message)] for start in range(0, len(data), len(message))]

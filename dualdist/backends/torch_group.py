@@ -147,7 +147,7 @@ class TorchGroup(Group):
         if self.size <= _RING_SIZE:
             return super().allgather_bytes(message)
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        received = torch.empty(self.size, len(message), dtype=torch.uint8)
+        received = torch.empty(self.size, len(message), dtype=torch.uint8, device="cpu")
         options = dist.GatherOptions()
         options.rootRank = 0
         outputs = [list(received.unbind())] if self.rank == 0 else []

@@ -401,7 +401,7 @@ class CheckpointManager:
         """Return the highest signal of all ranks, whether a save is late, and whether an asynchronous one failed."""
         seconds = time.monotonic() - self._saved_at
         late = is_writer() and self._every_seconds is not None and seconds >= self._every_seconds
-        events = torch.tensor([self._signals.received, late, self._failure() is not None])
+        events = torch.tensor([self._signals.received, late, self._failure() is not None], device="cpu")
         highest: list[int] = allreduce(events, op=Max, name=None).tolist()
         return highest
 

@@ -307,8 +307,8 @@ def attempt(backend: str, transport: str) -> None:
     joined = hvd.backend_name(), hvd.transport_name(), hvd.size()
     if joined != (backend, transport, _PROCESSES):
         raise AssertionError(f"joined {joined} instead of {(backend, transport, _PROCESSES)}")
-    total = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum).tolist()
-    ranks = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+    total = hvd.allreduce(torch.ones(3, device="cpu") * (hvd.rank() + 1), op=hvd.Sum).tolist()
+    ranks = hvd.allgather(torch.tensor([hvd.rank()], device="cpu")).tolist()
     if (total, ranks) != ([3.0] * 3, [0, 1]):
         raise AssertionError(f"allreduce gave {total} and allgather {ranks}")
     hvd.shutdown()

@@ -122,7 +122,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         process_set = ctx.process_set
-        rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes])
+        rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes], device="cpu")
         (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
         starts = table[: process_set.rank()].sum(dim=0).tolist()
         plan = plan_allreduce(grads, Reduction(ctx.gradient), grouped=True, process_set=process_set)

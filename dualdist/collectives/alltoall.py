@@ -28,7 +28,7 @@ def plan_alltoall(
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
         rows, received = alltoall_rows(group, tensor, counts, verdict.counts)
-        return rows, torch.tensor(received, dtype=torch.int32)
+        return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
     return Plan(channel, call, execute, [tensor])
 

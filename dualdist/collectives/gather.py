@@ -39,7 +39,7 @@ def plan_gather(
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
         rows, counts = gather_rows(group, table, root, verdict.counts)
-        return rows, torch.tensor(counts, dtype=torch.int32)
+        return rows, torch.tensor(counts, dtype=torch.int32, device="cpu")
 
     return Plan(channel, call, execute, [tensor])
 

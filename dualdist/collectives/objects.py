@@ -29,7 +29,7 @@ from .wire import allgather_rows, alltoall_rows, gather_rows
 # exception, it must not look like a failure of the collective.
 
 T = TypeVar("T")
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _dump(obj: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def broadcast_object(
         call = make_call(call_kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
-        sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8)
+        sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8, device="cpu")
         sent = sent.to(group.wire_device(sent.device))
         group.broadcast_(sent, root).wait()
         return sent

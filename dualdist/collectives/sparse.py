@@ -39,6 +39,7 @@ def sparse_allreduce_async(
             indices.t(),
             values / plan.channel.group.size if averages else values,
             tensor.shape,
+            device=values.device,
             check_invariants=False,
         )
 
@@ -62,9 +63,10 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
     """
     if tensor is None:
         tensor = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.int64),
+            torch.zeros(1, 0, dtype=torch.int64, device=like.device),
             like.new_zeros(0, *like.shape[1:]),
             like.shape,
+            device=like.device,
             check_invariants=False,
         )
     own = tensor.coalesce() if tensor.sparse_dim() == 1 else tensor.to_dense().to_sparse(1)
@@ -81,5 +83,6 @@ def add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         torch.cat([first.indices(), second.indices()], dim=1),
         torch.cat([first.values(), second.values()]),
         first.shape,
+        device=first.device,
         check_invariants=False,
     ).coalesce()

@@ -204,7 +204,7 @@ def gather_rows(
 
 def _alltoall_integers(group: Group, numbers: Sequence[int]) -> list[int]:
     """Send numbers[i] to member i, and return what each member sends to this one."""
-    sent = torch.tensor(numbers, dtype=torch.int64)
+    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     data = as_bytes(sent, group)
     output = torch.empty_like(data)
     each = [sent.element_size()] * group.size

@@ -418,7 +418,7 @@ def _grouped(groups: Any, num_groups: Any, params: Sequence[torch.Tensor]) -> li
             raise ValueError(
                 f"`groups` must be a positive number or lists of parameters, but is {asked} instead."
             )
-        parts = torch.arange(len(params)).tensor_split(max(1, min(asked, len(params))))
+        parts = torch.arange(len(params), device="cpu").tensor_split(max(1, min(asked, len(params))))
         return [part.tolist() for part in parts if len(part)]
     if not isinstance(asked, list | tuple) or any(not isinstance(group, list | tuple) for group in asked):
         raise wrong("groups", "a positive number or a list of lists of parameters", asked, fix)

@@ -370,7 +370,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._combiner.shadow()
 
         def end(is_last: bool) -> None:
-            candidate = torch.tensor([rank() if is_last else -1])
+            candidate = torch.tensor([rank() if is_last else -1], device="cpu")
             last = int(allreduce(candidate, op=Max, name="join.last", process_set=self._process_set))
             self._overwrite(last)
             share_grad_scaler(last, self._process_set)
@@ -395,7 +395,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _count_active(self, is_active: bool) -> int:
         """Return how many ranks have more data. Collective."""
-        active = torch.tensor([int(is_active)])
+        active = torch.tensor([int(is_active)], device="cpu")
         return int(allreduce(active, op=Sum, name="join.active", process_set=self._process_set))
 
     def _overwrite(self, root_rank: int) -> None:

@@ -208,7 +208,7 @@ class HorovodGroup(Group):
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
-        splits, name = torch.tensor(sent, dtype=torch.int32), f"{self._prefix}.alltoall"
+        splits, name = torch.tensor(sent, dtype=torch.int32, device="cpu"), f"{self._prefix}.alltoall"
         return self._start(hvd.alltoall_async, tensor, splits, name, output=output)
 
 

@@ -249,15 +249,19 @@ class MpiProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"The reduction of sparse tensors must be SUM, but is {op} instead.")
         own = tensor.detach().coalesce()
         indices, values = own.indices(), own.values()
-        counts = torch.empty(self._size, dtype=torch.int64)
-        self.all_gather_single(counts, torch.tensor([len(values)])).wait()
+        counts = torch.empty(self._size, dtype=torch.int64, device="cpu")
+        self.all_gather_single(counts, torch.tensor([len(values)], device="cpu")).wait()
         all_indices = [indices.new_empty(len(indices), count) for count in counts.tolist()]
         all_values = [values.new_empty(count, *values.shape[1:]) for count in counts.tolist()]
         self.allgather([all_indices], [indices]).wait()
         self.allgather([all_values], [values]).wait()
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             rows = torch.sparse_coo_tensor(
-                torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape, check_invariants=True
+                torch.cat(all_indices, 1),
+                torch.cat(all_values),
+                tensor.shape,
+                device=values.device,
+                check_invariants=True,
             )
             tensor.copy_(rows.coalesce())
 
