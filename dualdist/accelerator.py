@@ -7,6 +7,7 @@ torch.accelerator describes CUDA, ROCm (which torch calls "cuda" as well), XPU a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -95,10 +96,10 @@ def use_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
     return entered
 
 
-def record_event(device: torch.device) -> torch.Event:
-    """Return an event after all work on this thread's stream on `device`."""
+def record_event(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
+    """Return an event after all work on `stream`, or on this thread's stream on `device`."""
     event = torch.Event(device)
-    event.record(_accelerator.current_stream(device))
+    event.record(stream or _accelerator.current_stream(device))
     return event
 
 
@@ -108,8 +109,43 @@ def wait_event(device: torch.device, event: torch.Event) -> None:
 
 
 def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Reuse the memory of `tensor` only after what `stream` has to do now."""
-    tensor.record_stream(stream)
+    """Reuse the memory of `tensor`, dense or COO, only after what `stream` has to do now."""
+    for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+        part.record_stream(stream)
+
+
+class StreamOrder:
+    """Orders streams that one after the other add to the same memory on a device: each waits for the one before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
+        self.handle: Any = (
+            functools.partial(raw, device.index) if raw else lambda: current_stream(device).stream_id  # type: ignore[union-attr]
+        )
+        """Return a number for the current stream of this thread. It is called for each gradient."""
+        self.last: int | None = None
+        """The number of the stream that came last."""
+        self._stream: torch.Stream | None = None
+        self.is_mixed = False
+        """Whether there was more than one stream. Then memory is used on a stream that did not allocate it."""
+
+    def follow(self) -> None:
+        """Make the current stream of this thread wait for the one that came last, and be the last."""
+        if (handle := self.handle()) != self.last:
+            if self._stream is not None:
+                wait_event(self._device, record_event(self._device, self._stream))
+                self.is_mixed = True
+            self.last, self._stream = handle, current_stream(self._device)
+
+
+@functools.cache
+def stream_order(device: torch.device) -> StreamOrder | None:
+    """Return the order of the streams on which gradients of `device` arrive; None without streams.
+
+    Autograd runs all hooks of a device in one thread.
+    """
+    return StreamOrder(device) if device.type == kind() else None
 
 
 def is_started() -> bool:

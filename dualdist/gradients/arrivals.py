@@ -98,11 +98,14 @@ class Arrivals:
         The hook runs for every gradient, so it must be fast.
         """
         arrived, add, task = self.arrived, self.arrived.append, _current_graph_task_id
+        param = self._params[index]
 
         @not_compiled
         def on_gradient(_: torch.Tensor) -> None:
             add(index)
-            if len(arrived) > self._next_stop or task() != self._task:
+            streams = param.streams
+            has_other_stream = streams is not None and streams.handle() != streams.last
+            if len(arrived) > self._next_stop or task() != self._task or has_other_stream:
                 with self._lock:
                     self._on_arrival(index)
 
@@ -119,6 +122,8 @@ class Arrivals:
                 "Compiled autograd must be off, because dualdist combines gradients in hooks of autograd, but it is on "
                 "instead. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it."
             )
+        if (streams := self._params[index].streams) is not None:
+            streams.follow()  # a bucket is packed on one stream
         if self._seen_task != (task := _current_graph_task_id()):
             self._seen_task = task
             try:

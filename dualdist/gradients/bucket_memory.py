@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .. import accelerator
 from ..backends.base import Group
 from ..collectives.reduction import scale_
 from ..types import Max
@@ -54,6 +55,7 @@ class TrackedParameter:
         self.dtype: torch.dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
         """Of the gradient. Newer releases of torch allow another one than the parameter's."""
         self._is_on_cpu = self.device.type == "cpu"
+        self.streams = accelerator.stream_order(self.device)
         dtype = torch.uint8 if tensor.is_quantized else self.dtype  # those have no gradient
         self.like = as_real(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta"))
         """A gradient without memory, with complex numbers as pairs."""
@@ -266,7 +268,7 @@ class Contributions:
         is_incomplete = kinds is not None and own != self._expected
         flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW) for kind in own]
         # On the CPU, whatever the device of the gradients.
-        sent = torch.tensor([*flags, is_incomplete], dtype=torch.int32)
+        sent = torch.tensor([*flags, is_incomplete], dtype=torch.int32, device="cpu")
         group.allreduce_(sent, Max).wait()
         *received, any_incomplete = sent.tolist()
         parts = zip(received[:count], received[count : 2 * count], received[2 * count :], strict=True)
@@ -402,7 +404,7 @@ class BucketMemory:
                     targets.append(view)
                     sources.append(as_real(grad) if self._has_pairs else grad)
         if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(self._views):
-            number = torch.tensor(factor, dtype=torch.float64)
+            number = torch.tensor(factor, dtype=torch.float64, device="cpu")
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, number, out=target)
             for place in there:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .. import accelerator
 from ..agreement import call_kinds
 from ..agreement.call import Call, call_site
 from ..agreement.channel import Channel
@@ -177,6 +178,11 @@ class Reducer:
         is_new = [param.passes > 0 for param in members] if self.reduced and not empty else None
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         factor = 1 / group.size if options.divides_first(memory.flat.dtype, group) else 1.0
+        if (streams := members[0].streams) is not None:
+            streams.follow()
+            if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
+                for tensor in (memory.flat, *(grad for grad in grads if grad is not None)):
+                    accelerator.keep_until_done(tensor, stream)
         kinds = memory.pack(grads, is_new, factor)
         self._kinds += kinds
         self._buckets_sent += 1

@@ -41,7 +41,9 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
     # Their names are equal on all ranks, because the class of the optimizer is.
     numbers, process_set = options.hyperparameters(), options.process_set
     names = [*(repr(param.name) for param in params), *numbers]
-    values = torch.cat([_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()])])
+    values = torch.cat(
+        [_checksums(params), torch.tensor([_hash(repr(value)) for value in numbers.values()], device="cpu")]
+    )
     least = allreduce_(
         torch.stack([values, -values]), op=Min, name=f"dualdist.start.{number}", process_set=process_set
     )
@@ -69,10 +71,16 @@ def _checksums(params: Sequence[TrackedParameter]) -> torch.Tensor:
         sums.append(torch.zeros((), dtype=torch.int64, device=data.device))
         for part in _words(data).split(_PART):  # the CPU copies what it sums to int64
             sums[-1] += part.sum(dtype=torch.int64)
-    devices = {one.device for one in sums}
-    if len(devices) == 1:  # one wait for the device, not one for each parameter
-        return torch.stack(sums).cpu()
-    return torch.tensor([int(one) for one in sums], dtype=torch.int64)
+    return _on_cpu(sums)
+
+
+def _on_cpu(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors of one number each as one on the CPU. It waits once for each device."""
+    result = torch.empty(len(numbers), dtype=torch.int64, device="cpu")
+    for device in {number.device for number in numbers}:
+        places = [place for place, number in enumerate(numbers) if number.device == device]
+        result[places] = torch.stack([numbers[place] for place in places]).cpu()
+    return result
 
 
 def _hash(text: str) -> int:
@@ -125,7 +133,8 @@ def check_replicas(
     if call % every:
         return
     named = [*_of_model(model, flag("batch_norm_buffers", batch_norm_buffers)), *_of_optimizer(optimizer)]
-    own = {name: (_described(value), _fingerprint(name, value)) for name, value in named}
+    sums = _on_cpu([_fingerprint(name, value) for name, value in named]).tolist()
+    own = {name: (_described(value), found) for (name, value), found in zip(named, sums, strict=True)}
     replicas = allgather_object(own, process_set=process_set)
     names = list(dict.fromkeys(name for replica in replicas for name in replica))
     wrong_names = [name for name in names if len({replica.get(name) for replica in replicas}) > 1]
@@ -175,21 +184,21 @@ def _described(value: Any) -> str:
 
 
 @torch.no_grad()
-def _fingerprint(name: str, value: Any) -> int:
-    """Return a number that is the same for equal bits."""
+def _fingerprint(name: str, value: Any) -> torch.Tensor:
+    """Return a number that is the same for equal bits, () int64 on the device of `value`."""
     if not isinstance(value, torch.Tensor):
-        return _hash(repr(value))
+        return torch.tensor(_hash(repr(value)), device="cpu")
     if is_dtensor(value):
         fix = "Sharded models are compared by what sharded them."
         raise wrong("model", "of plain tensors", f"a DTensor {name!r}", fix, TypeError)
     data = value.detach()
     if nn.parameter.is_lazy(data) or data.is_meta:
-        return 0
+        return torch.tensor(0, device="cpu")
     if data.layout != torch.strided:
         data = data.to_sparse_coo().coalesce()
-        return _hash(repr([_fingerprint(name, part) for part in (data.indices(), data.values())]))
+        return 3 * _fingerprint(name, data.indices()) + _fingerprint(name, data.values())
     if data.is_quantized:
-        return _hash(repr((_fingerprint(name, data.int_repr()), str(data.qscheme()))))
+        return _fingerprint(name, data.int_repr()) + _hash(str(data.qscheme()))
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for number, part in enumerate(_words(data).split(_PART)):
         # Odd weights, so that every bit counts, and so does the place of each number.
@@ -197,4 +206,4 @@ def _fingerprint(name: str, value: Any) -> int:
             torch.arange(number * _PART, number * _PART + part.numel(), device=part.device).mul_(2).add_(1)
         )
         total += (part.to(torch.int64) * weights).sum()
-    return int(total)
+    return total

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,59 @@ def test_a_synchronous_call_uses_the_callers_stream_in_either_thread() -> None:
             hvd.synchronize(handle)
     reductions = [stream for _, what, stream, *_ in streams.made if what == "reduces"]
     assert sorted(reductions[1:]) == ["own stream"] * 3 + ["side stream"]
+
+
+class Branch(torch.autograd.Function):
+    """Let backward run on the stream on which forward has run, as autograd does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, streams: RecordedStreams) -> torch.Tensor:
+        ctx.streams, ctx.stream = streams, streams.current_stream(tensor.device)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.streams.set_stream(ctx.stream)
+        return grads[0], None
+
+
+@pytest.mark.parametrize("style", ["module", "optimizer"])
+@everywhere
+def test_a_bucket_is_packed_after_the_streams_of_all_its_gradients(style: str) -> None:
+    with device() as streams:
+        layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(3)]
+        model: Any = torch.nn.ModuleList(layers)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+        if style == "module":
+            model = hvd.DistributedDataParallel(model)
+            model.module.forward = functools.partial(branches, layers, streams)
+        else:
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+            model.forward = functools.partial(branches, layers, streams)
+        for _ in range(3):  # nothing is sent before the end of the first backward
+            streams.set_stream("caller's stream")
+            optimizer.zero_grad()
+            loss = model(torch.ones(2))
+            streams.made.clear()
+            loss.backward()
+            optimizer.step()
+            orders = [entry for entry in streams.made if entry[1] in ("records", "waits for")]
+            keeps = {stream for _, what, _, stream in streams.made if what == "keeps"}
+    # Autograd goes from the last branch to the first, where the step before has ended.
+    records = [stream for _, what, _, stream in orders if what == "records"]
+    waits = [stream for _, what, _, stream in orders if what == "waits for"]
+    assert records == ["branch 0", "branch 2", "branch 1"]
+    assert waits == ["branch 2", "branch 1", "branch 0"]
+    assert keeps == {"branch 0"}
+
+
+def branches(layers: list[torch.nn.Linear], streams: RecordedStreams, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the layers' outputs, each computed on a stream of its own."""
+    outputs = []
+    for number, layer in enumerate(layers):
+        with streams.use_stream(f"branch {number}"):
+            outputs.append(Branch.apply(layer(inputs), streams).sum())
+    return torch.stack(outputs).sum()
 
 
 @everywhere

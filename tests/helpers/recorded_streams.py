@@ -47,6 +47,10 @@ class RecordedStreams:
     def new_stream(self, device: torch.device) -> str:
         return "own stream"
 
+    def set_stream(self, stream: str) -> None:
+        """Make `stream` the current one of this thread from here on."""
+        self._current.stream = stream
+
     @contextlib.contextmanager
     def use_stream(self, stream: str) -> Iterator[None]:
         before = self.current_stream(torch.device("cpu"))
@@ -54,10 +58,10 @@ class RecordedStreams:
         yield
         self._current.stream = before
 
-    def record_event(self, device: torch.device) -> Event:
+    def record_event(self, device: torch.device, stream: str | None = None) -> Event:
         event = Event(self)
         self._events.append(event)
-        self.add("records", len(self._events), self.current_stream(device))
+        self.add("records", len(self._events), stream or self.current_stream(device))
         return event
 
     def wait_event(self, device: torch.device, event: Event) -> None:
@@ -73,6 +77,9 @@ def recorded_streams() -> Iterator[RecordedStreams]:
     streams = RecordedStreams()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerator, "has_streams", lambda tensor: True)
+        order = accelerator.StreamOrder(torch.device("cpu"))
+        order.handle = lambda: streams.current_stream(torch.device("cpu"))
+        patch.setattr(accelerator, "stream_order", lambda device: order)
         for name in (
             "current_stream",
             "new_stream",
