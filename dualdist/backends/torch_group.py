@@ -39,6 +39,11 @@ def wrapped() -> Iterator[None]:
         raise
     except RuntimeError as error:
         text = str(error)
+        if "aborted" in text and not dist.is_initialized():
+            raise HorovodInternalError(
+                "torch.distributed.destroy_process_group() has destroyed the groups of dualdist, too. Call "
+                "hvd.shutdown() in its place."
+            ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise StallError(f"A collective did not finish in time: {text}") from error
         raise HorovodInternalError(text) from error

@@ -405,6 +405,8 @@ class SyncBatchNorm(_BatchNorm):
         with reporting(call_kinds.SYNC_BATCH_NORM, self.process_set):
             self._check_input_dim(input)
         if input.is_cuda:
+            if channel_of(self.process_set).group.size == 1 and input.numel() > input.shape[1]:
+                return super().forward(input)  # on the CPU, torch computes float16 in float16
             input = input.contiguous(memory_format=_layout(input))
         found = _statistics(input, self.eps, self.process_set)
         self._track(found)
