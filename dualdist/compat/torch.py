@@ -18,6 +18,7 @@ import torch
 import dualdist
 
 from ..collectives.compression import Compression, Compressor
+from ..gradients.grad_sync import GradSync
 from ..training.optimizer import SynchronizedOptimizer, named_in
 from ..training.sync_batch_norm import SyncBatchNorm
 from ..types import Adasum, Op
@@ -116,11 +117,9 @@ class _DistributedOptimizer(SynchronizedOptimizer):
     @property
     def _allreduce_delay(self) -> MappingProxyType[torch.Tensor, int]:
         """Parameter -> how many backward passes are left until its gradient is combined."""
-        tracked = {id(param.tensor): param.passes for param in getattr(self._combiner, "_params", ())}
+        tracked = self._combiner.passes_of() if isinstance(self._combiner, GradSync) else {}
         passes = self.backward_passes_per_step
-        return MappingProxyType(
-            {param: passes - tracked.get(id(param), 0) for param in self._parameter_names}
-        )
+        return MappingProxyType({param: passes - tracked.get(param, 0) for param in self._parameter_names})
 
     def synchronize(self) -> None:
         super().synchronize()

@@ -31,6 +31,7 @@ class Arrivals:
     def __init__(
         self,
         params: Sequence[TrackedParameter],
+        passes: list[int],
         at_begin: Callable[[int], None],
         handle_single: Callable[[int], None],
         mark_ready: Callable[[Sequence[int]], None],
@@ -40,13 +41,15 @@ class Arrivals:
 
         Args:
             params: those to which the indices refer; more may be added.
+            passes: of each parameter, see Reducer.
             at_begin: called with the first gradient of each autograd graph task.
             handle_single: called with a gradient in another order; it calls `add_single` if that is to be combined.
             mark_ready: called with a group of gradients in the expected order.
             at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
                 nested one for which it has called `continue_outside`.
         """
-        self._params, self._at_begin, self._at_end = params, at_begin, at_end
+        self._params, self._passes = params, passes
+        self._at_begin, self._at_end = at_begin, at_end
         self._handle_single, self._mark_ready = handle_single, mark_ready
         self.arrived: list[int] = []
         """Parameters whose gradients the current backward has completed, in order."""
@@ -171,7 +174,7 @@ class Arrivals:
     def _record(self, indices: Sequence[int]) -> None:
         """Record these gradients as handled. Passes are not counted here: each has 1."""
         for index in indices:
-            self._params[index].passes = 1
+            self._passes[index] = 1
         self.handled.update(indices)
 
     def add_single(self, index: int) -> None:

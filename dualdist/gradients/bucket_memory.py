@@ -23,7 +23,7 @@ from ..backends.base import Group
 from ..collectives.reduction import scale_
 from ..types import Max
 
-# A parameter, and how much of its gradient the ranks have not combined yet.
+# A parameter, and its gradient.
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,17 +32,11 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TrackedParameter:
-    """One parameter, and how many backward passes added to its gradient since the ranks last combined it.
-
-    If GradSync does not count passes (see its `set_passes`), `passes` is 0 or 1.
-    """
+    """One parameter, and what its gradient must be like."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.passes = 0
-        self.is_given = True
-        """Whether `.grad` may be memory that the script knows: it was set before the current backward."""
         self.hooks: list[RemovableHandle] = []
         self._unswappable = weakref.ref(tensor)
         """torch.utils.swap_tensors would take the hook away. It raises for a tensor with a weak reference."""
@@ -326,6 +320,8 @@ class BucketMemory:
         """Whether all gradients were there then, and dense."""
         self._is_replaced: Sequence[bool] = ()
         """Whether each `.grad` may become a view of this memory. Else the combined numbers are copied into it."""
+        self._are_set = False
+        """Whether `set_early` has made all of them the gradients, and nothing can have changed since."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
         self._uses = self._count_uses()
 
@@ -364,16 +360,16 @@ class BucketMemory:
         )
 
     @torch.no_grad()
-    def take_gradients(self, indices: Sequence[int]) -> None:
+    def take_gradients(self, indices: Iterable[int]) -> None:
         """Move the dense gradients of some parameters here before `pack`; their values remain. indices: of parameters.
 
-        Only those that backward has made, of the expected shape, dtype and device.
+        Only those of the expected shape, dtype and device.
         """
         moving: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
         for place in (self._places[index] for index in indices):
             param, tensor = self.params[place], self._tensors[place]
             grad = tensor.grad
-            if grad is not None and not (param.is_given or grad.is_sparse) and param.fits(grad):
+            if grad is not None and not grad.is_sparse and param.fits(grad):
                 moving.append((tensor, grad, self._gradients[place]))
         if moving:
             torch._foreach_copy_([view for _, _, view in moving], [grad for _, grad, _ in moving])
@@ -382,7 +378,11 @@ class BucketMemory:
 
     @torch.no_grad()
     def pack(
-        self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, factor: float
+        self,
+        grads: Sequence[torch.Tensor | None],
+        is_new: Sequence[bool] | None,
+        factor: float,
+        given: Set[int],
     ) -> bytes:
         """Write what this rank sends; return the kind of contribution to each gradient, see Contributions.
 
@@ -390,8 +390,11 @@ class BucketMemory:
             grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. `can_take` has
                 returned True for them.
             is_new: whether each gradient counts as new, also one that is None. None: all that are there do.
+            given: parameters, by index, whose gradients the script may know.
         """
-        self._is_replaced = [not param.is_given for param in self.params]
+        self._are_set = False
+        is_made = self._indices.isdisjoint(given)
+        self._is_replaced = [is_made or index not in given for index in self._places]
         there = set(self._there)
         targets: list[torch.Tensor] = self._views
         sources: list[Any] = list(grads)
@@ -427,8 +430,10 @@ class BucketMemory:
         if combined.data_ptr() != self.flat.data_ptr() or combined.dtype != self.flat.dtype:
             self.flat.copy_(combined)
 
-    def set_early(self, kinds: bytes) -> None:
+    def set_early(self, kinds: bytes, *, at_end: bool) -> None:
         """Make views of this memory the gradients while the data is being sent, where backward has made `.grad`.
+
+        at_end: whether no line of the script runs before `set_gradients`.
 
         A gradient that the script may know stays. Sparse ones stay, too, because a search for the numbers that are not
         zero writes beyond its result if these change meanwhile (nonzero_out_cpu in torch).
@@ -437,6 +442,7 @@ class BucketMemory:
         for tensor, view, kind, is_replaced in places:
             if kind == DENSE | NEW and is_replaced:
                 tensor.grad = view.data
+        self._are_set = at_end and kinds == self._all_dense and all(self._is_replaced)
 
     @torch.no_grad()
     def set_gradients(self, kinds: bytes) -> None:
@@ -444,6 +450,8 @@ class BucketMemory:
 
         They are written into memory that was the gradient before backward: a script may hold it.
         """
+        if self._are_set and kinds == self._all_dense:
+            return
         grads = [tensor.grad for tensor in self._tensors]
         found = addresses_of(grads)
         if found == self._addresses:

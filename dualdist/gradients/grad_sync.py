@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -58,7 +59,9 @@ class GradSync(Combiner):
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
         self._compares_late, self._fills = compares_late, fills
-        self._reducer = Reducer(options, self)
+        self._passes: list[int] = []
+        """Of each parameter, see Reducer."""
+        self._reducer = Reducer(options, self, self._passes)
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
         self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
         self._averages = options.reduction.op == Average
@@ -68,7 +71,12 @@ class GradSync(Combiner):
         self._hooks: list[dict[int, Any]] = []
         """All hooks on the complete gradients of each parameter that has one of ours."""
         self._arrivals = Arrivals(
-            self._params, self._begin, self._handle_single, self._reducer.mark_ready, self._end_of_backward
+            self._params,
+            self._passes,
+            self._begin,
+            self._handle_single,
+            self._reducer.mark_ready,
+            self._end_of_backward,
         )
         self._enabled = True
         self._counted: set[int] = set()
@@ -86,8 +94,8 @@ class GradSync(Combiner):
         Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
         self._is_shared = False
         """Whether torch's DDP has some of the parameters: it moves their gradients, and combines them as well."""
-        self._checked: list[int] = []
-        """The ids of the parameters in the last `check` that found nothing."""
+        self._checked: list[torch.Tensor] = []
+        """The parameters in the last `check` that found nothing."""
         self._newest: dict[torch.device, int] = {}
         """The gradient that has arrived last from each device. It may be sent when the next one arrives."""
         self.add(named)
@@ -110,12 +118,18 @@ class GradSync(Combiner):
         alive.add(self)
         self._unhooked += range(len(self._params), len(self._params) + len(added))
         self._params += added
+        self._passes += [0] * len(added)
+        self._reducer.given = self._indices = frozenset(range(len(self._params)))
         self.watch()
         self._reducer.lay_out(self._params)
         self._start_over()
 
     def params(self) -> list[torch.Tensor]:
         return [param.tensor for param in self._params]
+
+    def passes_of(self) -> dict[torch.Tensor, int]:
+        """Return how many passes have added to each parameter's gradient since the ranks last combined it."""
+        return dict(zip(self.params(), self._passes, strict=True))
 
     def watch(self) -> None:
         """Register hooks on parameters whose `requires_grad` has become True."""
@@ -135,6 +149,7 @@ class GradSync(Combiner):
     def release(self) -> None:
         """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
         super().release()
+        self._checked.clear()
         for param in self._params:
             param.release()
         self._reducer.layout.release_memory()
@@ -199,11 +214,13 @@ class GradSync(Combiner):
             )
         if self._unhooked:
             self.watch()
-        for param in self._params:
-            param.is_given = param.tensor.grad is not None
+        given = {index for index, param in enumerate(self._params) if param.tensor.grad is not None}
         grad = self._params[first].tensor.grad
-        # Backward adds to a gradient in place, which counts its version up.
-        self._params[first].is_given = grad is not None and grad._version > 0
+        if (
+            grad is None or grad._version == 0
+        ):  # backward adds to a gradient in place, which counts its version up
+            given.discard(first)
+        self._reducer.given = given
 
     def _before_gradient(self, index: int, _: torch.Tensor) -> None:
         """Raise AssertionError if backward is going to add to a gradient that was combined, unless the op is Average.
@@ -222,16 +239,16 @@ class GradSync(Combiner):
             )
 
     def _handle_single(self, index: int) -> None:
-        param, has_failed = self._params[index], self._arrivals.has_failed
+        passes, has_failed = self._passes, self._arrivals.has_failed
         # Before this pass is counted, after which the gradients of this backward, too, decide what is complete.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
             if has_failed:
                 for other in self._counted:
-                    self._params[other].passes -= 1
+                    passes[other] -= 1
                 self._counted.clear()
             if index not in self._counted:
-                param.passes += (
+                passes[index] += (
                     1  # as Horovod counts them, whatever the script does to the gradient in between
                 )
             if not self.enabled:
@@ -241,13 +258,14 @@ class GradSync(Combiner):
                 return
             self._counted.add(index)
         else:
-            param.passes = 1
+            passes[index] = 1
         if has_failed or index in self._arrivals.handled:
             self._restart(has_failed, completed)
         self._arrivals.add_single(index)
         if self._can_send_early(index):
-            before = self._newest.get(param.device)
-            self._newest[param.device] = index
+            device = self._params[index].device
+            before = self._newest.get(device)
+            self._newest[device] = index
             if before is not None:
                 self._reducer.mark_ready([before])
 
@@ -258,7 +276,7 @@ class GradSync(Combiner):
 
     def _can_send_early(self, index: int) -> bool:
         """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
-        return self._has_observed and not self._sends_at_end and self._params[index].passes >= self.passes
+        return self._has_observed and not self._sends_at_end and self._passes[index] >= self.passes
 
     @property
     def _counts(self) -> bool:
@@ -317,12 +335,11 @@ class GradSync(Combiner):
 
     def _end(self) -> None:
         if self._is_shared:
-            for param in self._params:
-                param.is_given = True
+            self._reducer.given = self._indices
         if arrived := self._arrivals.take_arrived():
-            self._reducer.mark_ready(arrived)
+            self._reducer.mark_ready(arrived, at_end=True)
         arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
-        if any(self._params[index].passes >= self.passes for index in self._arrivals.handled):
+        if any(self._passes[index] >= self.passes for index in self._arrivals.handled):
             if (
                 all(self._params[index].tensor.grad is None for index in self._arrivals.handled)
                 and self._has_hooks()
@@ -372,8 +389,7 @@ class GradSync(Combiner):
                 "all complete, but is. Call it after backward(), or make a DistributedOptimizer for each parameter."
             )
         self._arrivals.take_arrived()
-        for param in self._params:
-            param.is_given = True  # backward has ended, so that the script knows its gradients
+        self._reducer.given = self._indices  # backward has ended, so that the script knows its gradients
         # A frozen parameter may have the gradient that other ranks have combined.
         unseen = any(
             (tensor := self._params[index].tensor).requires_grad
@@ -381,12 +397,13 @@ class GradSync(Combiner):
             and index not in self._reducer.used
             for index in self._unhooked
         )
-        if not self._reducer.reduced or unseen or any([param.passes for param in self._params]):
+        if not self._reducer.reduced or unseen or any(self._passes):
             self._combine()
         self.watch()
 
     def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        if (ids := [id(param) for group in param_groups for param in group["params"]]) == self._checked:
+        params = [param for group in param_groups for param in group["params"]]
+        if len(params) == len(self._checked) and all(map(operator.is_, params, self._checked)):
             return
         known = {id(param.tensor) for param in self._params}
         for group in param_groups:
@@ -395,7 +412,7 @@ class GradSync(Combiner):
                     self.refuse(
                         f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
                     )
-        self._checked = ids
+        self._checked = params
 
     def before_step(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
@@ -439,8 +456,8 @@ class GradSync(Combiner):
         # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
         is_alone = not (self._repeats or self._overlaps or self._is_shared)
         self._reducer.sets_early = is_alone and not self._has_hooks()
-        for param in self._params:
-            param.passes, param.is_given = 0, True
+        self._passes[:] = [0] * len(self._passes)
+        self._reducer.given = self._indices
         if self.after_combining is not None:
             self.after_combining()
 

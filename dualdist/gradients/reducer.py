@@ -14,7 +14,7 @@ longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,9 +65,17 @@ class Reducer:
     layout: Layout
     """Of the parameters in the last `lay_out`."""
 
-    def __init__(self, options: SyncOptions, member: object | None) -> None:
-        """member: the GradSync; it takes part with zeros after this rank has called `join`."""
-        self.options, self.member = options, member
+    def __init__(self, options: SyncOptions, member: object | None, passes: Sequence[int]) -> None:
+        """Prepare. Local.
+
+        Args:
+            member: the GradSync; it takes part with zeros after this rank has called `join`.
+            passes: of each parameter, how many backward passes added to its gradient since the ranks last combined it.
+                0 or 1 if GradSync does not count them (see its `set_passes`).
+        """
+        self.options, self.member, self._passes = options, member, passes
+        self.given: Set[int] = frozenset()
+        """The parameters whose `.grad` may be memory that the script knows: it was set before the current backward."""
         self._hooks = HookQueue()
         self._sparse: frozenset[int] = frozenset()
         """Parameters (by index) that have had a sparse gradient on some rank."""
@@ -147,7 +155,7 @@ class Reducer:
 
     # Sending
 
-    def mark_ready(self, arrived: Sequence[int]) -> None:
+    def mark_ready(self, arrived: Sequence[int], *, at_end: bool = False) -> None:
         """Mark the gradients that have `arrived`, by index, as complete; send complete buckets whose turn it is.
 
         Other gradients move to their buckets early, and backward can reuse the memory that they had, while it is still
@@ -155,27 +163,29 @@ class Reducer:
         """
         if not self.is_known:
             self.enter_world(self.layout.params)
-        self._send_complete(arrived)
+        self._send_complete(arrived, at_end=at_end)
         if self._can_set_early:
             for place, indices in self.layout.order.take_waiting(len(self._sent)).items():
-                self.layout.memory_of(place).take_gradients(indices)
+                self.layout.memory_of(place).take_gradients(set(indices) - self.given)
 
-    def _send_complete(self, arrived: Sequence[int], *, empty: bool = False) -> None:
+    def _send_complete(self, arrived: Sequence[int], *, empty: bool = False, at_end: bool = False) -> None:
         """Send the buckets whose turn it is and that are complete now that these gradients have `arrived`."""
         self.layout.order.mark(arrived)
         while self.layout.order.is_complete(len(self._sent)):
-            self._send_next(empty)
+            self._send_next(empty, at_end)
 
     def _send_rest(self, *, empty: bool) -> None:
         while len(self._sent) < len(self.layout.buckets):
-            self._send_next(empty)
+            self._send_next(empty, at_end=True)
 
-    def _send_next(self, empty: bool) -> None:
-        """Send the next bucket. empty: with zeros."""
+    def _send_next(self, empty: bool, at_end: bool) -> None:
+        """Send the next bucket. empty: with zeros. at_end: whether `reduce` follows at once."""
         place, options, group = len(self._sent), self.options, self._channel.gradients
         members = self.layout.members[place]
         grads = [None] * len(members) if empty else self._all_contributions(place)
-        is_new = [param.passes > 0 for param in members] if self.reduced and not empty else None
+        is_new = None
+        if self.reduced and not empty:
+            is_new = [self._passes[slot.param] > 0 for slot in self.layout.buckets[place].slots]
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         factor = 1 / group.size if options.divides_first(memory.flat.dtype, group) else 1.0
         if (streams := members[0].streams) is not None:
@@ -183,14 +193,14 @@ class Reducer:
             if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
                 for tensor in (memory.flat, *(grad for grad in grads if grad is not None)):
                     accelerator.keep_until_done(tensor, stream)
-        kinds = memory.pack(grads, is_new, factor)
+        kinds = memory.pack(grads, is_new, factor, self.given)
         self._kinds += kinds
         self._buckets_sent += 1
         self._count_sent(place)
         send = self._allreduce if options.comm_hook is None else self._call_hook
         self._sent.append(send(place, memory))
         if self._can_set_early and not options.sparse_as_dense:
-            memory.set_early(kinds)
+            memory.set_early(kinds, at_end=at_end)
 
     def _count_sent(self, place: int) -> None:
         """Add the bucket at `place` to the digest of the buckets that this rank has sent."""
@@ -242,7 +252,7 @@ class Reducer:
 
     def is_reduced(self, index: int) -> bool:
         """Return whether the gradient at `index` was reduced since the last step, and backward has not added to it."""
-        return index in self.used and self.layout.params[index].passes == 0
+        return index in self.used and self._passes[index] == 0
 
     def _all_contributions(self, place: int) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in the bucket at `place`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -237,7 +238,10 @@ class DistributedDataParallel(torch.nn.Module):
             return
         self._combiner.watch()
         self._check_early_end(True)
-        is_changed = _identities(self._parts) != self._recorded
+        members = _members(self._parts)
+        is_changed = len(members) != len(self._recorded) or not all(
+            map(operator.is_, members, self._recorded)
+        )
         if is_changed and not any(type(param) is torch.Tensor for param in self.module.parameters()):
             self._record_parts()
         is_alone = self._is_joining or self._torch_join is not None or not self._combiner.is_in_world
@@ -263,7 +267,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _record_parts(self) -> None:
         self._parts = list(self.module.modules())
-        self._recorded = _identities(self._parts)
+        self._recorded = _members(self._parts)
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters whose gradients are averaged, with their names in the module."""
@@ -644,13 +648,13 @@ def _end_backward(reference: weakref.ref[DistributedDataParallel]) -> None:
         param.grad = None
 
 
-def _identities(parts: Sequence[torch.nn.Module]) -> list[int]:
-    """Return the ids of the parameters and modules in `parts`; this is cheaper than named_parameters()."""
+def _members(parts: Sequence[torch.nn.Module]) -> list[object]:
+    """Return the parameters and modules in `parts`; this is cheaper than named_parameters()."""
     members: list[object] = []
     for part in parts:
         members += part._parameters.values()
         members += part._modules.values()
-    return list(map(id, members))
+    return members
 
 
 # isinstance() for torch's class and its base Joinable, which are ABCs.

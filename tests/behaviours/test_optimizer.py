@@ -449,8 +449,7 @@ def test_an_optimizer_for_each_parameter_may_step_in_hooks() -> None:
         optimizers[param].step()  # type: ignore[index]
         optimizers[param].zero_grad()  # type: ignore[index]
 
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(finish)
+    hooks = [param.register_post_accumulate_grad_hook(finish) for param in model.parameters()]
     for number in range(4):
         inputs = torch.randn(hvd.size(), 2, 3, generator=torch.Generator().manual_seed(number))
         model(inputs[hvd.rank()]).square().mean().backward()
@@ -459,6 +458,8 @@ def test_an_optimizer_for_each_parameter_may_step_in_hooks() -> None:
         alone.step()
         for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(own, expected)
+    for hook in hooks:  # torch would keep the optimizers, to which they refer, for ever
+        hook.remove()
 
 
 @pytest.mark.ranks(2, 3)
@@ -474,13 +475,14 @@ def test_a_step_in_a_hook_that_would_use_gradients_of_this_rank_is_an_error(styl
         optimizer.step()
         optimizer.zero_grad()
 
-    for param in params:
-        param.register_post_accumulate_grad_hook(finish)
+    hooks = [param.register_post_accumulate_grad_hook(finish) for param in params]
     error = (
         "hooks have removed all of them" if module is not None else r"step\(\) must not be called in a hook"
     )
     with pytest.raises(RuntimeError, match=error):
         (params[0] + params[1]).sum().backward()
+    for hook in hooks:
+        hook.remove()
 
 
 @everywhere
