@@ -14,6 +14,10 @@ T = TypeVar("T")
 _frames: Any = torch._C._dynamo.eval_frame
 
 
+CAN_SPLIT_GRAPHS = hasattr(_frames, "set_code_exec_strategy")
+"""Whether torch.compile splits all graphs of a model in DistributedDataParallel; before torch 2.6 it refuses some."""
+
+
 def not_compiled(made: T) -> T:
     """Decorate a function, or a class for its methods: it stays uncompiled, with all that it calls.
 
@@ -38,7 +42,7 @@ def not_compiled(made: T) -> T:
 def _left_out(function: Any) -> Any:
     assert function.__module__ == function.__globals__["__name__"], "the code is that of another decorator"
     function._torchdynamo_disable = True
-    if hasattr(_frames, "set_code_exec_strategy"):
+    if CAN_SPLIT_GRAPHS:
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
         return function

@@ -32,8 +32,8 @@ from ..checks import flag, number, wrong
 from ..collectives.allreduce import allreduce
 from ..collectives.join import join, share_grad_scaler
 from ..collectives.reduction import Reduction
-from ..compiling import not_compiled
-from ..gradients.bucket_memory import BUCKET_BYTES
+from ..compiling import CAN_SPLIT_GRAPHS, not_compiled
+from ..gradients.bucket_memory import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ..gradients.combiner import Combiner, NullCombiner, SyncOptions
 from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
@@ -214,11 +214,19 @@ class DistributedDataParallel(torch.nn.Module):
         self._prepare()
         if self._casts is not None:
             inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
-        elif self._buffer_hook is None:  # nothing must follow here: torch.compile would compile it apart
-            return self.module(*inputs, **kwargs)
-        with self._casts or contextlib.nullcontext():
-            outputs = self.module(*inputs, **kwargs)
-        self._sync_buffers(after_forward=True)
+        elif self._buffer_hook is None and torch.compiler.is_compiling():
+            return self.module(*inputs, **kwargs)  # nothing must follow here: it would be compiled apart
+        outer = TorchDataParallel._active_ddp_module
+        try:
+            # torch.compile splits the module's graphs at buckets, so that these can be sent during backward.
+            if CAN_SPLIT_GRAPHS and self.bucket_bytes_cap >= FIRST_BUCKET_BYTES:  # else torch raises
+                TorchDataParallel._active_ddp_module = cast(Any, self)
+            with self._casts or contextlib.nullcontext():
+                outputs = self.module(*inputs, **kwargs)
+        finally:
+            TorchDataParallel._active_ddp_module = outer
+        if self._buffer_hook is not None:
+            self._sync_buffers(after_forward=True)
         return outputs
 
     @not_compiled

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 import dualdist as hvd
+from dualdist.compiling import CAN_SPLIT_GRAPHS
 
 from ..helpers.public_functions import COLLECTIVES
 from ..helpers.reference_training import assert_same_weights, batches, loss_of, share, train_beside
@@ -182,3 +184,26 @@ def test_a_compiled_function_may_call_collectives_without_gradients() -> None:
 @pytest.mark.parametrize("name", [*COLLECTIVES, "broadcast_parameters", "broadcast_optimizer_state", "join"])
 def test_no_public_collective_is_compiled(name: str) -> None:
     assert getattr(hvd, name)._torchdynamo_disable
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.world_kinds("torch-gloo", "horovod-gloo")
+@everywhere
+def test_graphs_of_a_compiled_module_are_split_at_the_buckets_as_in_torch() -> None:
+    """So that each bucket is sent while the rest of the compiled backward runs."""
+    if not CAN_SPLIT_GRAPHS:
+        pytest.skip("needs torch 2.7")
+
+    def graphs(wrap: Callable[[Any], Any]) -> int:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = wrap(torch.compile(model, backend=counter))
+        compiled(torch.ones(2, 600)).sum().backward()
+        return counter.frame_count
+
+    expected = graphs(lambda model: TorchDataParallel(model, bucket_cap_mb=1))
+    assert expected > 1
+    assert graphs(lambda model: hvd.DistributedDataParallel(model, bucket_cap_mb=1)) == expected
+    assert graphs(lambda model: hvd.DistributedDataParallel(model, bucket_cap_mb=0.5)) == 1  # torch raises
