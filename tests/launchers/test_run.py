@@ -135,6 +135,7 @@ def test_standard_files_that_are_closed_are_empty(closed: str) -> None:
         ("RUN -np 2 echo text >/dev/full", "No space left on device: 'stdout'"),
         ("RUN -np 2 sh -c 'echo text >&2' 2>/dev/full", ""),
         ("ulimit -n 16; RUN -np 2 true", "Too many open files"),
+        ("ulimit -n 8; RUN -np 2 true", "Too many open files"),
     ],
 )
 def test_what_the_machine_lacks_is_said_in_one_line(command: str, said: str) -> None:
