@@ -76,6 +76,7 @@ _NAMES = {
     ".training.sync_batch_norm": ("SyncBatchNorm",),
     ".types": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
     ".world.context": ("is_initialized",),
+    ".world.device_mesh": ("device_mesh",),
     ".world.process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
     ".world.ranks": (
         "backend_name",

@@ -96,6 +96,7 @@ from .types import (
     Sum as Sum,
 )
 from .world.context import is_initialized as is_initialized
+from .world.device_mesh import device_mesh as device_mesh
 from .world.process_sets import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,

@@ -15,7 +15,13 @@ from .checks import converted, instance, integer, items, mapping, number
 from .collectives import allgather, allreduce, grouped_allgather, grouped_allreduce
 from .collectives.objects import on_all_ranks
 from .collectives.plan import check_rows, check_tensor
-from .world.process_sets import ProcessSet, channel_of, check_process_set, global_process_set, reporting
+from .world.process_sets import (
+    ProcessSetLike,
+    channel_of,
+    checked_process_set,
+    global_process_set,
+    reporting,
+)
 from .world.ranks import device
 
 __all__ = ("ConfusionMatrix", "Mean", "Metric", "Sum", "compute", "gather_all_tensors", "gather_in_order")
@@ -27,7 +33,7 @@ _ROW = "row shape, dtype and device type"
 T = TypeVar("T")
 
 
-def gather_all_tensors(tensor: torch.Tensor, group: ProcessSet | None = None) -> list[torch.Tensor]:
+def gather_all_tensors(tensor: torch.Tensor, group: ProcessSetLike | None = None) -> list[torch.Tensor]:
     """Return every rank's `tensor`, of any shapes, in rank order. For torchmetrics' `dist_sync_fn`.
 
         metric = torchmetrics.AUROC(
@@ -46,9 +52,7 @@ def gather_all_tensors(tensor: torch.Tensor, group: ProcessSet | None = None) ->
             them is raised on every rank.
     """
     with reporting(call_kinds.ALLGATHER_OBJECT, group):
-        if group is not None:
-            check_process_set(group, "group")
-    process_set = group or global_process_set
+        process_set = global_process_set if group is None else checked_process_set(group, "group")
 
     def describe() -> tuple[torch.Size, torch.dtype]:
         check_tensor(tensor)
@@ -70,7 +74,7 @@ def gather_in_order(
     outputs: torch.Tensor | Sequence[torch.Tensor],
     indices: torch.Tensor | Iterable[int],
     length: int | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Return the outputs of all ranks in the order of the dataset, each sample once, on every rank.
 
@@ -105,7 +109,7 @@ def gather_in_order(
         return _common(kinds, _ROW) if kinds else None
 
     with reporting(call_kinds.ALLGATHER_OBJECT, process_set):
-        check_process_set(process_set)
+        process_set = checked_process_set(process_set)
     described = [kind for kind in on_all_ranks(describe, ValueError, process_set) if kind is not None]
     if not described:
         raise ValueError("`outputs` must hold a row on some rank, but is empty on all instead.")
@@ -175,9 +179,8 @@ class Metric(ABC):
     shape, dtype: of the counter. process_set: the ranks whose samples are counted.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSet) -> None:
-        check_process_set(process_set)
-        self.process_set = process_set
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSetLike) -> None:
+        self.process_set = checked_process_set(process_set)
         sizes = items(
             "shape", shape, "the sizes of a tensor", "Pass a tuple of whole numbers, () for one number."
         )
@@ -244,7 +247,7 @@ def _as_tensor(values: torch.Tensor | float) -> torch.Tensor:
 class Mean(Metric):
     """The mean over samples, 0-dim float64; NaN without samples."""
 
-    def __init__(self, process_set: ProcessSet = global_process_set) -> None:
+    def __init__(self, process_set: ProcessSetLike = global_process_set) -> None:
         super().__init__((2,), torch.float64, process_set)
 
     def update(self, values: torch.Tensor | float, count: torch.Tensor | int | None = None) -> None:
@@ -292,7 +295,7 @@ class Sum(Metric):
         self,
         shape: Sequence[int] = (),
         dtype: torch.dtype = torch.float64,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSetLike = global_process_set,
     ) -> None:
         super().__init__(shape, dtype, process_set)
 
@@ -318,7 +321,7 @@ class Sum(Metric):
 class ConfusionMatrix(Metric):
     """The number of samples for each pair of classes: (num_classes, num_classes) int64, [target, predicted]."""
 
-    def __init__(self, num_classes: int, process_set: ProcessSet = global_process_set) -> None:
+    def __init__(self, num_classes: int, process_set: ProcessSetLike = global_process_set) -> None:
         # One more row and column for wrong class numbers. Raising in `update` would have to wait for the GPU.
         size = integer("num_classes", num_classes, least=1, below=1 << 16) + 1
         super().__init__((size, size), torch.int64, process_set)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .checks import flag, instance, integer, mapping
+from .world.process_sets import ProcessSetLike, global_process_set, ranks_of_set
 from .world.ranks import rank as own_rank
 from .world.ranks import size
 
@@ -42,8 +43,20 @@ def checked_seed(seed: Any, name: str = "seed") -> int:
     return integer(name, seed, least=-(1 << 63), below=(1 << 64) - (1 << 32))
 
 
-def given_or_joined_world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this process's rank: the arguments, or where they are None, the joined world's."""
+def given_or_joined_world(
+    num_replicas: int | None, rank: int | None, process_set: ProcessSetLike = global_process_set
+) -> tuple[int, int]:
+    """Return the number of ranks and this process's rank: the arguments, or where they are None, the joined world's.
+
+    process_set: the ranks to use instead of the whole world.
+    """
+    if process_set is not global_process_set:
+        if num_replicas is not None or rank is not None:
+            raise ValueError(
+                "`num_replicas` and `rank` must be None with `process_set`, but are not. Pass one or the other."
+            )
+        ranks = ranks_of_set(process_set)
+        return len(ranks), ranks.index(own_rank())
     num_replicas = size() if num_replicas is None else integer("num_replicas", num_replicas, least=1)
     rank = own_rank() if rank is None else integer("rank", rank)
     if not 0 <= rank < num_replicas:
@@ -87,7 +100,13 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         return len(self._sequence())
 
     def _configure(
-        self, num_replicas: int | None, rank: int | None, seed: int, drop_last: bool, pad: bool
+        self,
+        num_replicas: int | None,
+        rank: int | None,
+        seed: int,
+        drop_last: bool,
+        pad: bool,
+        process_set: ProcessSetLike = global_process_set,
     ) -> None:
         """Start epoch 0. None: the value of the joined world, read again at each new offset or epoch."""
         drop_last, pad = flag("drop_last", drop_last), flag("pad", pad)
@@ -96,7 +115,7 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
                 "`pad` must be True with drop_last=True, but is False instead. "
                 "Use only pad=False to have every sample once, or only drop_last=True to leave the rest out."
             )
-        self._given_world = num_replicas, rank
+        self._given_world = num_replicas, rank, process_set
         seed = checked_seed(seed)
         self.epoch, self.seed, self.drop_last, self.pad = 0, seed, drop_last, pad
         self._start_at(0)
@@ -230,10 +249,12 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         pad: repeat the first samples until all ranks have the same number. False: every sample exactly once, so that
             the numbers of two ranks differ by at most one and may be 0. Use False for evaluation without collectives in
             the loop, or for training with `join`.
+        process_set: the ranks that share the samples, such as `mesh["data"]`: the others of the mesh get the same.
 
     Raises:
         NotInitializedError: num_replicas or rank is None before `init()`.
-        ValueError: rank is not below num_replicas, or both drop_last and pad=False are given.
+        ValueError: rank is not below num_replicas, or both drop_last and pad=False are given; this rank is not in
+            `process_set`, or num_replicas or rank is given beside it.
     """
 
     def __init__(
@@ -246,13 +267,14 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         drop_last: bool = False,
         *,
         pad: bool = True,
+        process_set: ProcessSetLike = global_process_set,
     ) -> None:
         self.dataset = cast(
             "torch.utils.data.Dataset[Any]",
             instance("dataset", dataset, Sized, "a dataset with a length", "Use split_by_rank() for others."),
         )
         self.shuffle = flag("shuffle", shuffle)
-        self._configure(num_replicas, rank, seed, drop_last, pad)
+        self._configure(num_replicas, rank, seed, drop_last, pad, process_set)
 
     def _length(self) -> int:
         return len(cast("Sized", self.dataset))
@@ -287,6 +309,8 @@ def split_by_rank(
     num_replicas: int | None = None,
     rank: int | None = None,
     drop_last: bool = False,
+    *,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.utils.data.IterableDataset[T_co]:
     """Return this rank's shard of `iterable`, as a dataset. All ranks and workers together get every item once.
 
@@ -300,13 +324,15 @@ def split_by_rank(
         num_replicas, rank: None: the values of the joined world, read in this call, because workers may not know them.
         drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
             same number.
+        process_set: as in DistributedSampler.
 
     Raises:
         NotInitializedError: num_replicas or rank is None before `init()`.
-        ValueError: rank is not below num_replicas.
+        ValueError: rank is not below num_replicas, or as in DistributedSampler.
     """
     instance("iterable", iterable, Iterable, "an iterable", "Pass an IterableDataset or a list.")
-    return _Split(iterable, *given_or_joined_world(num_replicas, rank), flag("drop_last", drop_last))
+    place = given_or_joined_world(num_replicas, rank, process_set)
+    return _Split(iterable, *place, flag("drop_last", drop_last))
 
 
 class _Split(torch.utils.data.IterableDataset[T_co]):
@@ -343,7 +369,7 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
     Args:
         sampler: yields indices, or lists of them for `DataLoader(batch_sampler=)`. It must end, and draw from the whole
             dataset: a sampler that is already sharded over the ranks is refused.
-        num_replicas, rank, seed, drop_last, pad: as in DistributedSampler. A batch
+        num_replicas, rank, seed, drop_last, pad, process_set: as in DistributedSampler. A batch
             sampler's items are batches, so whole batches are repeated or dropped.
     """
 
@@ -356,6 +382,7 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
         drop_last: bool = False,
         *,
         pad: bool = True,
+        process_set: ProcessSetLike = global_process_set,
     ) -> None:
         fix = "Pass a sampler, a batch sampler or a list."
         instance("sampler", sampler, Iterable, "a sampler or another iterable", fix)
@@ -367,7 +394,7 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
         self.sampler = sampler
         self._cached: tuple[Any, Sequence[T_co]] = (None, ())
         """Seed and epoch, and the sequence that was drawn for them."""
-        self._configure(num_replicas, rank, seed, drop_last, pad)
+        self._configure(num_replicas, rank, seed, drop_last, pad, process_set)
 
     def _sequence(self) -> Sequence[T_co]:
         if self._cached[0] != (self.seed, self.epoch):

@@ -66,6 +66,7 @@ SYNC_BATCH_NORM = Kind("SyncBatchNorm", "ALLGATHER")
 BARRIER = Kind("barrier", "BARRIER", Data.NONE, WhenJoined.NOTHING)
 JOIN = Kind("join", "JOIN", Data.NONE)
 ADD_PROCESS_SET = Kind("add_process_set", "ADD_PROCESS_SET", Data.NONE)
+DEVICE_MESH = Kind("device_mesh", "DEVICE_MESH", Data.NONE)
 REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
 
 # The first two compare the layout of the gradients when a wrapper is made. GRADIENTS ends each backward pass.

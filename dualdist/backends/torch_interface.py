@@ -8,14 +8,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from .. import accelerator
 from ..launch import DeviceView, choose_devices
 from . import TRANSPORTS, transport_named
+from .torch_group import wrapped
 
 
 def world_group() -> Any:
@@ -23,18 +26,33 @@ def world_group() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+TorchRanks: TypeAlias = dist.ProcessGroup | DeviceMesh
+"""What torch calls some of the ranks. A DeviceMesh must have one dimension."""
+
+
 def ranks_of(group: Any) -> list[int] | None:
-    """Return the global ranks of a process group of torch, None if `group` is something else."""
-    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+    """Return the global ranks of a process group of torch, or of a DeviceMesh with one dimension, else None.
+
+    Raises ValueError if this rank is not in it, or torch has destroyed it.
+    """
+    if not isinstance(group, TorchRanks) or (isinstance(group, DeviceMesh) and group.ndim != 1):
         return None
-    return list(dist.get_process_group_ranks(group))
+    try:
+        return list(
+            dist.get_process_group_ranks(group.get_group() if isinstance(group, DeviceMesh) else group)
+        )
+    except (IndexError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{group} must have this rank, and be of the world that is joined.") from error
 
 
-def group_of_mesh(mesh: Any) -> Any:
-    """Return the group of a DeviceMesh with one dimension, None if `mesh` is something else."""
-    if not hasattr(mesh, "get_group") or getattr(mesh, "ndim", 0) != 1:
-        return None
-    return mesh.get_group(mesh_dim=0)
+def new_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks of the default group. Collective over them.
+
+    device: the type of the devices; without a backend of torch for it, as for a GPU over MPI, the mesh is for the CPU.
+    """
+    kind = device if device in adopted_config() else "cpu"
+    with wrapped():
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
 def notify_join(joinable: Any) -> None:

@@ -12,7 +12,7 @@ from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .allreduce import Allreduce, Tensors, plan_allreduce
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction
@@ -25,7 +25,7 @@ def plan_allgather(
     name: str | None = None,
     *,
     grouped: bool = False,
-    process_set: ProcessSet,
+    process_set: ProcessSetLike,
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of an allgather. Its result: for each of `tensors`, the rows of all ranks."""
     channel = channel_of(process_set)
@@ -49,7 +49,7 @@ def plan_allgather(
 def allgather(
     tensor: torch.Tensor,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     *,
     gradient: int = Average,
 ) -> torch.Tensor:
@@ -78,7 +78,7 @@ def allgather(
 
 
 def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
     """Start an `allgather` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
     plan = plan_allgather([tensor], name, process_set=process_set)
@@ -88,7 +88,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     *,
     gradient: int = Average,
 ) -> tuple[torch.Tensor, ...]:
@@ -98,7 +98,7 @@ def grouped_allgather(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
     """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors."""
     return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit()
@@ -113,7 +113,7 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, gradient: int, *tensors: torch.Tensor
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSetLike, gradient: int, *tensors: torch.Tensor
     ) -> Tensors:
         ctx.process_set, ctx.gradient = process_set, gradient
         ctx.shapes = [tensor.shape for tensor in tensors]
@@ -124,7 +124,7 @@ class Allgather(torch.autograd.Function):
         process_set = ctx.process_set
         rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes], device="cpu")
         (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
-        starts = table[: process_set.rank()].sum(dim=0).tolist()
+        starts = table[: channel_of(process_set).group.rank].sum(dim=0).tolist()
         plan = plan_allreduce(grads, Reduction(ctx.gradient), grouped=True, process_set=process_set)
         totals = plan.run(Allreduce, process_set)
         own = [

@@ -14,7 +14,7 @@ from ..backends.base import Group
 from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Average, Max, Min, Op, Product, Sum
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .compression import Compression, Compressor, compressed
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
@@ -32,7 +32,7 @@ def plan_allreduce(
     compression: type[Compressor] | Compressor = Compression.none,
     in_place: bool = False,
     grouped: bool = False,
-    process_set: ProcessSet,
+    process_set: ProcessSetLike,
 ) -> Plan[Tensors]:
     """Return the plan of an allreduce. Its result: `tensors` themselves, or new tensors of the same shapes."""
     channel = channel_of(process_set)
@@ -80,7 +80,7 @@ def allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Return `tensor` reduced over the ranks; differentiable.
 
@@ -118,7 +118,7 @@ def allreduce_async(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start an `allreduce` and return a handle; `synchronize` returns the new tensor. Not differentiable.
 
@@ -136,7 +136,7 @@ def allreduce_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` in place over the ranks and return it. Not differentiable. Otherwise as `allreduce`."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
@@ -151,7 +151,7 @@ def allreduce_async_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start an `allreduce_` and return a handle; `synchronize` returns `tensor` itself."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
@@ -172,7 +172,7 @@ def grouped_allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> list[torch.Tensor]:
     """Return `tensors` reduced over the ranks, as one operation; differentiable.
 
@@ -199,7 +199,7 @@ def grouped_allreduce_async(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
@@ -214,7 +214,7 @@ def grouped_allreduce_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does)."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
@@ -231,7 +231,7 @@ def grouped_allreduce_async_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`."""
     reduction = Reduction(op, prescale_factor, postscale_factor)
@@ -251,7 +251,9 @@ class Allreduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, *tensors: torch.Tensor) -> Tensors:
+    def forward(
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSetLike, *tensors: torch.Tensor
+    ) -> Tensors:
         outputs = plan.run()
         ctx.reduction, ctx.process_set = Reduction.of(plan.call), process_set
         if ctx.reduction.op in (Min, Max, Product):
@@ -272,16 +274,17 @@ class Allreduce(torch.autograd.Function):
         return None, None, *(total * part for total, part in zip(totals, shares, strict=True))
 
 
-def _share_of_extreme(tensor: torch.Tensor, op: int, process_set: ProcessSet) -> torch.Tensor:
+def _share_of_extreme(tensor: torch.Tensor, op: int, process_set: ProcessSetLike) -> torch.Tensor:
     (extreme,) = plan_allreduce([tensor], Reduction(op), process_set=process_set).run()
     mine = (tensor == extreme).to(tensor.dtype)
     (holders,) = plan_allreduce([mine], Reduction(Sum), process_set=process_set).run()
     return mine / holders
 
 
-def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSet) -> torch.Tensor:
-    stacked = tensor.new_zeros(channel_of(process_set).group.size, *tensor.shape)
-    stacked[process_set.rank()] = tensor
+def _product_of_others(tensor: torch.Tensor, op: int, process_set: ProcessSetLike) -> torch.Tensor:
+    group = channel_of(process_set).group
+    stacked = tensor.new_zeros(group.size, *tensor.shape)
+    stacked[group.rank] = tensor
     (everyone,) = plan_allreduce([stacked], Reduction(Sum), process_set=process_set).run()
-    others = [row for index, row in enumerate(everyone) if index != process_set.rank()]
+    others = [row for index, row in enumerate(everyone) if index != group.rank]
     return torch.stack([*others, torch.ones_like(tensor)]).prod(dim=0)

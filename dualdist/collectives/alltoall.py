@@ -11,14 +11,14 @@ from ..agreement import call_kinds
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .plan import Plan, check_rows, check_splits, describe_rows, make_call, planned
 from .wire import alltoall_rows
 
 
 @planned(call_kinds.ALLTOALL)
 def plan_alltoall(
-    tensor: torch.Tensor, splits: Any, name: str | None = None, *, process_set: ProcessSet
+    tensor: torch.Tensor, splits: Any, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
     """Return the plan of an alltoall. Its result: the received rows, and their number from each rank, (size,) int32."""
     channel = channel_of(process_set)
@@ -37,7 +37,7 @@ def alltoall(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Send rows of `tensor` to every rank and return the rows from all ranks, in rank order; differentiable.
 
@@ -67,7 +67,7 @@ def alltoall_async(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start an `alltoall` and return a handle; `synchronize` always returns (rows, number of rows from each rank)."""
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
@@ -84,7 +84,10 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[tuple[torch.Tensor, torch.Tensor]], process_set: ProcessSet, tensor: torch.Tensor
+        ctx: Any,
+        plan: Plan[tuple[torch.Tensor, torch.Tensor]],
+        process_set: ProcessSetLike,
+        tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, counts = plan.run()
         ctx.process_set, ctx.counts, ctx.num_rows = process_set, counts.tolist(), tensor.shape[0]

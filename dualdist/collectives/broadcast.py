@@ -12,7 +12,7 @@ from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .allreduce import Allreduce, plan_allreduce
 from .plan import Plan, check_root, check_tensor, make_call, planned, root_of
 from .reduction import Reduction
@@ -49,7 +49,7 @@ def plan_broadcast(
     name: str | None = None,
     *,
     in_place: bool = False,
-    process_set: ProcessSet,
+    process_set: ProcessSetLike,
 ) -> Plan[torch.Tensor]:
     """Return the plan of a broadcast. Its result: `tensor` itself, or a new tensor."""
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
@@ -79,7 +79,7 @@ def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     *,
     gradient: int = Average,
 ) -> torch.Tensor:
@@ -110,7 +110,7 @@ def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start a `broadcast` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
     return plan_broadcast(tensor, root_rank, name, process_set=process_set).submit()
@@ -120,7 +120,7 @@ def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with rank `root_rank`'s and return it. Not differentiable. Otherwise as `broadcast`."""
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).run()
@@ -130,7 +130,7 @@ def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> int:
     """Start a `broadcast_` and return a handle; `synchronize` returns `tensor` itself."""
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).submit()
@@ -145,7 +145,7 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, gradient: int, tensor: torch.Tensor
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSetLike, gradient: int, tensor: torch.Tensor
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set, ctx.gradient = root_of(plan), process_set, gradient
         return plan.run()
@@ -155,5 +155,6 @@ class Broadcast(torch.autograd.Function):
         process_set = ctx.process_set
         plan = plan_allreduce([grad], Reduction(ctx.gradient), process_set=process_set)
         (total,) = plan.run(Allreduce, process_set)
-        is_root = process_set.ranks[process_set.rank()] == ctx.root_rank
+        group = channel_of(process_set).group
+        is_root = group.ranks[group.rank] == ctx.root_rank
         return None, None, None, total if is_root else torch.zeros_like(total)

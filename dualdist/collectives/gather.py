@@ -11,7 +11,7 @@ from ..agreement import call_kinds
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .plan import (
     Plan,
     check_root,
@@ -28,7 +28,7 @@ from .wire import alltoall_rows, gather_rows
 
 @planned(call_kinds.GATHER)
 def plan_gather(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
     """Return the plan of a gather. Its result: the received rows, and their number from each rank, (size,) int32."""
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
@@ -46,7 +46,7 @@ def plan_gather(
 
 @planned(call_kinds.SCATTER)
 def plan_scatter(
-    tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSet
+    tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[torch.Tensor]:
     """Return the plan of a scatter. Its result: the received rows."""
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
@@ -71,7 +71,7 @@ def gather(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated, on rank `root_rank`, and no rows elsewhere; differentiable.
 
@@ -101,7 +101,10 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[tuple[torch.Tensor, torch.Tensor]], process_set: ProcessSet, tensor: torch.Tensor
+        ctx: Any,
+        plan: Plan[tuple[torch.Tensor, torch.Tensor]],
+        process_set: ProcessSetLike,
+        tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, counts = plan.run()
         ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), process_set, tensor.shape
@@ -123,7 +126,7 @@ def scatter(
     root_rank: int,
     splits: Sequence[int] | torch.Tensor | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Return this rank's share of the rows of rank `root_rank`'s `tensor`; differentiable.
 
@@ -154,7 +157,7 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, tensor: torch.Tensor
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSetLike, tensor: torch.Tensor
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), process_set, tensor.shape
         return plan.run()

@@ -13,7 +13,7 @@ from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import integer
 from ..world.context import current
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .objects import broadcast_object
 from .plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_neutral
@@ -38,7 +38,7 @@ def join(device: int = -1) -> int:
     return last
 
 
-def share_grad_scaler(last: int, process_set: ProcessSet) -> None:
+def share_grad_scaler(last: int, process_set: ProcessSetLike) -> None:
     """Give the GradScaler of each rank the state of that of rank `last`. Collective.
 
     A script passes its scaler to no call of ours, so it is looked for among all objects of the process. If there are
@@ -55,7 +55,7 @@ def share_grad_scaler(last: int, process_set: ProcessSet) -> None:
         scalers[0].load_state_dict(states[0])
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
+def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return when every member of `process_set` has called it. Collective.
 
     Ranks that have joined count as having called it. Raises HorovodInternalError as `allreduce` does.
@@ -64,7 +64,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 @planned(call_kinds.BARRIER)
-def _plan_barrier(*, process_set: ProcessSet) -> Plan[None]:
+def _plan_barrier(*, process_set: ProcessSetLike) -> Plan[None]:
     return Plan(channel_of(process_set), make_call(call_kinds.BARRIER, None), _do_nothing)
 
 

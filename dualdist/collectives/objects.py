@@ -19,7 +19,7 @@ from ..backends.base import Group
 from ..checks import items, text_of
 from ..compiling import not_compiled
 from ..errors import HorovodInternalError
-from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
 from .plan import check_root, make_call
 from .wire import allgather_rows, alltoall_rows, gather_rows
 
@@ -43,7 +43,7 @@ def _dump(obj: Any) -> torch.Tensor:
 
 @not_compiled
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Any:
     """Return rank `root_rank`'s `obj` on every rank: the object itself on the root, a copy elsewhere.
 
@@ -69,7 +69,7 @@ def broadcast_object(
 
 @not_compiled
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order.
 
@@ -88,7 +88,7 @@ def allgather_object(
 
 @not_compiled
 def gather_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> list[Any] | None:
     """Return every rank's `obj` in rank order on rank `root_rank`, None elsewhere.
 
@@ -112,7 +112,7 @@ def scatter_object(
     objs: Sequence[Any] | None,
     root_rank: int = 0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> Any:
     """Return a copy of the object for this rank in rank `root_rank`'s list `objs`, which has one object per rank.
 
@@ -137,8 +137,11 @@ def scatter_object(
     return _load(channel.run(call, execute), root_rank)
 
 
-def _load_all(pickles: Sequence[torch.Tensor], process_set: ProcessSet) -> list[Any]:
-    return [_load(pickled, rank) for pickled, rank in zip(pickles, process_set.ranks or (), strict=True)]
+def _load_all(pickles: Sequence[torch.Tensor], process_set: ProcessSetLike) -> list[Any]:
+    return [
+        _load(pickled, rank)
+        for pickled, rank in zip(pickles, channel_of(process_set).group.ranks, strict=True)
+    ]
 
 
 def _load(pickled: torch.Tensor, rank: int) -> Any:
@@ -155,7 +158,7 @@ def _load(pickled: torch.Tensor, rank: int) -> Any:
 
 
 def on_all_ranks(
-    function: Callable[[], T], error: type[Exception], process_set: ProcessSet = global_process_set
+    function: Callable[[], T], error: type[Exception], process_set: ProcessSetLike = global_process_set
 ) -> list[T]:
     """Run `function` on every rank, and return all results in rank order.
 
@@ -179,7 +182,7 @@ def on_all_ranks(
         raise failure
     failed = [
         (rank, problem)
-        for rank, (_, problem) in zip(process_set.ranks or (), outcomes, strict=True)
+        for rank, (_, problem) in zip(channel_of(process_set).group.ranks, outcomes, strict=True)
         if problem is not None
     ]
     if failed:
@@ -189,7 +192,9 @@ def on_all_ranks(
     return [result for result, _ in outcomes]
 
 
-def unpickled_on_all_ranks(collective: Callable[[], T], process_set: ProcessSet = global_process_set) -> T:
+def unpickled_on_all_ranks(
+    collective: Callable[[], T], process_set: ProcessSetLike = global_process_set
+) -> T:
     """Return `collective()`, such as a broadcast_object, which runs user code (unpickling) after all data has arrived.
 
     Collective over `process_set`. If that code raises on some ranks, the others raise RuntimeError, because they cannot

@@ -16,7 +16,7 @@ from ..agreement.channel import Channel
 from ..agreement.matching import Execute
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..types import Average, Sum
-from ..world.process_sets import ProcessSet, channel_of, report, reporting
+from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
 from .handles import Started, new_handle, on_streams_of_caller
 from .wire import dtype_name
 
@@ -48,7 +48,7 @@ class Plan(Generic[T]):
     def run(
         self,
         function: type[torch.autograd.Function] | None = None,
-        process_set: ProcessSet | None = None,
+        process_set: ProcessSetLike | None = None,
         *gradient: int,
     ) -> T:
         """Agree with the other members, then run the collective. Collective over the process set.
@@ -167,7 +167,7 @@ def check_rows(tensor: Any, what: str = "tensor") -> None:
         )
 
 
-def check_root(root_rank: Any, process_set: ProcessSet) -> tuple[int, int]:
+def check_root(root_rank: Any, process_set: ProcessSetLike) -> tuple[int, int]:
     """Return the global rank `root_rank` as an int, and its index in the set. Raises ValueError for other ranks."""
     ranks = channel_of(process_set).group.ranks
     rank = integer("root_rank", root_rank, fix="Pass a global rank.")

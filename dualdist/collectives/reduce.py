@@ -11,7 +11,7 @@ from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average, Op, Sum
-from ..world.process_sets import ProcessSet, channel_of, global_process_set, reporting
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
 from .broadcast import Broadcast, plan_broadcast
 from .plan import Plan, check_root, check_tensor, make_call, root_of
 from .reduction import Reduction, reduce_tensors, scale_
@@ -24,7 +24,7 @@ def reduce(
     op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
     """Return `tensor` reduced over the ranks on rank `root_rank`, zeros elsewhere; differentiable (Sum, Average).
 
@@ -64,7 +64,7 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSet, tensor: torch.Tensor
+        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSetLike, tensor: torch.Tensor
     ) -> torch.Tensor:
         ctx.reduction, ctx.root_rank, ctx.process_set = Reduction.of(plan.call), root_of(plan), process_set
         if ctx.reduction.op not in (Sum, Average):
@@ -78,6 +78,6 @@ class Reduce(torch.autograd.Function):
         reduction, process_set = ctx.reduction, ctx.process_set
         plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
         back = plan.run(Broadcast, process_set, Sum)
-        divisor = process_set.size() if reduction.op == Average else 1
+        divisor = channel_of(process_set).group.size if reduction.op == Average else 1
         scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
         return None, None, back

@@ -13,7 +13,7 @@ from ..backends.base import Group
 from ..compiling import not_compiled
 from ..errors import HorovodInternalError
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
 from .compression import Compression, Compressor, compressed
@@ -30,7 +30,7 @@ def plan_reducescatter(
     *,
     compression: type[Compressor] | Compressor = Compression.none,
     grouped: bool = False,
-    process_set: ProcessSet,
+    process_set: ProcessSetLike,
 ) -> Plan[tuple[torch.Tensor, ...]]:
     """Return the plan of a reducescatter. Its result: for each of `tensors`, this rank's rows of the reduced tensor."""
     channel, reduction = channel_of(process_set), reduction.checked()
@@ -62,7 +62,7 @@ def reducescatter(
     name: str | None = None,
     compression: type[Compressor] | Compressor = Compression.none,
     op: Op = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     *,
@@ -95,7 +95,7 @@ def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: Op = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
@@ -110,7 +110,7 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: type[Compressor] | Compressor = Compression.none,
     op: Op = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     *,
@@ -129,7 +129,7 @@ def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     op: Op = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
@@ -149,7 +149,7 @@ class Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[Tensors], process_set: ProcessSet, gradient: int, *tensors: torch.Tensor
+        ctx: Any, plan: Plan[Tensors], process_set: ProcessSetLike, gradient: int, *tensors: torch.Tensor
     ) -> Tensors:
         ctx.reduction, ctx.process_set, ctx.gradient = Reduction.of(plan.call), process_set, gradient
         return plan.run()
@@ -159,9 +159,9 @@ class Reducescatter(torch.autograd.Function):
         reduction, process_set = ctx.reduction, ctx.process_set
         factor = reduction.prescale_factor * reduction.postscale_factor
         if reduction.op == Sum:
-            factor *= process_set.size()
+            factor *= channel_of(process_set).group.size
         if ctx.gradient == Sum:
-            factor /= process_set.size()
+            factor /= channel_of(process_set).group.size
         gathered = []
         for grad in grads:
             plan = plan_allgather([grad], process_set=process_set)

@@ -11,14 +11,14 @@ from ..agreement import call_kinds
 from ..backends.base import Group
 from ..checks import reduce_op, wrong
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
-from ..world.process_sets import ProcessSet, global_process_set, reporting
+from ..world.process_sets import ProcessSetLike, global_process_set, reporting
 from .allgather import plan_allgather
 from .handles import synchronize
 from .wire import allgather_rows
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSetLike = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a sparse COO tensor. Return a function that waits and returns the new sparse tensor.
 

@@ -18,7 +18,7 @@ from ..collectives.objects import allgather_object
 from ..compiling import not_compiled
 from ..errors import ReplicaMismatchError
 from ..types import Min
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .bucket_memory import TrackedParameter, as_real
 from .combiner import SyncOptions
 
@@ -106,7 +106,7 @@ def check_replicas(
     *,
     every: int = 1,
     batch_norm_buffers: bool = True,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
 ) -> None:
     """Raise ReplicaMismatchError unless all ranks have the same bits in `model` and `optimizer`.
 
@@ -143,7 +143,9 @@ def check_replicas(
     first = wrong_names[0]
     values = [replica.get(first) for replica in replicas]
     most = Counter(values).most_common(1)[0][0]
-    others = [rank for rank, value in zip(process_set.ranks or (), values, strict=True) if value != most]
+    others = [
+        rank for rank, value in zip(channel_of(process_set).group.ranks, values, strict=True) if value != most
+    ]
     what = next(value[0] for value in (most, *values) if value is not None)
     more = f" {len(wrong_names) - 1} more differ, such as {wrong_names[1]!r}." if len(wrong_names) > 1 else ""
     raise ReplicaMismatchError(

@@ -28,7 +28,14 @@ from ..gradients.combiner import Combiner, NullCombiner, SyncOptions, alive, com
 from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
-from ..world.process_sets import ProcessSet, channel_of, check_process_set, global_process_set, reporting
+from ..world.process_sets import (
+    ProcessSet,
+    ProcessSetLike,
+    channel_of,
+    checked_process_set,
+    global_process_set,
+    reporting,
+)
 from .sync_batch_norm import check_sync_batch_norms, layers_with
 
 # Adasum of optimizer steps: the ranks combine their steps, not their gradients.
@@ -169,7 +176,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSetLike = global_process_set,
     comm_hook: Any = None,
 ) -> SynchronizedOptimizer:
     """Make `optimizer` combine gradients over the ranks, and return it.
@@ -202,7 +209,7 @@ def DistributedOptimizer(
     """
     with reporting(call_kinds.OPTIMIZER, process_set):  # the other ranks must not wait for this one
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
-        check_process_set(process_set, registered=True)
+        process_set = checked_process_set(process_set, registered=True)
         op, factor, compression = _check_optimizer(optimizer, op, gradient_predivide_factor, compression)
         if isinstance(optimizer, SynchronizedOptimizer) and not optimizer._is_copy:
             raise TypeError(

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ..agreement import call_kinds
-from ..backends.torch_interface import group_of_mesh
+from ..backends.torch_interface import DeviceMesh
 from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.compression import Compression, Compressor
 from ..compiling import not_compiled
 from ..gradients.combiner import combiners_of
-from ..world.process_sets import ProcessSet, global_process_set
-from .sync_batch_norm import check_sync_batch_norms, checked_device, set_of_group
+from ..world.process_sets import ProcessSet, checked_process_set, global_process_set
+from .sync_batch_norm import check_sync_batch_norms, checked_device
 
 
 def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
@@ -28,16 +28,13 @@ def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
     if device_mesh is None and process_group is None:
         return global_process_set
     if device_mesh is None:
-        return set_of_group("process_group", process_group, registered=True)
+        return checked_process_set(process_group, "process_group", registered=True)
     if process_group is not None:
         raise ValueError(
             "`device_mesh` must be None if `process_group` is passed, but is not. Pass one of them."
         )
-    group = group_of_mesh(device_mesh)
-    if group is None:
-        fix = "Pass one, or mesh['dp']."
-        raise wrong("device_mesh", "a DeviceMesh of one dimension", device_mesh, fix, TypeError)
-    return set_of_group("device_mesh", group, registered=True)
+    instance("device_mesh", device_mesh, DeviceMesh, "a DeviceMesh of one dimension", "Pass mesh['data'].")
+    return checked_process_set(device_mesh, "device_mesh")
 
 
 def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -18,7 +18,7 @@ from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import Plan, check_root, check_tensor, make_call, planned
 from ..collectives.wire import as_bytes, dtype_name, from_bytes
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSet, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
@@ -30,7 +30,7 @@ Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[t
 
 @not_compiled
 def broadcast_parameters(
-    params: Parameters, root_rank: int, process_set: ProcessSet = global_process_set
+    params: Parameters, root_rank: int, process_set: ProcessSetLike = global_process_set
 ) -> None:
     """Overwrite `params` with those of rank `root_rank`, in place.
 
@@ -60,7 +60,7 @@ def is_extra_state(name: Any) -> bool:
 
 @planned(call_kinds.BROADCAST_PARAMETERS)
 def plan_broadcast_parameters(
-    params: Parameters, root_rank: int, *, process_set: ProcessSet
+    params: Parameters, root_rank: int, *, process_set: ProcessSetLike
 ) -> Plan[dict[str, Any]]:
     """Return the plan of a broadcast_parameters. Its result: the entries of this rank that are not tensors."""
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)

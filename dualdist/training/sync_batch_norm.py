@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..agreement import call_kinds
 from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
-from ..backends.torch_interface import ranks_of, world_group
+from ..backends.torch_interface import world_group
 from ..checks import converted, flag, instance, integer, number, wrong
 from ..collectives.allreduce import allreduce
 from ..collectives.plan import make_call
@@ -29,10 +29,10 @@ from ..types import Sum
 from ..world.context import current
 from ..world.process_sets import (
     ProcessSet,
+    ProcessSetLike,
     channel_of,
-    check_process_set,
+    checked_process_set,
     global_process_set,
-    process_set_of_ranks,
     reporting,
 )
 
@@ -40,24 +40,6 @@ from ..world.process_sets import (
 def checked_device(name: str, device: Any) -> torch.device:
     """Return `device`, the parameter `name`, as a torch.device. Raises TypeError if torch does not know it."""
     return converted(name, device, torch.device, "a device", "Pass hvd.device().", without=bool)
-
-
-# The process set that the argument `process_group` means: in torch's interface it may be a group of torch.
-
-
-def set_of_group(name: str, group: Any, *, registered: bool) -> ProcessSet:
-    """Return the process set that the argument `name` means: in torch's interface it may be a process group of torch.
-
-    Collective over its members if it is a group of torch whose ranks have no process set yet. Raises TypeError, or
-    BackendUnavailableError for a group of torch that the backend cannot use.
-    """
-    ranks = ranks_of(group)
-    if ranks is not None:
-        return process_set_of_ranks(ranks)
-    rule = "a ProcessSet or a ProcessGroup of torch that this rank belongs to"
-    instance(name, group, ProcessSet, rule, "Make one with add_process_set(ranks).")
-    check_process_set(group, name, registered=registered)
-    return group  # type: ignore[no-any-return]
 
 
 # Each rank sends one small row of numbers, in forward and in backward. On the CPU it travels with the agreement, in one
@@ -361,7 +343,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,
         process_group: Any = None,
         *,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSetLike = global_process_set,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -437,7 +419,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls,
         module: torch.nn.Module,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSetLike = global_process_set,
         process_group: Any = None,
     ) -> torch.nn.Module:
         """Return `module` with every BatchNorm layer in it replaced by a SyncBatchNorm with its parameters and state.
@@ -495,12 +477,12 @@ class SyncBatchNorm(_BatchNorm):
 def _chosen_set(process_set: Any, process_group: Any) -> ProcessSet:
     """Return the process set that one of the two arguments means. `process_set` may be a group of torch, too."""
     if process_group is None:
-        return set_of_group("process_set", process_set, registered=False)
+        return checked_process_set(process_set)
     if process_set is not global_process_set:
         raise ValueError(
             "`process_group` must be None if `process_set` is passed, but is not. Pass one of them."
         )
-    return set_of_group("process_group", process_group, registered=False)
+    return checked_process_set(process_group, "process_group")
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..agreement import call_kinds
 from ..agreement.call import Call, call_site
 from ..agreement.call_kinds import Kind
 from ..agreement.channel import Channel
 from ..backends.base import Group
+from ..backends.torch_interface import TorchRanks, ranks_of
 from ..checks import instance, integer, items
 from .context import current, current_or_inherited, is_initialized
 
@@ -63,6 +64,10 @@ class ProcessSet:
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+ProcessSetLike: TypeAlias = ProcessSet | TorchRanks
+"""What the arguments `process_set` may be: a ProcessSet, one dimension of a mesh, or a group of torch."""
 
 
 def is_communicator(value: Any) -> bool:
@@ -206,8 +211,8 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return added
 
 
-def process_set_of_ranks(ranks: Sequence[int]) -> ProcessSet:
-    """Return a process set of `ranks`, for a group of torch. Collective over `ranks` alone, if no set has them yet.
+def _process_set_of_ranks(name: str, ranks: Sequence[int]) -> ProcessSet:
+    """Return a process set of `ranks`, for the argument `name`. Collective over `ranks` alone, if no set has them yet.
 
     Other ranks do not know such a set, so `remove_process_set` does not take it; it lasts as long as the world.
     """
@@ -216,9 +221,7 @@ def process_set_of_ranks(ranks: Sequence[int]) -> ProcessSet:
         if known.ranks == own.ranks:
             return known  # type: ignore[no-any-return]
     if context.world.rank not in ranks:
-        raise ValueError(
-            f"`process_group` must have this rank, {context.world.rank}, but has {own.ranks} instead."
-        )
+        raise ValueError(f"`{name}` must have this rank, {context.world.rank}, but has {own.ranks} instead.")
     own.process_set_id = context.add_members_channel(own.ranks or [])
     context.process_sets[own.process_set_id] = own
     return own
@@ -232,7 +235,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     context = current()
     with reporting(call_kinds.REMOVE_PROCESS_SET):
-        check_process_set(process_set)
+        instance(
+            "process_set", process_set, ProcessSet, "a ProcessSet", "Pass what add_process_set() returned."
+        )
     set_id = process_set.process_set_id
     if set_id is None or set_id <= 0 or context.process_sets.get(set_id) is not process_set:
         return False
@@ -249,14 +254,29 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def channel_of(process_set: ProcessSet) -> Channel:
+def ranks_of_set(process_set: ProcessSetLike) -> list[int]:
+    """Return the global ranks of the argument `process_set`, in ascending order. Local.
+
+    Raises TypeError, or ValueError if this rank is not among them.
+    """
+    ranks = ranks_of(process_set)
+    if ranks is None:
+        ranks = checked_process_set(process_set, registered=True).ranks or []
+    if current_or_inherited().world.rank not in ranks:
+        raise ValueError(
+            f"`process_set` must have this rank, {current_or_inherited().world.rank}, but has {ranks}."
+        )
+    return sorted(ranks)
+
+
+def channel_of(process_set: ProcessSetLike) -> Channel:
     """Return the channel of `process_set`.
 
     Raises TypeError if the set is not registered, as Horovod does, and ValueError if this process is not part of it.
     """
     context = current()
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
-        check_process_set(process_set, registered=True)
+        process_set = checked_process_set(process_set, registered=True)
     set_id = process_set.process_set_id
     channel = None if set_id is None else context.channels.get(set_id)
     if channel is None:
@@ -266,14 +286,26 @@ def channel_of(process_set: ProcessSet) -> Channel:
     return channel
 
 
-def check_process_set(process_set: Any, name: str = "process_set", *, registered: bool = False) -> None:
-    """Raise TypeError unless `process_set`, the parameter `name`, is a ProcessSet; with `registered`, one in use."""
-    instance(name, process_set, ProcessSet, "a ProcessSet", "Make one with add_process_set(ranks).")
+def checked_process_set(
+    process_set: Any, name: str = "process_set", *, registered: bool = False
+) -> ProcessSet:
+    """Return the process set that the argument `name` means. registered: it must be in use.
+
+    Collective over its members if it is a mesh dimension or a group of torch whose ranks have no process set yet.
+    Raises TypeError, ValueError if this rank is not in the group, or BackendUnavailableError if the backend cannot
+    connect its ranks.
+    """
+    ranks = ranks_of(process_set)
+    if ranks is not None:
+        return _process_set_of_ranks(name, ranks)
+    rule = "a ProcessSet, a DeviceMesh of one dimension or a ProcessGroup of torch"
+    instance(name, process_set, ProcessSet, rule, "Use add_process_set(ranks), or a dimension: mesh['data'].")
     if registered and process_set.process_set_id is None:
         raise TypeError(
             f"`{name}` must be registered, but is {process_set} instead. "
             "Call add_process_set(), or give it to init(process_sets=)."
         )
+    return process_set  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -292,6 +324,6 @@ def reporting(kind: Kind, process_set: Any = None) -> Iterator[None]:
 
 def report(kind: Kind, process_set: Any, error: Exception) -> None:
     """Do what `reporting` does when its block raises `error`."""
-    shown_to = process_set if isinstance(process_set, ProcessSet) else global_process_set
+    shown_to = process_set if isinstance(process_set, ProcessSetLike) else global_process_set
     with contextlib.suppress(TypeError, ValueError):
         channel_of(shown_to).fail(kind, error)

@@ -431,7 +431,6 @@ def test_a_second_backward_of_one_forward_is_averaged_too() -> None:
         assert model.weight.grad.item() == number * (hvd.size() + 1) / 2
 
 
-@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_groups_and_meshes_of_torch_are_taken() -> None:
     import torch.distributed as dist
@@ -452,7 +451,6 @@ def test_groups_and_meshes_of_torch_are_taken() -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @everywhere
 def test_a_group_of_torch_averages_among_its_members() -> None:
     import torch.distributed as dist

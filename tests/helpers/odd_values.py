@@ -148,6 +148,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "param_to_hook_all_reduce": accept("none", "no such parameter"),
         "mixed_precision": accept("none", "no casts"),
         "device_mesh": accept("none", "all ranks"),
+        "device_mesh.shape": accept("none", "all ranks in one dimension"),
         "skip_all_reduce_unused_params": accept("all", "without effect"),
         "bucket_cap_mb_list": accept("none numbers tensor", "any sizes"),
         "batched_grad_copy": accept("all", "without effect"),

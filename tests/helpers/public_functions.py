@@ -363,6 +363,7 @@ ELASTIC: dict[str, Case] = {
 WORLD: dict[str, Case] = {
     "ProcessSet": Case(hvd.ProcessSet),
     "add_process_set": Case(hvd.add_process_set),
+    "device_mesh": Case(hvd.device_mesh),
     "remove_process_set": Case(hvd.remove_process_set),
     "run": Case(hvd.run, lambda: {"func": print}),
     "spawn": Case(hvd.spawn, lambda: {"fn": print, "nprocs": 1}),

@@ -35,7 +35,7 @@ from ...meeting.http_store import HttpStore, horovods_scopes
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from ..store import SharedStore, meet, open_store
-from ..torch_groups import DefaultGroup, config_text, gloo_interface
+from ..torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
 from ..torch_interface import bind_device, config_of, transport_timeout
 from .group import (
     HorovodGroup,
@@ -258,6 +258,7 @@ class HorovodBackend(Backend):
         self.device = self._bind_device(launch)
         self._stall_timeout = settings.stall_timeout_seconds
         self._timeout = settings.start_timeout_seconds
+        self._may_share = settings.shared_memory
         self._is_stuck = False
         self._starts = True
         """Until `finish_start`."""
@@ -430,6 +431,32 @@ class HorovodBackend(Backend):
     def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         return [self._new_group(ranks) for _ in range(count)]
 
+    def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
+        # Horovod makes a process set with all ranks alone.
+        return self._groups_beside.make_among_members(ranks, count, exchange)
+
+    @functools.cached_property
+    def _groups_beside(self) -> TorchGroups:
+        """Groups of torch beside Horovod, for ranks of which it has no process set."""
+        assert self._store is not None, "a world of one rank has no other set of ranks"
+        timeout = timedelta(seconds=self._timeout)
+        made = TorchGroups(
+            self.rank,
+            self._config,
+            self.device,
+            self._nodes,
+            self._store,
+            timeout,
+            may_share=self._may_share,
+        )
+        self._on_shutdown.callback(made.close)
+        return made
+
+    @property
+    def _config(self) -> dict[str, str]:
+        """Which of torch's backends carries the tensors of which device, in groups beside Horovod."""
+        return config_of(self.transport if self.device else "gloo")
+
     def _new_group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
         if key not in self._sets:
@@ -484,10 +511,15 @@ class HorovodBackend(Backend):
             return
         store = dist.HashStore() if self._store is None else self._store
         allow_open_files(self.size)
-        kinds = config_of(self.transport if self.device else "gloo")
         timeout = transport_timeout(timedelta(seconds=self._timeout), self.device)
         connect = functools.partial(
-            self._default_group.open, config_text(kinds), store, self.rank, self.size, timeout, self.device
+            self._default_group.open,
+            config_text(self._config),
+            store,
+            self.rank,
+            self.size,
+            timeout,
+            self.device,
         )
         self.start_step(connect)
 
