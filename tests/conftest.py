@@ -22,6 +22,7 @@ GROUPS = {
     "launchers/test_cluster_examples.py": "Slurm",
     "launchers/test_slurm_steps.py": "Slurm",
     "launchers/test_start_with.py": "Slurm",
+    "launchers/test_sharding.py": "Slurm",
 }
 """Files whose tests share what is slow to start. All other tests form groups by world, else by file."""
 

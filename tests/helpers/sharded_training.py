@@ -1,0 +1,230 @@
+"""A small transformer, trained by one process, and by several of which each holds a part of it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import dualdist as hvd
+
+__all__ = ("KINDS", "STEPS", "alone", "transformer", "with_shards")
+
+STEPS = 30
+VOCABULARY, WIDTH, HEADS, LENGTH = 11, 8, 4, 5
+ROWS, MICRO_BATCHES = 16, 2
+"""Rows of a whole batch, in two parts, whose gradients are added."""
+NORM = 0.3
+"""Below the norm of most gradients."""
+RATE, EPSILON = 0.02, 1e-3
+"""Of AdamW. With a small epsilon, rounding would decide the direction where a gradient is almost 0."""
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def heads(layer: nn.Module) -> torch.Tensor:  # with tensor parallelism, some of them
+            return layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)  # type: ignore[no-any-return]
+
+        query, key, value = map(heads, (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(self.up(self.norms[1](x)).tanh())  # type: ignore[no-any-return]
+
+
+def transformer() -> Any:
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(2)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY)).double()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=RATE, eps=EPSILON)
+
+
+def batches(steps: int) -> Iterator[torch.Tensor]:
+    """Yield the rows of each whole batch: words, of which each but the first is to be predicted."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    place: tuple[int, int] = (0, 1),
+    steps: int = STEPS,
+    synchronizes: Callable[[bool], object] = lambda last: None,
+    clip: Callable[[], object] | None = None,
+    first: int = 0,
+) -> None:
+    """Train on the share of rank place[0] of place[1]. synchronizes: called before each backward; True: the last."""
+    rank, size = place
+    for number, rows in enumerate(batches(steps)):
+        if number < first:
+            continue
+        optimizer.zero_grad()
+        for micro, part in enumerate(rows.chunk(MICRO_BATCHES)):
+            own = part[rank::size]
+            synchronizes(micro == MICRO_BATCHES - 1)
+            loss = nn.functional.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+            (loss / MICRO_BATCHES).backward()
+        if clip is None:
+            nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        else:
+            clip()
+        optimizer.step()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([whole(param.detach()).flatten() for param in model.parameters()]).tolist()
+
+
+def alone(steps: int = STEPS) -> list[float]:
+    """Return the weights of one process with the whole batches."""
+    model = transformer()
+    train(model, adamw(model.parameters()), steps=steps)
+    return weights(model)
+
+
+def shard(model: Any, mesh: Any) -> None:
+    """Shard each block, and the rest, over `mesh`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def split(model: Any, mesh: Any) -> None:
+    """Distribute the heads and the hidden units over `mesh`, and replicate all others: clipping needs one kind."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan |= {"attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    others = [model[0], model[-1]]
+    for layer in model:
+        if isinstance(layer, Block):
+            parallelize_module(layer, mesh, plan)
+            others += layer.norms
+    takes: Any = lambda module, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()])  # noqa: E731
+    gives: Any = lambda module, output, mesh: output.to_local()  # noqa: E731
+    for layer in others:
+        distribute_module(layer, mesh, input_fn=takes, output_fn=gives)
+
+
+def fully_sharded() -> list[float]:
+    model = transformer()
+    shard(model, hvd.device_mesh())
+    train(
+        model,
+        adamw(model.parameters()),
+        (hvd.rank(), hvd.size()),
+        synchronizes=model.set_requires_gradient_sync,
+    )
+    return weights(model)
+
+
+def hybrid_sharded() -> list[float]:
+    model = transformer()
+    shard(model, hvd.device_mesh((hvd.size() // 2, 2), ("replicate", "shard")))
+    train(
+        model,
+        adamw(model.parameters()),
+        (hvd.rank(), hvd.size()),
+        synchronizes=model.set_requires_gradient_sync,
+    )
+    return weights(model)
+
+
+def tensor_parallel() -> list[float]:
+    """Each pair of ranks holds the model. Its gradients are averaged over the pairs."""
+    mesh, model = hvd.device_mesh((hvd.size() // 2, 2), ("data", "model")), transformer()
+    split(model, mesh["model"])
+
+    def clip() -> None:
+        for param in model.parameters():
+            hvd.allreduce_(param.grad.to_local(), process_set=mesh["data"])
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+
+    place = mesh["data"].get_local_rank(), hvd.size() // 2
+    train(model, adamw(model.parameters()), place, clip=clip)
+    return weights(model)
+
+
+def tensor_parallel_and_sharded() -> list[float]:
+    mesh, model = hvd.device_mesh((hvd.size() // 2, 2), ("data", "model")), transformer()
+    split(model, mesh["model"])
+    shard(model, mesh["data"])
+    place = mesh["data"].get_local_rank(), hvd.size() // 2
+    train(model, adamw(model.parameters()), place, synchronizes=model.set_requires_gradient_sync)
+    return weights(model)
+
+
+def replicated() -> list[float]:
+    from torch.distributed._composable.replicate import replicate
+
+    model: Any = replicate(transformer(), device_mesh=hvd.device_mesh())
+    place = hvd.rank(), hvd.size()
+    train(model, adamw(model.parameters()), place, synchronizes=model.set_requires_gradient_sync)
+    return weights(model)
+
+
+def with_shared_optimizer_state() -> list[float]:
+    """Each rank holds the optimizer's state of some parameters of a model that dualdist has wrapped."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    bare, mesh = transformer(), hvd.device_mesh()
+    model = hvd.DistributedDataParallel(bare, device_mesh=mesh)
+    options: dict[str, Any] = {"lr": RATE, "eps": EPSILON, "process_group": mesh.get_group()}
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+    def synchronizes(last: bool) -> None:
+        model.require_backward_grad_sync = last
+
+    train(model, optimizer, (hvd.rank(), hvd.size()), synchronizes=synchronizes)
+    return weights(bare)
+
+
+KINDS: dict[str, Callable[[], list[float]]] = {
+    function.__name__: function
+    for function in (
+        fully_sharded,
+        hybrid_sharded,
+        tensor_parallel,
+        tensor_parallel_and_sharded,
+        replicated,
+        with_shared_optimizer_state,
+    )
+}
+
+
+def with_shards(kind: str) -> list[float]:
+    # FSDP over tensor parallelism reduces norms and gathers weights in two steps, of which torch warns.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        return KINDS[kind]()

@@ -1,0 +1,46 @@
+"""Models that torch shards over the joined world have the weights of one process with the whole batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from ..helpers import sharded_training
+from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
+
+SIZE = 4
+SRUN = ("srun", "-N", "1", "-n", "{size}", "--overcommit")
+GLOO, MPI = ({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport} for transport in ("gloo", "mpi"))
+TCP = {"OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
+"""As MPIRUN says on its command line."""
+KINDS = {
+    kind.name: kind
+    for kind in (
+        *WORLD_KINDS[1:],
+        WorldKind("mpirun-gloo", MPIRUN, GLOO),
+        WorldKind("srun-gloo", SRUN, GLOO),
+        WorldKind("srun-mpi", (*SRUN, "--mpi=pmix"), {**MPI, **TCP}, modules=("mpi4py",)),
+    )
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Four ranks under each launcher and on each transport."""
+    environment = request.getfixturevalue("slurm").environment if "srun" in request.param else None
+    made = World(KINDS[request.param], SIZE, environment)
+    yield made
+    made.close()
+
+
+@functools.cache
+def expected() -> list[float]:
+    return sharded_training.alone()
+
+
+@pytest.mark.parametrize("kind", sharded_training.KINDS)
+def test_a_sharded_model_has_the_weights_of_one_process(kind: str, ranks: World) -> None:
+    for found in ranks.run(sharded_training.with_shards, kind):
+        assert found == pytest.approx(expected(), rel=0, abs=1e-10)
