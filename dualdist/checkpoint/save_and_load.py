@@ -11,7 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from ..agreement import call_kinds
-from ..checks import converted, flag, instance, integer, mapping, text
+from ..checks import converted, flag, instance, integer, is_dtensor, mapping, text
 from ..checks import path as checked_path
 from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError
@@ -138,7 +138,8 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
 
     A path that ends in .safetensors gets that format, which needs the package safetensors. Any other gets what
     `torch.save(module.state_dict(), path)` writes, for `torch.load(path, weights_only=True)`. The file appears when it
-    is complete. For an AveragedModel, the averages are written.
+    is complete. For an AveragedModel, the averages are written. Of a sharded model, the whole weights are written: they
+    must fit into rank 0's host memory.
 
     Collective: every rank must call it; rank 0 writes. Raises CheckpointError on every rank when it cannot be written,
     TypeError when `model` is not a module.
@@ -148,9 +149,9 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
         checked_path("path", path)
         instance("model", model, torch.nn.Module, "a torch.nn.Module")
 
+    bare: dict[str, Any] = {}
+
     def export() -> None:
-        named = _unwrapped(model).state_dict()
-        bare = {name.replace(f"{_COMPILED}.", ""): value for name, value in named.items()}
         write: Callable[..., Any] = _save_safetensors if Path(path).suffix == _SAFETENSORS else torch.save
         try:
             with replacing(Path(path)) as file:
@@ -159,6 +160,10 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
             raise CheckpointError(f"`path` must be where a file can be written, but {error}.") from error
 
     on_all_ranks(check, CheckpointError)
+    for name, value in _unwrapped(model).state_dict().items():
+        whole = value.full_tensor() if is_dtensor(value) else value  # collective for a DTensor
+        if is_writer():
+            bare[name.replace(f"{_COMPILED}.", "")] = whole.cpu() if is_dtensor(value) else whole
     from_writer(export)
 
 

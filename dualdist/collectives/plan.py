@@ -125,8 +125,9 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
         raise wrong(what, "a torch.Tensor", tensor, "Convert it with torch.as_tensor().", TypeError)
     if type(tensor) is not torch.Tensor and is_dtensor(tensor):
         raise TypeError(
-            f"`{what}` must be a plain tensor, but is a DTensor instead. Pass its to_local() or full_tensor(). Models "
-            "that fully_shard or parallelize_module has changed exchange parameters and gradients themselves."
+            f"`{what}` must be a plain tensor, but is a DTensor instead. Pass its to_local() or full_tensor(). Call "
+            "broadcast_parameters() before fully_shard or parallelize_module changes the model, which then exchanges "
+            "parameters and gradients itself."
         )
     if tensor.layout is not torch.strided:
         raise ValueError(

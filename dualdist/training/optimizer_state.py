@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from ..agreement import call_kinds
-from ..checks import instance
+from ..checks import instance, is_dtensor
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import check_root
 from ..compiling import not_compiled
@@ -40,6 +40,7 @@ def broadcast_optimizer_state(
         model: accepted as in Horovod (horovod/torch/functions.py:68), without effect.
 
     Raises:
+        TypeError: `optimizer` is something else, or has DTensors as parameters.
         ValueError: `root_rank` is not a rank, or the class of `optimizer` or its number of parameters differs from the
             root's. Then the other ranks raise RuntimeError.
         HorovodInternalError: as for `broadcast`.
@@ -48,6 +49,11 @@ def broadcast_optimizer_state(
         fix = "Pass the optimizer of this rank."
         instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
         root_rank, _ = check_root(root_rank, global_process_set)
+        if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+            raise TypeError(
+                "`optimizer` must have plain parameters, but has DTensors, of whose state each rank has its own part. "
+                "A new optimizer needs no broadcast; a checkpoint gives each rank its part."
+            )
         is_root = channel_of(global_process_set).group.rank == root_rank
         state = optimizer.state_dict() if is_root else None
         sent = _tensors_in(state)
