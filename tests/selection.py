@@ -34,7 +34,7 @@ ABOVE_THE_BACKENDS = """
     elastic_sampler elastic_state equal_start failed_backward gradient_dtypes gradient_order
     kept_gradients losses_over_ranks metrics mixed_precision moved_gradients no_host_reads objects optimizer
     optimizer_state parallel parallel_interface parallel_state parameter_hooks parameters reduce_ops
-    several_optimizers sparse_gradients sync_batch_norm timeline unused_parameters
+    several_optimizers sharded_checkpoint sharded_models sparse_gradients sync_batch_norm timeline unused_parameters
 """
 """Files of behaviours that are made of collectives, which other files test on every backend."""
 

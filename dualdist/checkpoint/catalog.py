@@ -18,8 +18,6 @@ from .format import Manifest, MemoryFile, copy_verified, read_manifest, write_ch
 
 logger = logging.getLogger("dualdist")
 
-_NAME = re.compile(r"step-(\d+)\.pt")
-
 
 @dataclass(frozen=True)
 class CatalogEntry:
@@ -32,12 +30,16 @@ class CatalogEntry:
 class Catalog:
     """The checkpoints of one folder, in the order in which they were saved. Only the processes that write use it.
 
+    Each is a file here. A subclass may have others: it overrides `pattern`, `place`, `file_of` and `remove`.
+
     Damaged files stay for inspection, but are not among its entries.
 
     keep: how many of the newest checkpoints to keep, besides the best. None: all.
     best: the metric that decides which checkpoint is best, and whether "max" or "min" of it is good.
     durable: as for `replacing`.
     """
+
+    pattern = re.compile(r"step-(\d+)\.pt")
 
     def __init__(
         self, folder: Path, keep: int | None, best: tuple[str, str] | None = None, *, durable: bool = True
@@ -47,6 +49,7 @@ class Catalog:
         self._best = best
         self._durable = durable
         self._entries: list[CatalogEntry] = []
+        self._rejected: dict[Path, str] = {}
         self._last_serial = 0
         """The highest serial number that any file had, even a damaged one. Later checkpoints get higher ones."""
 
@@ -55,7 +58,7 @@ class Catalog:
         os.makedirs(self.folder, exist_ok=True)
         for path in self.folder.iterdir():
             if path.name.startswith(".step-") and path.name.endswith(TEMPORARY_SUFFIX):
-                _remove(path)
+                self.remove(path)
         self._read()
 
     def find(self, file: MemoryFile, *, best: bool = False) -> CatalogEntry | None:
@@ -68,7 +71,7 @@ class Catalog:
         for entry in self._best_first() if best else self._entries[::-1]:
             file.clear()
             try:
-                copy_verified(entry.path, file.append)
+                copy_verified(self.file_of(entry.path), file.append)
                 file.load(entry.path)
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
@@ -90,31 +93,55 @@ class Catalog:
         Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written. It calls no
         collective, because it may run in another thread.
         """
-        path = self.folder / f"step-{manifest.step or 0:09d}.pt"
         try:
-            write_checkpoint(path, values, manifest, durable=self._durable)
+            path = self.place(values, manifest)
         except OSError as error:
             raise CheckpointError(
-                f"The checkpoint of step {manifest.step} was not saved: {error}. {self._newest()}"
+                f"The checkpoint of step {manifest.step} was not saved: {error}. {self.newest()}"
             ) from error
         self._list([*(known for known in self._entries if known.path != path), CatalogEntry(path, manifest)])
         if self._keep is not None:
             kept = self._entries[-self._keep :] + self._best_first()[:1]
             for entry in [known for known in self._entries if known not in kept]:
-                _remove(entry.path)
+                self.remove(entry.path)
                 self._entries.remove(entry)
+
+    def place(self, values: Mapping[str, Any], manifest: Manifest) -> Path:
+        """Write a checkpoint, and return its path."""
+        path = self.folder / f"step-{manifest.step or 0:09d}.pt"
+        write_checkpoint(path, values, manifest, durable=self._durable)
+        return path
+
+    def reject(self, entry: CatalogEntry, problem: str) -> None:
+        """Let `find` pass over a checkpoint that is found to be damaged."""
+        self._rejected[entry.path] = problem
 
     @property
     def next_serial(self) -> int:
         """The serial number of the next checkpoint."""
         return self._last_serial + 1
 
+    def file_of(self, path: Path) -> Path:
+        """Return the file with the manifest of the checkpoint `path`."""
+        return path
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, or an incomplete one. Logs a warning if that is not possible."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
+
     def _read(self) -> list[str]:
         """List the checkpoints of the folder, and return an error text for each file without a manifest."""
         found, problems = [], []
-        for path in sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)):
+        for path in sorted(path for path in self.folder.iterdir() if self.pattern.fullmatch(path.name)):
             try:
-                found.append(CatalogEntry(path, read_manifest(path)))
+                if path in self._rejected:
+                    raise DamagedCheckpointError(self._rejected[path])
+                found.append(CatalogEntry(path, read_manifest(self.file_of(path))))
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
         self._list(sorted(found, key=lambda entry: entry.manifest.serial))
@@ -133,17 +160,9 @@ class Catalog:
         rated = [(value, entry) for value, entry in rated if not math.isnan(value)]
         return [entry for _, entry in sorted(rated, key=operator.itemgetter(0), reverse=mode == "max")]
 
-    def _newest(self) -> str:
-        newest = next((entry for entry in self._entries[::-1] if entry.path.is_file()), None)
+    def newest(self) -> str:
+        """Return, as a sentence, which complete checkpoint is the newest."""
+        newest = next((entry for entry in self._entries[::-1] if self.file_of(entry.path).is_file()), None)
         if newest is None:
             return f"No checkpoint is complete in {self.folder}."
         return f"The newest complete checkpoint is that of step {newest.manifest.step}, {newest.path}."
-
-
-def _remove(path: Path) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.warning("Could not remove the old checkpoint %s: %s.", path, error)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import accelerator
+from ..checks import is_dtensor
 from ..training.parallel import DistributedDataParallel
 from ..training.state_names import bare_names
 
@@ -156,8 +157,9 @@ class _Conversion:
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
         if type(tensor) is not torch.Tensor or tensor.device.type == "meta":
+            fix = " Use CheckpointManager(sharded=True)." if is_dtensor(tensor) else ""
             raise TypeError(
-                f"`{where}` must be a plain tensor, but is a {type(tensor).__name__} on {tensor.device} instead."
+                f"`{where}` must be a plain tensor, but is a {type(tensor).__name__} on {tensor.device} instead.{fix}"
             )
         if tensor.layout is not torch.strided:
             return self._copier(tensor, where)

@@ -139,10 +139,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[NewFile]:
             raise file.failure from None
         raise
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Wait until created, renamed and removed names in `folder` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

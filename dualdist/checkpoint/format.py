@@ -10,8 +10,8 @@ One pass writes the file. `torch.load(path, weights_only=True)` and every zip pr
 checksum finds any flipped bit. It protects against accidents; weights_only protects against malice, because no code in
 a file is ever run.
 
-torch.distributed.checkpoint is not used, for three reasons: it needs a process group of torch, which Horovod does not
-have, and a file system that all ranks share; its metadata are a pickle; it has no checksum.
+torch.distributed.checkpoint is used for sharded models alone (sharded.py), for three reasons: it needs a file system
+that all ranks share; its metadata are a pickle; it has no checksum.
 """
 
 from __future__ import annotations

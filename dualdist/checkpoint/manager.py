@@ -10,14 +10,14 @@ import signal
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -27,7 +27,7 @@ from ..checks import flag, integer, items, number, wrong
 from ..checks import path as checked_path
 from ..collectives import allreduce
 from ..collectives.objects import on_all_ranks
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from ..process_exit import at_exit
 from ..types import Max
 from ..world.process_sets import reporting
@@ -36,7 +36,8 @@ from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, restore
 from .save_and_load import checked_metrics, read_into
-from .transfer import from_writer, is_writer, receive_newest, write_state
+from .sharded import FolderCatalog, Shards, is_sharded, read_folder
+from .transfer import from_writer, is_writer, outcomes, receive_newest, write_state
 
 logger = logging.getLogger("dualdist")
 
@@ -222,6 +223,9 @@ class CheckpointManager:
             Slurm: RequeueExit=75.
         agree_every: exchange a few bytes after every so many steps, for signals, seconds and errors.
         random_state: also save the random number generators of every rank; see RandomState.
+        sharded: for models that fully_shard or parallelize_module has changed: every rank writes and reads its part of
+            the models and optimizers, into a folder per checkpoint that torch.distributed.checkpoint loads, too. The
+            file system must be shared by all ranks. Only load folders that you trust: their metadata are a pickle.
 
     Raises:
         ValueError, TypeError: an argument is wrong on this rank; the others raise CheckpointError.
@@ -242,6 +246,7 @@ class CheckpointManager:
         exit_code: int = EX_TEMPFAIL,
         agree_every: int = 1,
         random_state: bool = True,
+        sharded: bool = False,
     ) -> None:
         self.steps = 0
         """How many steps the run has made, including those before it was restored."""
@@ -275,6 +280,7 @@ class CheckpointManager:
                 "asynchronous": flag("asynchronous", asynchronous),
                 "handles signals": bool(signals),
                 "exit_code": exit_code,
+                "sharded": flag("sharded", sharded),
                 "state": sorted([*names, *self._random]),
             }
 
@@ -287,8 +293,9 @@ class CheckpointManager:
         self._asynchronous, self._exit_code = asynchronous, exit_code
         self._agrees = asynchronous or bool(signals) or every_seconds is not None
         """Whether one rank may know of an event that the others do not see: a signal, a failed save, a late one."""
-        self._catalog = Catalog(Path(directory), keep, best)
+        self._catalog = (FolderCatalog if sharded else Catalog)(Path(directory), keep, best)
         from_writer(self._open)
+        self._shards = Shards(state, self._catalog) if isinstance(self._catalog, FolderCatalog) else None
         self._signals = SignalWatch(signals)
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -338,8 +345,13 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait for a running asynchronous save. Raises CheckpointError on every rank when it has failed."""
-        if self._asynchronous:
-            from_writer(self._finish_saving)
+        if not self._asynchronous:
+            return
+        try:
+            (from_writer if self._shards is None else outcomes)(self._finish_saving)
+        except CheckpointError:
+            self._saved_step = None  # the next save tries again
+            raise
 
     def restore_latest(self, *, strict: bool = True) -> Manifest | None:
         """Load the checkpoint that was saved last, and return its manifest; None when there is none yet.
@@ -359,7 +371,8 @@ class CheckpointManager:
 
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`.
         """
-        self._restore(lambda file: read_into(path, file), strict)
+        read = read_into if self._shards is None else read_folder
+        self._restore(lambda file: read(path, file), strict, skips=False)
         self._saved_step = None
 
     def close(self) -> None:
@@ -419,16 +432,26 @@ class CheckpointManager:
         if not metrics and self._saved_step == self.steps:
             return
         self._saved_at = time.monotonic()
-        write_state(self._everything(), lambda values: self._write(values, metrics, asynchronous))
+        collected: list[Any] = []
+        """On the writer: the values to write, and their manifest."""
+
+        def collect(values: Mapping[str, Any]) -> None:
+            collected.append(self._copy.take(values, "state") if asynchronous else on_host(values, "state"))
+            collected.append(make_manifest(self.steps, metrics, self._catalog.next_serial))
+            if self._shards is None:
+                self._write(asynchronous, self._catalog.write, *collected)
+
+        write_state(self._everything(), collect)
+        if self._shards is not None:
+            finish = self._shards.write(self.steps, asynchronous=asynchronous)
+            self._write(asynchronous, finish, *(collected or (None, None)))
         self._saved_step = self.steps
 
-    def _write(self, values: Mapping[str, Any], metrics: Mapping[str, float], asynchronous: bool) -> None:
-        manifest = make_manifest(self.steps, metrics, self._catalog.next_serial)
+    def _write(self, asynchronous: bool, function: Callable[..., None], *arguments: Any) -> None:
         if asynchronous:
-            copied = self._copy.take(values, "state")
-            self._saving = self._background.submit(self._catalog.write, copied, manifest)
+            self._saving = self._background.submit(function, *arguments)
         else:
-            self._catalog.write(on_host(values, "state"), manifest)
+            function(*arguments)
 
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -443,18 +466,36 @@ class CheckpointManager:
         if (failure := self._failure()) is not None:
             logger.error("The last checkpoint was not saved: %s", failure)
 
-    def _everything(self) -> Mapping[str, Any]:
-        # Restoring sets values in the first mapping.
-        return ChainMap(self._state, self._random)  # type: ignore[arg-type]
+    def _everything(self) -> ChainMap[str, Any]:
+        """Return all that is not saved in parts. Restoring sets plain values in the first mapping."""
+        state = self._state
+        if self._shards is not None:
+            state = {name: value for name, value in state.items() if not is_sharded(value)}
+        return ChainMap(state, self._random)  # type: ignore[arg-type]
 
-    def _restore(self, find: Callable[[MemoryFile], CatalogEntry | None], strict: bool) -> Manifest | None:
+    def _restore(
+        self, find: Callable[[MemoryFile], CatalogEntry | None], strict: bool, *, skips: bool = True
+    ) -> Manifest | None:
         with reporting(call_kinds.ALLGATHER_OBJECT):
             strict = flag("strict", strict)
         self.wait()
-        found = receive_newest(find if is_writer() else None)
-        if found is None:
+        while (found := receive_newest(find if is_writer() else None)) is not None:
+            _, entry, values = found
+            problem = None if self._shards is None else self._shards.verify(entry.path, values)
+            if problem is None:
+                break
+            if not skips:
+                raise DamagedCheckpointError(problem)
+            self._catalog.reject(entry, problem)
+        else:
             return None
-        _, entry, values = found
-        restore(self._everything(), values, strict=strict, origin=entry.path)
+        load_parts = None if self._shards is None else self._shards.fit(entry.path, strict=strict)
+        everything = self._everything()
+        restore(everything, values, strict=strict, origin=entry.path)
+        plain = {name: value for name, value in everything.maps[0].items() if value is not self._state[name]}
+        if plain:
+            cast("MutableMapping[str, Any]", self._state).update(plain)
+        if load_parts is not None:
+            load_parts()
         self.steps = self._saved_step = entry.manifest.step or 0
         return entry.manifest

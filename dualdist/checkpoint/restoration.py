@@ -155,13 +155,7 @@ class _Restoration:
             if load is not None:
                 kind = next(kind for kind in reversed(_ORDER) if isinstance(value, kind))
                 self._loads[kind][name] = load
-        if problems and strict:
-            raise CheckpointError(
-                f"Checkpoint {origin} must fit the state, but does not: {'; '.join(problems)}. Pass strict=False to "
-                "load what fits."
-            )
-        if problems:
-            logger.warning("Checkpoint %s does not fit completely: %s.", origin, "; ".join(problems))
+        report_mismatches(problems, origin, strict=strict)
 
     def load(self, kind: type) -> None:
         """Load the objects of one class in _ORDER."""
@@ -183,6 +177,17 @@ class _Restoration:
                 self._state[name].load_state_dict(former)
             except Exception as error:
                 logger.error("`%s` could not be restored to its former state: %s", name, error)
+
+
+def report_mismatches(problems: Sequence[str], origin: object, *, strict: bool) -> None:
+    """If there are `problems`, raise CheckpointError if `strict`, else warn of them."""
+    if problems and strict:
+        raise CheckpointError(
+            f"Checkpoint {origin} must fit the state, but does not: {'; '.join(problems)}. Pass strict=False to load "
+            "what fits."
+        )
+    if problems:
+        logger.warning("Checkpoint %s does not fit completely: %s.", origin, "; ".join(problems))
 
 
 def _fit_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | None, list[str]]:

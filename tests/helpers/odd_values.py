@@ -227,6 +227,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "exit_code": accept("whole", "an exit code"),
         "agree_every": accept("whole huge", "a number of steps"),
         "random_state": accept("true", "a flag"),
+        "sharded": accept("true", "a flag"),
         "checkpoint.export_weights.model": accept("", "a module"),
         "offset": accept("none whole huge", "the rank, or any number"),
         "lr": accept(NUMBERS, "any number"),

@@ -12,7 +12,18 @@ from torch import nn
 
 import dualdist as hvd
 
-__all__ = ("KINDS", "STEPS", "alone", "transformer", "with_shards")
+__all__ = (
+    "KINDS",
+    "adamw",
+    "alone",
+    "resumed",
+    "shard",
+    "train",
+    "transformer",
+    "weights",
+    "whole",
+    "with_shards",
+)
 
 STEPS = 30
 VOCABULARY, WIDTH, HEADS, LENGTH = 11, 8, 4, 5
@@ -207,6 +218,28 @@ def with_shared_optimizer_state() -> list[float]:
 
     train(model, optimizer, (hvd.rank(), hvd.size()), synchronizes=synchronizes)
     return weights(bare)
+
+
+def resumed(folder: str, steps: int, asynchronous: bool) -> list[float]:
+    """Resume from `folder`, if it has a checkpoint, train up to `steps`, save, and return the weights."""
+    hvd.init()
+    is_hybrid, model = hvd.size() == 4, transformer()
+    mesh = hvd.device_mesh((2, 2), ("replicate", "shard")) if is_hybrid else hvd.device_mesh()
+    shard(model, mesh)
+    state = {"model": model, "optimizer": adamw(model.parameters()), "steps": 0}
+    options: dict[str, Any] = {"every_steps": steps, "signals": (), "asynchronous": asynchronous}
+    with hvd.checkpoint.CheckpointManager(folder, state, sharded=True, **options) as manager:
+        manager.restore_latest()
+        assert manager.steps == state["steps"]
+        # Three ranks cannot share a batch equally: each trains on all of it.
+        place = (0, 1) if hvd.size() == 3 else (hvd.rank(), hvd.size())
+        for number in range(manager.steps, steps):
+            train(
+                model, state["optimizer"], place, number + 1, model.set_requires_gradient_sync, first=number
+            )
+            state["steps"] = number + 1
+            manager.step()
+    return weights(model)
 
 
 KINDS: dict[str, Callable[[], list[float]]] = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+import dualdist
 
 from ..helpers import sharded_training
 from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
@@ -44,3 +47,14 @@ def expected() -> list[float]:
 def test_a_sharded_model_has_the_weights_of_one_process(kind: str, ranks: World) -> None:
     for found in ranks.run(sharded_training.with_shards, kind):
         assert found == pytest.approx(expected(), rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    """Steps 0 to 2 on two ranks, to 4 on three, to 6 on four with shards on pairs, and to 8 on one."""
+    spawn = functools.partial(dualdist.spawn, sharded_training.resumed, timeout=100)
+    for number, size in enumerate((2, 3, 4, 1), 1):
+        for found in spawn((str(tmp_path), 2 * number, asynchronous), nprocs=size):
+            assert found == pytest.approx(sharded_training.alone(2 * number), rel=0, abs=1e-10)

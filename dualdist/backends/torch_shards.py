@@ -1,0 +1,157 @@
+"""Checkpoints of models that torch has sharded: torch.distributed.checkpoint (DCP) writes and reads each rank's parts.
+
+The parts of a checkpoint are one flat dictionary, with the names that torch's own trainers use, such as
+`model.0.weight`, `optimizer.state.0.weight.exp_avg` and `optimizer.param_groups.0.weight.lr`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..errors import CheckpointError
+from .torch_interface import adopted_config
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+Objects = Mapping[str, torch.nn.Module | torch.optim.Optimizer]
+Parts = dict[str, Any]
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Convert the exceptions of DCP, which are no Exceptions, into CheckpointError."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"Rank {rank} failed {what}: {type(cause).__name__}: {cause}") from error
+
+
+class PartGroup:
+    """A group of torch over the world that nothing else uses: an asynchronous save communicates in a thread."""
+
+    def __init__(self, seconds: float) -> None:
+        """Connect the ranks. Collective over the world. seconds: how long to wait for another rank."""
+        self._group: Any = dist.new_group(backend=adopted_config()["cpu"], timeout=timedelta(seconds=seconds))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return each rank's `value`, in rank order. Collective."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def write(self, folder: Path, parts: Parts, *, asynchronous: bool) -> Callable[[], object]:
+        """Write this rank's `parts` into `folder`, and return what waits for the end. Collective.
+
+        asynchronous: return when the parts are copied to host memory.
+        """
+        writer, saving = dcp.FileSystemWriter(folder), f"to write its part of {folder}"
+        if asynchronous:
+            saved: Any = dcp.async_save(parts, storage_writer=writer, process_group=self._group)
+        else:
+            with _reported(saving):
+                dcp.save(parts, storage_writer=writer, process_group=self._group)
+            return lambda: None
+
+        def finish() -> None:
+            with _reported(saving):
+                saved.result()
+
+        return finish
+
+    def read(self, folder: Path, parts: Parts) -> None:
+        """Overwrite `parts` with those in `folder`, which has all of them. Collective."""
+        with _reported(f"to read its part of {folder}"):
+            dcp.load(
+                parts,
+                storage_reader=dcp.FileSystemReader(folder),
+                planner=_Planner(),
+                process_group=self._group,
+            )
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises where loading would run code
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def parts_of(objects: Objects) -> Parts:
+    """Return the parts of this rank, which share memory with `objects`, as a checkpoint names them.
+
+    An optimizer without state gets one. Raises CheckpointError if the model of an optimizer is missing.
+    """
+    parts: Parts = {}
+    for name, value in objects.items():
+        if isinstance(value, torch.nn.Module):
+            named: Mapping[str, Any] = get_model_state_dict(value)
+        else:
+            named = get_optimizer_state_dict(_model_of(name, value, objects), value, options=_FLAT)
+        parts |= {f"{name}.{key}": part for key, part in named.items()}
+    return parts
+
+
+def set_parts(objects: Objects, parts: Parts) -> None:
+    """Load `parts`, all those that `parts_of` names, into the objects."""
+    for name, value in objects.items():
+        named = {
+            key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")
+        }
+        if isinstance(value, torch.nn.Module):
+            set_model_state_dict(value, named)
+        else:
+            set_optimizer_state_dict(_model_of(name, value, objects), value, named, options=_FLAT)
+
+
+def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> torch.nn.Module:
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for value in objects.values():
+        if isinstance(value, torch.nn.Module) and own <= {id(param) for param in value.parameters()}:
+            return value
+    raise CheckpointError(
+        f"`state` must have the model of `{name}`, whose names its parts get, but has none with its parameters."
+    )
+
+
+def differences(folder: Path, parts: Parts) -> tuple[set[str], list[str]]:
+    """Return the names of the `parts` that `folder` has in the same shape, and what does not match."""
+    try:
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
+    tensors = {name: entry.size for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    own = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    shapes = [
+        f"{name}: {tuple(tensors[name])} instead of {tuple(part.shape)}"
+        for name, part in own.items()
+        if tensors.get(name, part.shape) != part.shape
+    ]
+    fitting = (parts.keys() & saved.keys()) - {text.split(": ")[0] for text in shapes}
+    kinds = {
+        "missing": sorted(own.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - own.keys()),
+        "of another shape": shapes,
+    }
+    return fitting, [
+        f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found
+    ]

@@ -1,0 +1,230 @@
+"""Checkpoints of sharded models: a folder for each, into which every rank writes its part.
+
+    step-000000500/            plain DCP, which torch.distributed.checkpoint loads, and one file of ours:
+        __0_0.distcp ...       what rank 0 has written of the models and optimizers
+        .metadata              where each part is
+        dualdist.pt            everything else in the state, the manifest, and the checksum of each file above
+
+The folder gets its name when all ranks have written, so that a save that was killed is never loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checks import path as checked_path
+from ..errors import CheckpointError
+from ..world.context import current
+from .catalog import Catalog, CatalogEntry
+from .files import PIECE_BYTES, TEMPORARY_SUFFIX, damaged, sync_folder
+from .format import Manifest, MemoryFile, write_checkpoint
+from .restoration import report_mismatches
+from .save_and_load import read_into
+from .transfer import attempted, from_writer, outcomes
+
+if TYPE_CHECKING:
+    from ..backends.torch_shards import Parts
+
+REST = "dualdist.pt"
+_CHECKSUMS = "dualdist.checksums"
+"""The key in the file REST under which it has the checksums."""
+
+
+class FolderCatalog(Catalog):
+    """The checkpoints of a folder, each in a folder of its own."""
+
+    pattern = re.compile(r"step-(\d+)")
+
+    def begin(self, step: int) -> Path:
+        """Make a folder for the parts of a new checkpoint, and return it."""
+        made = self.folder / f".step-{step:09d}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
+        made.mkdir()
+        return made
+
+    def commit(self, folder: Path, values: Mapping[str, Any], manifest: Manifest) -> None:
+        """Complete the checkpoint whose parts are in `folder`. Otherwise as `write`."""
+        self._unfinished = folder
+        self.write(values, manifest)
+
+    def place(self, values: Mapping[str, Any], manifest: Manifest) -> Path:
+        write_checkpoint(self._unfinished / REST, values, manifest)
+        sync_folder(self._unfinished)
+        placed = self.folder / f"step-{manifest.step or 0:09d}"
+        if placed.exists():
+            self.remove(placed)
+        os.rename(self._unfinished, placed)
+        sync_folder(self.folder)
+        return placed
+
+    def file_of(self, path: Path) -> Path:
+        return path / REST
+
+    def remove(self, path: Path) -> None:
+        hidden = path
+        if not path.name.endswith(TEMPORARY_SUFFIX):  # it disappears at once, also if this process is killed
+            hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+            os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+class Shards:
+    """The models and optimizers of a state, of which each rank saves its part."""
+
+    def __init__(self, state: Mapping[str, Any], catalog: FolderCatalog) -> None:
+        """Collective over the world."""
+        from ..backends import torch_shards  # it takes half a second
+
+        context = current()
+        context.backend.open_process_group()
+        self._torch, self._catalog = torch_shards, catalog
+        self._objects = {name: value for name, value in state.items() if is_sharded(value)}
+        self._group = torch_shards.PartGroup(context.settings.stall_timeout_seconds)
+        self._rank, self._size = context.world.rank, context.world.size
+
+    def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
+        """Write the parts, and return `finish` for them. Collective over the world."""
+        folder = from_writer(lambda: self._catalog.begin(step))
+
+        parts: Parts = {}
+
+        def check() -> None:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"`directory` must be on a file system that all ranks share, but rank {self._rank} does not see "
+                    f"{folder}."
+                )
+            parts.update(self._torch.parts_of(self._objects))
+
+        outcomes(check)
+        start = functools.partial(self._group.write, folder, parts, asynchronous=asynchronous)
+        wait, failure = attempted(start)
+        return functools.partial(self.finish, folder, wait or functools.partial(_raise, failure))
+
+    def finish(
+        self,
+        folder: Path,
+        wait: Callable[[], object],
+        values: Mapping[str, Any] | None,
+        manifest: Manifest | None,
+    ) -> None:
+        """Wait for the parts of all ranks, and complete the checkpoint. Collective; it may run in another thread.
+
+        values, manifest: of the writer, None elsewhere. Raises CheckpointError on every rank.
+        """
+
+        def finished() -> dict[str, int]:
+            wait()
+            return checksums(folder, self._own(os.listdir(folder)))
+
+        sums, failure = attempted(finished)
+        gathered = self._group.gather((sums, _text(self._rank, failure)))
+        failure = next((CheckpointError(text) for _, text in gathered if text), None)
+        if manifest is not None:
+            whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
+            if failure is None:
+                _, failure = attempted(
+                    lambda: self._catalog.commit(folder, {**(values or {}), _CHECKSUMS: whole}, manifest)
+                )
+            if failure is not None:
+                failure = CheckpointError(
+                    f"The checkpoint of step {manifest.step} was not saved: {failure} {self._catalog.newest()}"
+                )
+                self._catalog.remove(folder)
+        text = self._group.gather(None if failure is None else str(failure))[0]
+        if text is not None:
+            raise CheckpointError(text) from failure
+
+    def verify(self, folder: Path, values: dict[str, Any]) -> str | None:
+        """Take the checksums out of `values`, and return what is wrong with the parts. Collective over the world."""
+        expected = values.pop(_CHECKSUMS, {})
+
+        def compare() -> None:
+            own = self._own(expected)
+            try:
+                found = checksums(folder, own)
+            except OSError as error:
+                raise damaged(
+                    folder, f"rank {self._rank} cannot read {error.filename}: {error.strerror}"
+                ) from error
+            for name in own:
+                if found[name] != expected[name]:
+                    raise damaged(folder / name, "its checksum is not that of what was written")
+
+        _, failure = attempted(compare)
+        return next((text for text in self._group.gather(_text(self._rank, failure)) if text), None)
+
+    def fit(self, folder: Path, *, strict: bool) -> Callable[[], None]:
+        """Return what loads the parts of this rank from `folder`. Both are collective over the world.
+
+        Raises CheckpointError on every rank if `folder` has others and `strict`.
+        """
+        parts: Parts = {}
+        read: Parts = {}
+
+        def compare() -> None:
+            parts.update(self._torch.parts_of(self._objects))
+            fitting, mismatches = self._torch.differences(folder, parts)
+            read.update({name: parts[name] for name in fitting})
+            text = f"it has {' and '.join(mismatches)} parts" if mismatches else ""
+            report_mismatches([text] * bool(text), folder, strict=strict)
+
+        outcomes(compare)
+
+        def load() -> None:
+            self._group.read(folder, read)
+            self._torch.set_parts(self._objects, parts | read)
+
+        return load
+
+    def _own(self, names: Any) -> list[str]:
+        """Return the names of the files that this rank has written, or reads when there were more ranks."""
+        numbers = {name: re.match(r"__(\d+)_", name) for name in names}
+        return [
+            name
+            for name, found in numbers.items()
+            if int(found[1] if found else 0) % self._size == self._rank
+        ]
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether each rank saves its part of `value`."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def checksums(folder: Path, names: list[str]) -> dict[str, int]:
+    """Return the CRC-32 of the files `names`."""
+    sums = {}
+    for name in names:
+        crc = 0
+        with open(folder / name, "rb", buffering=0) as file:
+            while piece := file.read(PIECE_BYTES):
+                crc = zlib.crc32(piece, crc)
+        sums[name] = crc
+    return sums
+
+
+def read_folder(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
+    """Do what `read_into` does, for the folder of a checkpoint."""
+    folder = checked_path("path", path)
+    return CatalogEntry(folder, read_into(folder / REST, file).manifest)
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _text(rank: int, failure: Exception | None) -> str | None:
+    if failure is None or isinstance(failure, CheckpointError):
+        return None if failure is None else str(failure)
+    return f"Rank {rank} failed: {type(failure).__name__}: {failure}"

@@ -1,0 +1,210 @@
+"""Checkpoints of models that torch has sharded: what is saved and kept, how a run resumes, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import dualdist as hvd
+from dualdist.checkpoint import CheckpointManager
+
+from ..helpers.collected_warnings import warned
+from ..helpers.sharded_training import adamw, shard, train, transformer, weights
+from ..helpers.world import everywhere
+
+SAVED, MORE = 2, 2
+"""Steps before and after a save."""
+
+
+def sharded_run(seed: int = 0) -> dict[str, Any]:
+    """Return the state of a run with a sharded model and some more."""
+    model = transformer()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(seed)
+    shard(model, hvd.device_mesh())
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": seed}
+
+
+def step(state: dict[str, Any], manager: CheckpointManager, steps: int) -> None:
+    """Train up to `steps`, every rank on the whole batches."""
+    for number in range(manager.steps, steps):
+        train(state["model"], state["optimizer"], steps=number + 1, first=number)
+        state["scheduler"].step()
+        state["epoch"] = number + 1
+        manager.step()
+
+
+def managed(folder: Path, state: dict[str, Any], **options: Any) -> CheckpointManager:
+    return CheckpointManager(folder, state, **{"every_steps": 1, "sharded": True, "signals": (), **options})
+
+
+@contextlib.contextmanager
+def small_files(is_on: bool) -> Iterator[None]:
+    """Let no file of this process be longer than 100 bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_on:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def changed(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@everywhere
+def test_a_resumed_run_is_equal_to_the_last_bit(asynchronous: bool, tmp_path: Path) -> None:
+    undisturbed, resumed = sharded_run(), sharded_run(seed=1)
+    with managed(tmp_path, undisturbed, every_steps=SAVED, asynchronous=asynchronous) as manager:
+        assert manager.restore_latest() is None
+        step(undisturbed, manager, SAVED)
+        random = hvd.allgather_object(float(torch.rand(1)))
+        manager.wait()
+        with managed(tmp_path, resumed, every_steps=None, asynchronous=asynchronous) as other:
+            manifest = other.restore_latest()
+            assert manifest is not None and manifest.step == SAVED == other.steps == resumed["epoch"]
+            assert hvd.allgather_object(float(torch.rand(1))) == random
+            step(resumed, other, SAVED + MORE)
+        step(undisturbed, manager, SAVED + MORE)
+    assert weights(resumed["model"]) == weights(undisturbed["model"])
+    assert resumed["scheduler"].state_dict() == undisturbed["scheduler"].state_dict()
+
+
+@everywhere
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    state = sharded_run()
+    with managed(tmp_path, state, keep=2, best=("accuracy", "max"), every_steps=None) as manager:
+        for number in range(5):
+            manager.steps = number
+            manager.save({"accuracy": -abs(number - 1.0)})
+        hvd.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:09d}" for n in (1, 3, 4)]
+        best = manager.restore_best()
+        assert best is not None and best.step == 1
+
+
+@everywhere
+def test_torch_loads_the_folder(tmp_path: Path) -> None:
+    state = sharded_run()
+    with managed(tmp_path, state) as manager:
+        step(state, manager, 1)
+    found = {"model": transformer().state_dict()}
+    dcp.load(found, checkpoint_id=tmp_path / "step-000000001")
+    assert torch.cat([value.flatten() for value in found["model"].values()]).tolist() == weights(
+        state["model"]
+    )
+
+
+@everywhere
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with managed(tmp_path, sharded_run()) as manager:
+        manager.save()
+    others = {
+        "of another shape": nn.Sequential(nn.Embedding(3, 8), *list(transformer())[1:]),
+        "missing": transformer().append(nn.Linear(2, 2)),
+        "unexpected": nn.Sequential(nn.Embedding(11, 8)),
+    }
+    for kind, other in others.items():
+        other.double()
+        before = torch.cat([param.detach().flatten() for param in other.parameters()]).tolist()
+        shard(other, hvd.device_mesh())
+        state: dict[str, Any] = {**sharded_run(1), "model": other, "optimizer": adamw(other.parameters())}
+        with managed(tmp_path, state) as manager:
+            with pytest.raises(
+                hvd.CheckpointError, match=rf"step-000000000 must fit the state.* {kind} \(model"
+            ):
+                manager.restore_latest()
+            assert weights(other) == before and state["epoch"] == 1
+            with warned() as messages:
+                manager.restore_latest(strict=False)
+            assert "does not fit completely" in messages[0]
+            assert state["epoch"] == 0
+
+
+@pytest.mark.parametrize(
+    "harm", ["a missing part", "a damaged part", "damaged metadata", "a damaged file of ours"]
+)
+@everywhere
+def test_a_damaged_checkpoint_is_passed_over(harm: str, tmp_path: Path) -> None:
+    state = sharded_run()
+    with managed(tmp_path, state) as manager:
+        step(state, manager, 2)
+    newest, last = tmp_path / "step-000000002", f"__{hvd.size() - 1}_0.distcp"
+    name = {"damaged metadata": ".metadata", "a damaged file of ours": "dualdist.pt"}.get(harm, last)
+    if hvd.rank() == 0:
+        os.unlink(newest / name) if "missing" in harm else changed(newest / name)
+    hvd.barrier()
+    with managed(tmp_path, state) as manager:
+        with pytest.raises(hvd.DamagedCheckpointError, match=name):
+            manager.restore(newest)
+        with warned() as messages:
+            manifest = manager.restore_latest()
+        assert hvd.rank() > 0 or name in messages[0]
+        assert manifest is not None and manifest.step == 1 == state["epoch"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@everywhere
+def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path: Path) -> None:
+    state, last = sharded_run(), hvd.size() - 1
+    with managed(tmp_path, state, every_steps=None, asynchronous=asynchronous) as manager:
+        manager.save()
+        manager.wait()
+        state["epoch"] = manager.steps = 1
+        with (
+            small_files(hvd.rank() == last),
+            pytest.raises(
+                hvd.CheckpointError, match=rf"of step 1 was not saved: Rank {last} failed.*is that of step 0"
+            ),
+        ):
+            manager.save()
+            manager.wait()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000000000"]
+        hvd.barrier()
+        manager.save()
+        manager.wait()
+        manager.restore_latest()
+        assert state["epoch"] == 1
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    own = os.open(tmp_path, os.O_RDONLY) if hvd.rank() == 0 else None
+    folder = hvd.broadcast_object(f"/proc/self/fd/{own}", 0)  # on rank 0 alone
+    with managed(folder, sharded_run()) as manager:
+        with pytest.raises(
+            hvd.CheckpointError, match="must be on a file system that all ranks share, but rank 1"
+        ):
+            manager.save()
+    if own is not None:
+        os.close(own)
+
+
+@everywhere
+def test_sharded_models_need_a_manager_for_them(tmp_path: Path) -> None:
+    state = sharded_run()
+    with CheckpointManager(tmp_path, state, signals=()) as manager:
+        with pytest.raises(hvd.CheckpointError, match=r"DTensor.*CheckpointManager\(sharded=True\)"):
+            manager.save()
+    with managed(tmp_path, {"optimizer": state["optimizer"]}) as manager:
+        with pytest.raises(hvd.CheckpointError, match="must have the model of `optimizer`"):
+            manager.save()
