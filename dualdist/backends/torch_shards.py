@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..errors import CheckpointError
+from .torch_group import wrapped
 from .torch_interface import adopted_config
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -38,9 +39,10 @@ Parts = dict[str, Any]
 
 @contextlib.contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Convert the exceptions of DCP, which are no Exceptions, into CheckpointError."""
+    """Convert the exceptions of DCP, which are no Exceptions, into CheckpointError, and those of c10d."""
     try:
-        yield
+        with wrapped():
+            yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(f"Rank {rank} failed {what}: {type(cause).__name__}: {cause}") from error
@@ -54,9 +56,10 @@ class PartGroup:
         self._group: Any = dist.new_group(backend=adopted_config()["cpu"], timeout=timedelta(seconds=seconds))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each rank's `value`, in rank order. Collective."""
+        """Return each rank's `value`, in rank order. Collective. Raises HorovodInternalError if a rank has ended."""
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, value, group=self._group)
+        with wrapped():
+            dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def write(self, folder: Path, parts: Parts, *, asynchronous: bool) -> Callable[[], object]:

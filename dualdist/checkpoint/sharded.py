@@ -10,20 +10,21 @@ The folder gets its name when all ranks have written, so that a save that was ki
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checks import path as checked_path
-from ..errors import CheckpointError
+from ..errors import CheckpointError, HorovodInternalError
 from ..world.context import current
 from .catalog import Catalog, CatalogEntry
 from .files import PIECE_BYTES, TEMPORARY_SUFFIX, damaged, sync_folder
@@ -106,9 +107,22 @@ class Shards:
             parts.update(self._torch.parts_of(self._objects))
 
         outcomes(check)
-        start = functools.partial(self._group.write, folder, parts, asynchronous=asynchronous)
-        wait, failure = attempted(start)
-        return functools.partial(self.finish, folder, wait or functools.partial(_raise, failure))
+        with self._naming_lost_ranks(folder):
+            try:
+                wait = self._group.write(folder, parts, asynchronous=asynchronous)
+            except CheckpointError as error:  # on every rank
+                wait = functools.partial(_raise, error)
+        return functools.partial(self.finish, folder, wait)
+
+    @contextlib.contextmanager
+    def _naming_lost_ranks(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except HorovodInternalError as error:
+            cause = current().channels[0].group.find_cause()
+            raise HorovodInternalError(
+                f"{folder} was not completed: {cause}. {self._catalog.newest()}"
+            ) from error
 
     def finish(
         self,
@@ -127,7 +141,8 @@ class Shards:
             return checksums(folder, self._own(os.listdir(folder)))
 
         sums, failure = attempted(finished)
-        gathered = self._group.gather((sums, _text(self._rank, failure)))
+        with self._naming_lost_ranks(folder):
+            gathered = self._group.gather((sums, _text(self._rank, failure)))
         failure = next((CheckpointError(text) for _, text in gathered if text), None)
         if manifest is not None:
             whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
@@ -140,7 +155,8 @@ class Shards:
                     f"The checkpoint of step {manifest.step} was not saved: {failure} {self._catalog.newest()}"
                 )
                 self._catalog.remove(folder)
-        text = self._group.gather(None if failure is None else str(failure))[0]
+        with self._naming_lost_ranks(folder):
+            text = self._group.gather(None if failure is None else str(failure))[0]
         if text is not None:
             raise CheckpointError(text) from failure
 
@@ -219,9 +235,8 @@ def read_folder(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
     return CatalogEntry(folder, read_into(folder / REST, file).manifest)
 
 
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
+def _raise(failure: Exception) -> None:
+    raise failure
 
 
 def _text(rank: int, failure: Exception | None) -> str | None:
