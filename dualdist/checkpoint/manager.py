@@ -36,7 +36,7 @@ from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, restore
 from .save_and_load import checked_metrics, read_into
-from .sharded import FolderCatalog, Shards, is_sharded, read_folder
+from .sharded import FolderCatalog, Shards, is_foreign, is_sharded, read_folder
 from .transfer import from_writer, is_writer, outcomes, receive_newest, write_state
 
 logger = logging.getLogger("dualdist")
@@ -369,8 +369,13 @@ class CheckpointManager:
     def restore(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Load the checkpoint `path`, inside or outside the folder, and continue to count from its step.
 
-        Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`.
+        Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`. With `sharded`,
+        it may be a folder of torch.distributed.checkpoint that another program has written.
         """
+        if self._shards is not None and from_writer(lambda: is_foreign(path)):
+            self.wait()
+            self._shards.fit(Path(path), strict=strict)()
+            return
         read = read_into if self._shards is None else read_folder
         self._restore(lambda file: read(path, file), strict, skips=False)
         self._saved_step = None

@@ -229,6 +229,12 @@ def checksums(folder: Path, names: list[str]) -> dict[str, int]:
     return sums
 
 
+def is_foreign(path: str | os.PathLike[str]) -> bool:
+    """Return whether another program has written the folder `path` by DCP."""
+    folder = checked_path("path", path)
+    return (folder / ".metadata").exists() and not (folder / REST).exists()
+
+
 def read_folder(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
     """Do what `read_into` does, for the folder of a checkpoint."""
     folder = checked_path("path", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import resource
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager
 
 from ..helpers.collected_warnings import warned
-from ..helpers.sharded_training import adamw, shard, train, transformer, weights
+from ..helpers.sharded_training import adamw, shard, train, transformer, weights, whole
 from ..helpers.world import everywhere
 
 SAVED, MORE = 2, 2
@@ -111,6 +112,37 @@ def test_torch_loads_the_folder(tmp_path: Path) -> None:
     assert torch.cat([value.flatten() for value in found["model"].values()]).tolist() == weights(
         state["model"]
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
+@everywhere
+def test_accelerate_merges_the_folder(tmp_path: Path) -> None:
+    from accelerate.utils import merge_fsdp_weights
+
+    state = sharded_run()
+    with managed(tmp_path, state) as manager:
+        step(state, manager, 1)
+    expected = [whole(value) for value in state["model"].state_dict().values()]
+    if hvd.rank() == 0:
+        merge_fsdp_weights(str(tmp_path / "step-000000001"), str(tmp_path), safe_serialization=False)
+        found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+        merged = [found[f"model.{name}"] for name in state["model"].state_dict()]
+        assert all(torch.equal(one, other) for one, other in zip(merged, expected, strict=True))
+
+
+@everywhere
+def test_a_folder_of_another_program_is_loaded(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    theirs, ours = sharded_run(), sharded_run(seed=1)
+    train(theirs["model"], theirs["optimizer"], steps=1)
+    model, optimizer = get_state_dict(theirs["model"], theirs["optimizer"])
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "theirs")
+    with managed(tmp_path / "ours", ours, every_steps=None) as manager:
+        manager.restore(tmp_path / "theirs")
+    for state in (theirs, ours):
+        train(state["model"], state["optimizer"], steps=2, first=1)
+    assert weights(ours["model"]) == weights(theirs["model"])
 
 
 @everywhere
