@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import dualdist
 
 from ..helpers import sharded_training
+from ..helpers.run_command import Run
 from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
 
 SIZE = 4
@@ -58,3 +61,13 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
     for number, size in enumerate((2, 3, 4, 1), 1):
         for found in spawn((str(tmp_path), 2 * number, asynchronous), nprocs=size):
             assert found == pytest.approx(sharded_training.alone(2 * number), rel=0, abs=1e-10)
+
+
+def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
+    flags = ("examples/fsdp.py", "--checkpoint-dir", str(tmp_path), "--save-every", "2", "--batch", "16")
+    first = run("-np", "2", sys.executable, *flags, "--steps", "2")
+    second = run("-np", "4", sys.executable, *flags, "--steps", "10", "--shards", "2")
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert re.fullmatch(rb"step 10: loss [345]\.\d+ on 4 processes, 2 shards\n", second.written(0))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"step-{step:09d}" for step in (6, 8, 10)]
