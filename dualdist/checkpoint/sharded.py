@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import secrets
@@ -35,6 +36,8 @@ from .transfer import attempted, from_writer, outcomes
 
 if TYPE_CHECKING:
     from ..backends.torch_shards import Parts
+
+logger = logging.getLogger("dualdist")
 
 REST = "dualdist.pt"
 _CHECKSUMS = "dualdist.checksums"
@@ -72,10 +75,14 @@ class FolderCatalog(Catalog):
 
     def remove(self, path: Path) -> None:
         hidden = path
-        if not path.name.endswith(TEMPORARY_SUFFIX):  # it disappears at once, also if this process is killed
-            hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-            os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            # It disappears at once, also if this process is killed.
+            if not path.name.endswith(TEMPORARY_SUFFIX):
+                hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+                os.rename(path, hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
 
 
 class Shards:
@@ -88,14 +95,13 @@ class Shards:
         context = current()
         context.backend.open_process_group()
         self._torch, self._catalog = torch_shards, catalog
-        self._objects = {name: value for name, value in state.items() if is_sharded(value)}
+        self._state = state
         self._group = torch_shards.PartGroup(context.settings.stall_timeout_seconds)
         self._rank, self._size = context.world.rank, context.world.size
 
     def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
         """Write the parts, and return `finish` for them. Collective over the world."""
         folder = from_writer(lambda: self._catalog.begin(step))
-
         parts: Parts = {}
 
         def check() -> None:
@@ -143,17 +149,17 @@ class Shards:
         sums, failure = attempted(finished)
         with self._naming_lost_ranks(folder):
             gathered = self._group.gather((sums, _text(self._rank, failure)))
-        failure = next((CheckpointError(text) for _, text in gathered if text), None)
         if manifest is not None:
             whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
-            if failure is None:
+            if (problem := next((text for _, text in gathered if text), None)) is not None:
+                failure = CheckpointError(
+                    f"The checkpoint of step {manifest.step} was not saved: {problem} {self._catalog.newest()}"
+                )
+            else:
                 _, failure = attempted(
                     lambda: self._catalog.commit(folder, {**(values or {}), _CHECKSUMS: whole}, manifest)
                 )
             if failure is not None:
-                failure = CheckpointError(
-                    f"The checkpoint of step {manifest.step} was not saved: {failure} {self._catalog.newest()}"
-                )
                 self._catalog.remove(folder)
         with self._naming_lost_ranks(folder):
             text = self._group.gather(None if failure is None else str(failure))[0]
@@ -201,6 +207,10 @@ class Shards:
             self._torch.set_parts(self._objects, parts | read)
 
         return load
+
+    @property
+    def _objects(self) -> dict[str, Any]:
+        return {name: value for name, value in self._state.items() if is_sharded(value)}
 
     def _own(self, names: Any) -> list[str]:
         """Return the names of the files that this rank has written, or reads when there were more ranks."""
