@@ -37,6 +37,7 @@ from .connections import Connections
 from .guard import Guard, OutOfStepError, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
 from .timeline import Timeline
+from .usage import reduced_bytes
 from .watch import StallWatch
 
 # Collectives on devices that the host starts without waiting for the other ranks.
@@ -500,11 +501,12 @@ class Channel:
     def _run_round(self, oldest: Request[Any]) -> None:
         """Run the oldest call if it is that of all members, else those that match."""
         call = oldest.call
-        if not self._timeline.is_open:
+        if not self._timeline.records:
             verdict = agree(self._connections, oldest.state, call, oldest.issued)
         else:
             with self._timeline.negotiation(self._name, self.group.ranks, call) as mark_arrivals:
-                verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=True)
+                needs_times = self._timeline.is_open
+                verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=needs_times)
                 mark_arrivals(verdict.arrivals)
         if verdict.call is None:
             with waiting_for(self._own):
@@ -535,7 +537,8 @@ class Channel:
     def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
         """Return what `execute` returns, and record its time on the timeline."""
         assert execute is not None
-        if not self._timeline.is_open:
+        self._usage.reduced += reduced_bytes(call.arguments)
+        if not self._timeline.records:
             return execute(self.group, verdict)
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)

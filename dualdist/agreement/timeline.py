@@ -8,6 +8,9 @@ The trace differs from Horovod's where this package works differently: a grouped
 small enough to be sent with the agreement spends its time in NEGOTIATE_ALLREDUCE; gradients have one track per bucket;
 and each agreement is one cycle. A mark has the time of its own rank's clock; if that lies outside the span, the mark is
 moved to the nearer end. On a GPU a span ends when the collective is queued, not when it has finished.
+
+While torch's profiler runs, it gets the same as named ranges on each rank, without a file. The range of a bucket is the
+wait for it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
 
 from ..backends.base import Backend, Work
 from ..errors import ConfigurationError
@@ -146,6 +152,7 @@ class Timeline:
         self._backend = backend
         self._file: TraceFile | None = None
         self.is_open = False
+        """Whether a file is."""
         self._mark_cycles = False
         self._rows: dict[str, int] = {}
         """Channel -> its row (tid) in each track."""
@@ -169,6 +176,11 @@ class Timeline:
             ) from error
         self.is_open = True
 
+    @property
+    def records(self) -> bool:
+        """Whether anybody sees what `negotiation` and `operation` record."""
+        return self.is_open or torch._C._autograd._profiler_enabled()
+
     def close(self) -> None:
         """Close the file, if one is open."""
         file, self._file, self.is_open = self._file, None, False
@@ -179,39 +191,44 @@ class Timeline:
     @contextlib.contextmanager
     def negotiation(self, channel: str, ranks: Sequence[int], call: Call) -> Iterator[MarkArrivals]:
         """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
-        file = self._file
-        if file is None:
-            yield lambda arrivals: None
-            return
-        if self._mark_cycles:
-            file.mark_everywhere("CYCLE_START")
-        pid, tid = file.track(_track_name(call)), self._row_of(channel)
-        start = file.begin(pid, tid, f"NEGOTIATE_{_event_name(call)}", args={"where": call.where})
+        file, track, event = self._file, _track_name(call), f"NEGOTIATE_{_event_name(call)}"
+        with record_function(f"dualdist::{event} {track}"):
+            if file is None:
+                yield lambda arrivals: None
+                return
+            if self._mark_cycles:
+                file.mark_everywhere("CYCLE_START")
+            pid, tid = file.track(track), self._row_of(channel)
+            start = file.begin(pid, tid, event, args={"where": call.where})
 
-        def mark_arrivals(arrivals: Sequence[int]) -> None:
-            end = file.now()
-            within = (min(max(file.since_start(arrival), start), end) for arrival in arrivals)
-            file.mark(pid, tid, {str(rank): time for rank, time in zip(ranks, within, strict=True)})
+            def mark_arrivals(arrivals: Sequence[int]) -> None:
+                end = file.now()
+                within = (min(max(file.since_start(arrival), start), end) for arrival in arrivals)
+                file.mark(pid, tid, {str(rank): time for rank, time in zip(ranks, within, strict=True)})
 
-        try:
-            yield mark_arrivals
-        finally:
-            file.end(pid, tid)
+            try:
+                yield mark_arrivals
+            finally:
+                file.end(pid, tid)
 
     @contextlib.contextmanager
     def operation(self, channel: str, call: Call) -> Iterator[None]:
         """Record the `with` block as the time in which the data of `call` is sent."""
-        file = self._file
-        if file is None or call.kind.data is not Data.AFTER:
+        file, track, event = self._file, _track_name(call), _event_name(call)
+        if call.kind.data is not Data.AFTER:
             yield
             return
-        pid, tid, event = file.track(_track_name(call)), self._row_of(channel), _event_name(call)
-        device = dict(call.arguments).get("device", "cpu")
-        file.begin(pid, tid, event, self._activity(event, device))
-        try:
-            yield
-        finally:
-            file.end(pid, tid, 2, args=_shown(call))
+        with record_function(f"dualdist::{event} {track}"):
+            if file is None:
+                yield
+                return
+            pid, tid = file.track(track), self._row_of(channel)
+            device = dict(call.arguments).get("device", "cpu")
+            file.begin(pid, tid, event, self._activity(event, device))
+            try:
+                yield
+            finally:
+                file.end(pid, tid, 2, args=_shown(call))
 
     def recorded(self, work: Work, name: str, members: Iterable[str], device: str) -> Work:
         """Return `work`, an allreduce of `members` that has just started, wrapped to record its time.
@@ -220,14 +237,14 @@ class Timeline:
         """
         file = self._file
         if file is None:
-            return work
+            return _RecordedWork(work, name) if self.records else work
         abandoned = self._recorded.pop(name, None)
         if abandoned is not None:
             abandoned.end()
         self._recorded = {other: record for other, record in self._recorded.items() if not record.done()}
         pid = file.track(f"allreduce.{name}", members)
         file.begin(pid, 0, "ALLREDUCE", self._activity("ALLREDUCE", device))
-        record = self._recorded[name] = _RecordedWork(work, lambda: file.end(pid, 0, 2))
+        record = self._recorded[name] = _RecordedWork(work, name, lambda: file.end(pid, 0, 2))
         return record
 
     def _row_of(self, channel: str) -> int:
@@ -238,15 +255,16 @@ class Timeline:
 
 
 class _RecordedWork(Work):
-    """A Work that calls `on_end` once, when it is done."""
+    """A Work that calls `on_end` once, when it is done, and shows the profiler when it is waited for."""
 
-    def __init__(self, work: Work, on_end: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Work, name: str, on_end: Callable[[], None] = lambda: None) -> None:
+        self._work, self._name = work, f"dualdist::ALLREDUCE allreduce.{name}"
         self._on_end: Callable[[], None] | None = on_end
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            with record_function(self._name):
+                self._work.wait()
         finally:
             self.end()
 
@@ -256,7 +274,8 @@ class _RecordedWork(Work):
         return self._on_end is None
 
     def wait_for(self, seconds: float) -> None:
-        self._work.wait_for(seconds)
+        with record_function(self._name):
+            self._work.wait_for(seconds)
         self.done()
 
     def end(self) -> None:

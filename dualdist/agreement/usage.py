@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
+import operator
 import statistics
 import sys
 import threading
@@ -38,9 +40,12 @@ class Usage:
     def __init__(self) -> None:
         self._waiting = self._data = self._loading = self._calls = 0
         """Nanoseconds, as all times here, and how many calls."""
-        self._start = (time.time_ns(), 0, 0, 0, 0)
-        self._taken = self._start
-        """When `take` was called last, and the values above."""
+        self.reduced = 0
+        """Bytes of tensors that this rank has given to reductions; of gradients before compression."""
+        self._start = self._taken = self.values()
+        """What `values` was at the start, and when `take` was called last."""
+        self.found: Report | None = None
+        """What `combined` has returned last."""
         self._next: Any = None
         """DataLoader's function that gives the next batch, while it is measured."""
 
@@ -48,9 +53,8 @@ class Usage:
         """Add a call for which the script has waited. since: when it began to wait, if not at once."""
         if get_ident() == _MAIN or _is_of_the_script():
             begin = max(record.called, since)
-            agreed = (
-                record.agreed or record.ended
-            )  # of `join`, which waits for the others' calls, there is none
+            # There is none of `join`, which waits for the others' calls.
+            agreed = record.agreed or record.ended
             self._waiting += max(0, agreed - begin)
             self._data += max(0, record.ended - max(agreed, begin))
             self._calls += 1
@@ -61,9 +65,7 @@ class Usage:
             self._data += time.time_ns() - since
 
     def measure_loading(self) -> None:
-        """From now on, count how long DataLoaders take for the next batch. Until then it belongs to the computing."""
-        if self._next is not None:
-            return
+        """Until `stop`, count how long DataLoaders take for the next batch."""
         from torch.utils.data import dataloader
 
         former = self._next = dataloader._BaseDataLoaderIter.__next__
@@ -89,15 +91,16 @@ class Usage:
 
     def take(self, rank: int, size: int) -> Report:
         """Return the shares of the time since the last `take`, which add up to 1."""
-        before, self._taken = self._taken, self._values()
-        return _shares(before, self._taken, rank, size)
+        before, self._taken = self._taken, self.values()
+        return shares(before, self._taken, rank, size)
 
     def total(self, rank: int, size: int) -> Report:
         """Return the shares of the time since the start."""
-        return _shares(self._start, self._values(), rank, size)
+        return shares(self._start, self.values(), rank, size)
 
-    def _values(self) -> tuple[int, int, int, int, int]:
-        return time.time_ns(), self._waiting, self._data, self._loading, self._calls
+    def values(self) -> Sequence[int]:
+        """Return the time and all sums until then."""
+        return time.time_ns(), self._waiting, self._data, self._loading, self._calls, self.reduced
 
 
 def _is_of_the_script() -> bool:
@@ -106,20 +109,34 @@ def _is_of_the_script() -> bool:
     return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
 
 
-def _shares(before: Sequence[int], after: Sequence[int], rank: int, size: int) -> Report:
-    length, waiting, data, loading, calls = (late - early for early, late in zip(before, after, strict=True))
+@functools.lru_cache(1024)
+def reduced_bytes(arguments: Sequence[tuple[str, Any]]) -> int:
+    """Return how many bytes this rank gives to a call with these arguments; 0 if it reduces nothing."""
+    import torch  # not for `dualdist report`
+
+    given = dict(arguments)
+    parts = zip(given["shapes"], given["dtypes"], strict=True) if "shapes" in given else ()
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in parts)
+
+
+def shares(before: Sequence[int], after: Sequence[int], rank: int, size: int) -> Report:
+    """Return what a rank has done between two of its `Usage.values`, as shares of the time."""
+    length, waiting, data, loading, calls, reduced = map(operator.sub, after, before)
     times = {"data_loading": loading, "waiting": waiting, "communication": data}
-    shares = {kind: times.get(kind, 0) / max(1, length) for kind in KINDS}
-    shares["computing"] = max(0.0, 1.0 - sum(shares.values()))
-    return {"rank": rank, "size": size, "seconds": length / 1e9, "calls": calls, **shares}
+    found = {kind: times.get(kind, 0) / max(1, length) for kind in KINDS}
+    found["computing"] = max(0.0, 1.0 - sum(found.values()))
+    head = {"rank": rank, "size": size, "start": before[0] / 1e9, "seconds": length / 1e9}
+    return {**head, "calls": calls, "bytes_reduced": reduced, **found}
 
 
-def combined(ranks: Sequence[Report]) -> Report:
+def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     """Return the reports of all ranks, with the rank for which the others wait, and what it does meanwhile.
 
     A wait for data is communication only as far as every rank waits for data; the rest is waiting for a rank. The slow
     rank is the one that waits least, if its share of waiting is at least 5 % of the time below the mean of the others'.
     The reason is what takes more of its time than of the others', "computing" or "data_loading".
+
+    former: the report of the time just before, in which the same rank may have been slow already.
     """
     common = min(float(report["communication"]) for report in ranks)
     ranks = [
@@ -128,24 +145,36 @@ def combined(ranks: Sequence[Report]) -> Report:
     ]
     slowest = min(ranks, key=lambda report: float(report["waiting"]))
     others = [report for report in ranks if report is not slowest]
-    found: Report = {"ranks": ranks, "slowest": None, "reason": None, "share": 0.0}
+    names = [f"rank_{row['rank']}" for row in ranks]
+    scalars = {f"{name}_{kind}": row[kind] for name, row in zip(names, ranks, strict=True) for kind in KINDS}
+    found: Report = {
+        "ranks": ranks,
+        "scalars": scalars,
+        "slowest": None,
+        "reason": None,
+        "share": 0.0,
+        "since": None,
+    }
     if not others:
         return found
     more = {kind: slowest[kind] - statistics.fmean(report[kind] for report in others) for kind in KINDS}
     if -more["waiting"] >= _MOST_DIFFERENCE:
         reason = max(("computing", "data_loading"), key=lambda kind: more[kind])
         found |= {"slowest": slowest["rank"], "reason": reason, "share": -more["waiting"]}
+        is_same = former is not None and former["slowest"] == slowest["rank"]
+        found["since"] = former["since"] if former and is_same else ranks[0]["start"]
     return found
 
 
 def lines(report: Report) -> list[str]:
     """Return `report` as a table with a sentence below."""
-    titles = ("rank", "seconds", "calls", *(kind.replace("_", " ") for kind in KINDS))
+    titles = ("rank", "seconds", "calls", "MB reduced", *(kind.replace("_", " ") for kind in KINDS))
     rows = [
         (
             str(row["rank"]),
             f"{row['seconds']:.1f}",
             str(row["calls"]),
+            f"{row['bytes_reduced'] / 1e6:.1f}",
             *(f"{100 * row[kind]:.1f} %" for kind in KINDS),
         )
         for row in report["ranks"]
@@ -161,11 +190,11 @@ def lines(report: Report) -> list[str]:
         return table
     if report["slowest"] is None:
         return [*table, "The ranks wait for each other equally long."]
-    reason = str(report["reason"]).replace("_", " ")
+    since, reason = time.localtime(report["since"]), str(report["reason"]).replace("_", " ")
     return [
         *table,
-        f"The others wait {100 * report['share']:.0f} % of the time more than rank {report['slowest']}: its {reason} "
-        "takes longer than theirs.",
+        f"The others wait {100 * report['share']:.0f} % of the time more than rank {report['slowest']} since "
+        f"{time.strftime('%H:%M:%S', since)}: its {reason} takes longer than theirs.",
     ]
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ..types import Settings
 from .call import LONGEST_TEXT, Call, Record
 from .matching import shown_ranks
-from .usage import Usage
+from .usage import Report, Usage, combined, lines, shares
 
 # Questions between ranks that are answered at any time, such as what a rank is doing.
 #
@@ -229,6 +229,8 @@ _FAILED_SECONDS = 2.0
 """The same when the backend has failed: an elastic job continues soon."""
 _MOST_QUESTIONS = 32
 """How many ranks to ask at a time."""
+_LOOK_SECONDS = 60.0
+"""How often rank 0 looks whether the others wait for one rank."""
 _LAST_CALLS = 200
 """How many calls a rank remembers."""
 GAVE_UP, ASKED = "a call failed or stalled", "a rank received SIGUSR2"
@@ -394,6 +396,10 @@ class StallWatch:
         """Process set -> the error that has ended a call of one of its channels on this rank alone."""
         self.last_calls: deque[Record] = deque(maxlen=_LAST_CALLS)
         self.usage = Usage()
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._spent: Sequence[Sequence[int]] = ()
+        """On rank 0: of each rank what `usage.values` was when it was last asked."""
+        self._slow: Report | None = None
         self.dump: Callable[[str, int], Callable[[], str]] = lambda why, asked: str
         """Starts to write a file (world/dump.py) because of `why`, which the first rank asked for at `asked`.
 
@@ -464,9 +470,7 @@ class StallWatch:
     def _doing(self, rank: int, channel: WatchedChannel, number: int, key: CallKey, seconds: float) -> Doing:
         question = ["position", channel.name, key]
         try:
-            answer = (
-                self._answer(question) if rank == self.rank else ask(self._contacts[rank], question, seconds)
-            )
+            answer = self._ask(rank, question, seconds)
         except ConnectionError:
             return Doing(ENDED, "process ended, or called shutdown()")
         except OSError:
@@ -486,6 +490,9 @@ class StallWatch:
         if not call:
             return Doing(ABSENT, where)
         return Doing(WAITING if began == number and has_key else BEHIND, where, call)
+
+    def _ask(self, rank: int, question: Any, seconds: float) -> Any:
+        return self._answer(question) if rank == self.rank else ask(self._contacts[rank], question, seconds)
 
     def _try_to_ask(self, rank: int, question: Any) -> bool:
         with contextlib.suppress(OSError):
@@ -507,6 +514,8 @@ class StallWatch:
                 channel.take_notice(text, self.rank in missing)
         elif about == "dump":
             self.dump(ASKED, rest[0])
+        elif about == "spent":
+            return self.usage.values()
         elif about == "failure":
             step, text = rest
             channel.failures.setdefault(step, text)  # a later one may be a consequence
@@ -530,6 +539,8 @@ class StallWatch:
         while not self._ends_after_pause():
             self._report()
             self._log()
+            if self.rank == 0 and time.monotonic() >= self._next_look and self._settings.slow_warn_share < 1:
+                self.look_for_slow_rank()
             self.check()
 
     def _ends_after_pause(self) -> bool:
@@ -563,6 +574,18 @@ class StallWatch:
             report = channel.name, number, call.key
             if self.rank == 0 or not self._try_to_ask(0, ["report", *report]):
                 self._make_due(*report)
+
+    def look_for_slow_rank(self) -> None:
+        """On rank 0, log it if the others have waited for one rank since the last call. Waits a few seconds at most."""
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        before, self._spent, ranks = self._spent, (), range(self.size)
+        with ThreadPoolExecutor(_MOST_QUESTIONS, "dualdist-spent") as pool, contextlib.suppress(OSError):
+            self._spent = list(pool.map(lambda rank: self._ask(rank, ["spent", ""], _FAILED_SECONDS), ranks))
+        both = enumerate(zip(before, self._spent, strict=False))  # one may be empty
+        rows = [shares(*spent, rank, self.size) for rank, spent in both]
+        self._slow = combined(rows, self._slow) if rows else None
+        if self._slow is not None and self._slow["share"] >= self._settings.slow_warn_share:
+            logger.warning("%s DUALDIST_SLOW_WARN_SHARE=1 turns this message off.", lines(self._slow)[-1])
 
     def _make_due(self, channel: str, number: int, key: CallKey) -> None:
         self._due.setdefault((channel, number, key), time.monotonic() + 2 * self._pause)

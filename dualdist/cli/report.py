@@ -56,7 +56,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
         if not rows:
             raise ValueError("no ranks")
         for row in rows:
-            _ = [float(row[name]) for name in ("rank", "size", "seconds", "calls", *KINDS)]
+            _ = [
+                float(row[name])
+                for name in ("rank", "size", "start", "seconds", "calls", "bytes_reduced", *KINDS)
+            ]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"FILE must be what a rank or hvd.report() has written, but {path} is not: {error!r}."

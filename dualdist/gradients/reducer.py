@@ -246,6 +246,7 @@ class Reducer:
 
     def _recorded(self, place: int, memory: BucketMemory, work: Work) -> Work:
         names = (param.name for param in memory.params)
+        current().watch.usage.reduced += memory.flat.nbytes
         return current().timeline.recorded(
             work, f"gradients.{self._id}.{place}", names, memory.flat.device.type
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from ..errors import ConfigurationError
@@ -192,16 +193,21 @@ def without_copies(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_settings(env: Mapping[str, str]) -> Settings:
-    """Return what `env` sets. Raises ConfigurationError for a value that is not a number of seconds."""
+    """Return what `env` sets. Raises ConfigurationError for a value that is not a number as it must be."""
     warn = _stall_seconds(env, "DUALDIST_STALL_WARN_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS")
     timeout = _stall_seconds(env, "DUALDIST_STALL_TIMEOUT_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    start = "DUALDIST_START_TIMEOUT_SECONDS"
+    start, share = "DUALDIST_START_TIMEOUT_SECONDS", "DUALDIST_SLOW_WARN_SHARE"
     timeline = env.get("HOROVOD_TIMELINE", "")
     return Settings(
         stall_warn_seconds=warn or Settings.stall_warn_seconds,
         stall_timeout_seconds=timeout or Settings.stall_timeout_seconds,
+        slow_warn_share=(
+            _read_number(share, env[share], "positive", "at most 1", 1.0)
+            if share in env
+            else Settings.slow_warn_share
+        ),
         start_timeout_seconds=(
-            _read_seconds(start, env[start], "positive") if start in env else Settings.start_timeout_seconds
+            _read_number(start, env[start], "positive") if start in env else Settings.start_timeout_seconds
         ),
         shared_memory=env.get("DUALDIST_SHARED_MEMORY", "1") != "0",
         compare_start=env.get("DUALDIST_COMPARE_START", "1") != "0",
@@ -219,20 +225,22 @@ def _stall_seconds(env: Mapping[str, str], name: str, horovods: str) -> float:
     Horovod's values are those of horovod/common/utils/env_parser.cc:120. Its shutdown time is 0 for never.
     """
     if name in env:
-        return _read_seconds(name, env[name], "positive")
+        return _read_number(name, env[name], "positive")
     if env.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return NEVER_SECONDS
-    return _read_seconds(horovods, env[horovods], "non-negative") if env.get(horovods) else 0.0
+    return _read_number(horovods, env[horovods], "non-negative") if env.get(horovods) else 0.0
 
 
-def _read_seconds(name: str, text: str, rule: str) -> float:
+def _read_number(
+    name: str, text: str, rule: str, unit: str = "seconds", most: float = sys.float_info.max
+) -> float:
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    is_number = 0 <= seconds < math.inf  # false for NaN
-    if not is_number or (seconds == 0 and rule == "positive"):
+        number = math.nan
+    is_number = 0 <= number <= most  # false for NaN
+    if not is_number or (number == 0 and rule == "positive"):
         raise ConfigurationError(
-            f"`{name}` must be a {rule}, finite number of seconds, but is {text!r} instead."
+            f"`{name}` must be a {rule}, finite number of {unit}, but is {text!r} instead."
         )
-    return seconds
+    return number

@@ -162,8 +162,8 @@ class Context:
             if backend.runs_ahead:
                 self.watch.check = self.check_peers
             self._undo.callback(self.watch.usage.stop)
+            self.watch.usage.measure_loading()
             if settings.summary is not None:
-                self.watch.usage.measure_loading()
                 self._undo.callback(self._summarize, settings.summary)
             if settings.timeline is not None:
                 self.timeline.open(settings.timeline, settings.timeline_mark_cycles)

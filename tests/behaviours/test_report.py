@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import dualdist as hvd
+from dualdist.world.context import current
 
+from ..helpers.collected_warnings import warned
 from ..helpers.requirements import need_programs
 from ..helpers.world import everywhere
 
@@ -95,6 +97,67 @@ def test_the_slow_rank_is_named_with_its_reason(place: str, style: str) -> None:
     slow = found["ranks"][SLOW]
     # The first batch is there before the report.
     assert slow[reason] >= (STEPS - (place == "loading")) * DELAY / slow["seconds"]
+
+
+def slow_steps() -> None:
+    for _ in range(3):
+        take_time()
+        hvd.barrier()
+
+
+@everywhere
+def test_rank_0_logs_which_rank_is_slow_and_since_when() -> None:
+    look = current().watch.look_for_slow_rank if hvd.rank() == 0 else hvd.rank
+    look()
+    found = []
+    for _ in range(2):
+        with warned() as messages:
+            slow_steps()
+            look()
+            hvd.barrier()
+        found += messages
+    if hvd.rank() != 0 or hvd.size() == 1:
+        assert found == []
+        return
+    pattern = (
+        rf"The others wait \d+ % of the time more than rank {SLOW} since ([\d:]+): its computing takes longer than "
+        r"theirs\. DUALDIST_SLOW_WARN_SHARE=1 turns this message off\."
+    )
+    first, second = (re.fullmatch(pattern, message) for message in found)
+    assert first and second and first[1] == second[1]
+
+
+@everywhere
+def test_a_report_counts_the_bytes_that_a_rank_gives_to_reductions() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()  # the bucket has 4 numbers
+    before = hvd.report()["ranks"][hvd.rank()]["bytes_reduced"]
+    hvd.allreduce(torch.ones(5, dtype=torch.float64))
+    hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2, 3), torch.ones(4000)]))
+    hvd.allgather(torch.ones(100))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    (found,) = {row["bytes_reduced"] for row in hvd.report()["ranks"]}
+    assert (before >= 16, found) == (True, 5 * 8 + 4006 * 4 + 16)
+
+
+@everywhere
+def test_the_profiler_shows_agreements_collectives_and_buckets_as_named_ranges() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.profiler.profile() as profile:
+        hvd.allreduce(torch.ones(4000), name="large")
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    names = {event.key for event in profile.key_averages()}
+    for event in ("NEGOTIATE_ALLREDUCE allreduce.large", "ALLREDUCE allreduce.large"):
+        assert f"dualdist::{event}" in names
+    assert any(
+        re.fullmatch(r"dualdist::NEGOTIATE_ALLREDUCE allreduce\.gradients\.\d+", name) for name in names
+    )
+    assert any(re.fullmatch(r"dualdist::ALLREDUCE allreduce\.gradients\.\d+\.0", name) for name in names)
 
 
 @everywhere

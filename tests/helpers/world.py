@@ -195,6 +195,7 @@ class World:
             # Otherwise Horovod keeps warning of calls that a test has left pending.
             "HOROVOD_STALL_CHECK_DISABLE": "1",
             "HOROVOD_CACHE_CAPACITY": "4096",  # names; with more than 1024, Horovod warns
+            "KINETO_LOG_LEVEL": "99",  # otherwise torch's profiler prints when it starts and stops
             "DUALDIST_STALL_WARN_SECONDS": "60",
             "DUALDIST_COMPARE_START": "0",  # many tests start with other numbers on each rank
             "DUALDIST_STALL_TIMEOUT_SECONDS": "600",

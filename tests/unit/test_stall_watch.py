@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,11 +13,14 @@ from unittest import mock
 import pytest
 
 from dualdist.agreement import call_kinds
+from dualdist.agreement import watch as watch_module
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
 from dualdist.agreement.watch import StallWatch, WatchedChannel
 from dualdist.errors import StallError
 from dualdist.types import Settings
+
+from ..helpers.collected_warnings import warned
 
 LOSS = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
 BARRIER = Call(call_kinds.BARRIER, site=("train.py", 9))
@@ -266,3 +271,31 @@ def test_ranks_that_have_not_made_a_call_are_not_missing_when_the_backend_fails(
 ) -> None:
     channel = begin(ranks[:3])
     assert channel.survey(has_failed=True).missing == []
+
+
+@pytest.mark.parametrize(("share", "is_logged"), [(0.25, True), (0.75, False), (1.0, False)])
+def test_rank_0_logs_a_slow_rank_from_the_share_on_that_is_set(
+    share: float, is_logged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each second, rank 0 waits for half of it."""
+    monkeypatch.setattr(watch_module, "_LOOK_SECONDS", 0.0)
+    settings = Settings(slow_warn_share=share, stall_warn_seconds=0.16)
+    ranks = [StallWatch(rank, 2, "127.0.0.1", settings) for rank in range(2)]
+    looks, has_looked_twice = itertools.count(1), threading.Event()
+
+    def check() -> None:  # called after each look of rank 0's thread
+        if next(looks) == 3:
+            has_looked_twice.set()
+
+    def spent(waiting: int) -> Iterator[tuple[int, ...]]:
+        return ((seconds * 10**9, seconds * waiting, 0, 0, 0, 0) for seconds in itertools.count())
+
+    ranks[0].check = check
+    with warned() as messages, contextlib.ExitStack() as stack:
+        for watch, waiting in zip(ranks, (10**9 // 2, 0), strict=True):
+            stack.callback(watch.close)
+            monkeypatch.setattr(watch.usage, "values", functools.partial(next, spent(waiting)))
+        for watch in ranks:
+            watch.start([watch.contact for watch in ranks if watch.contact is not None])
+        assert has_looked_twice.wait(30)
+    assert any("50 % of the time more than rank 1 since " in message for message in messages) == is_logged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,20 @@ from dualdist.agreement.call import Call, Record
 from dualdist.agreement.usage import KINDS, Report, Usage, combined, lines
 from dualdist.cli import main
 
+from ..helpers.requirements import need_modules
+
 
 def row(rank: int, computing: float, data_loading: float, waiting: float, communication: float) -> Report:
     shares = (computing, data_loading, waiting, communication)
-    return {"rank": rank, "size": 2, "seconds": 10.0, "calls": 5, **dict(zip(KINDS, shares, strict=True))}
+    head = {
+        "rank": rank,
+        "size": 2,
+        "start": 1e9 + rank,
+        "seconds": 10.0,
+        "calls": 5,
+        "bytes_reduced": 2_500_000,
+    }
+    return head | dict(zip(KINDS, shares, strict=True))
 
 
 def record(called: int, agreed: int, ended: int) -> Record:
@@ -72,6 +83,28 @@ def test_waits_for_data_are_communication_only_as_far_as_all_ranks_wait() -> Non
     json.dumps(found)
 
 
+def test_a_rank_is_slow_since_the_first_of_the_reports_in_a_row_that_name_it() -> None:
+    found = combined([FAST, SLOW])
+    assert found["since"] == FAST["start"]
+    later = [{**row, "start": row["start"] + 10} for row in (FAST, SLOW)]
+    assert combined(later, found)["since"] == FAST["start"]
+    equal = combined([later[0], {**later[0], "rank": 1}], found)
+    assert equal["since"] is None and combined(later, equal)["since"] == later[0]["start"]
+
+
+def test_scalars_are_what_tensorboard_takes(tmp_path: Path) -> None:
+    need_modules("tensorboard")
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalars("time", combined([FAST, SLOW])["scalars"], 3)
+    (folder,) = tmp_path.glob("*rank_1_data_loading")
+    written = event_accumulator.EventAccumulator(str(folder)).Reload()
+    (event,) = written.Scalars("time")
+    assert (event.step, event.value) == (3, pytest.approx(0.4))
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -98,11 +131,12 @@ def test_the_command_shows_files_and_folders(tmp_path: Path, capsys: pytest.Capt
         assert main(["report", str(path)]) == 0
         texts.append(capsys.readouterr().out.splitlines())
     assert texts[0] == texts[1]
+    since = time.strftime("%H:%M:%S", time.localtime(1e9))
     assert texts[0] == [
-        "rank  seconds  calls  computing  data loading  waiting  communication",
-        "   0     10.0      5     40.0 %        10.0 %   40.0 %         10.0 %",
-        "   1     10.0      5     50.0 %        40.0 %    0.0 %         10.0 %",
-        "The others wait 40 % of the time more than rank 1: its data loading takes longer than theirs.",
+        "rank  seconds  calls  MB reduced  computing  data loading  waiting  communication",
+        "   0     10.0      5         2.5     40.0 %        10.0 %   40.0 %         10.0 %",
+        "   1     10.0      5         2.5     50.0 %        40.0 %    0.0 %         10.0 %",
+        f"The others wait 40 % of the time more than rank 1 since {since}: its data loading takes longer than theirs.",
     ]
 
 
