@@ -68,7 +68,7 @@ def _user_frame() -> FrameType:
 def is_internal(file: str) -> bool:
     """Return whether `file` belongs to dualdist or torch, or has no source."""
     return (
-        file.startswith(_OURS)
+        os.path.realpath(file).startswith(_OURS)  # `dualdist parity` runs through a link
         or _TORCH in file
         or file.endswith(f"{os.sep}contextlib.py")
         or file.startswith("<")

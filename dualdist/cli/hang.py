@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,12 @@ def _position(file: File) -> str:
     main = next((thread for thread in file["threads"] if thread["is_main"]), None)
     if main is None:
         return "in more threads than its file can have"
-    name, number, function = main["line"] or _NOWHERE
+    return shown_place(main["line"])
+
+
+def shown_place(place: Sequence[Any] | None) -> str:
+    """Return a line of a script, as (file, line, function), with its text."""
+    name, number, function = place or _NOWHERE
     return f"in {function} at {name}:{number}: {linecache.getline(name, number).strip()}"
 
 

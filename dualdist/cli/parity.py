@@ -8,13 +8,15 @@ dualdist parity --record here.json train.py && dualdist parity --against here.js
 A cell is BACKEND+TRANSPORT[@LAUNCHER][ xN][,NAME=VALUE ...]. NAME=VALUE sets a variable of the environment, python=PATH
 another interpreter or virtual environment. LAUNCHER is torchrun, horovodrun, mpirun, exec (`mpirun dualdist exec`) or
 run (`dualdist run`). The script stays as it is, and is ended after the steps. It may use dualdist, torch.distributed
-or Horovod, which is dualdist.compat with the backend torch. Exit code: 0 equal, 1 different, 2 could not run.
+or Horovod, which is dualdist.compat with the backend torch. Exit code: 0 equal, 1 different, 2 could not run, or not
+within --timeout: then the error has the line in which each rank was.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -25,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ from typing import Any
 from ..backends import DISTRIBUTED_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch.launchers import mpirun_command
+from .hang import shown_place
 from .parity_comparison import SETTINGS, Comparison, Difference, Record, compare
 from .run import whole_number
 
@@ -41,6 +45,7 @@ _PACKAGE = Path(__file__).parents[1]
 _CELL = re.compile(r"(\w+)\+(\w+)(?:@(\w+))?(?: ?x([0-9]+))?", re.ASCII)
 _LEFT, _RIGHT = "torch+gloo@torchrun", "horovod+gloo@horovodrun"
 _TAIL = 25  # lines of a failed cell's output to show
+_STACKS_SECONDS = 5.0  # how long to wait for what the ranks of a cell that hangs write
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--right", metavar="CELL", default=_RIGHT, help="the second way to run it (%(default)s)")
     add("--steps", type=whole_number, default=50, metavar="K", help="optimizer steps (%(default)s)")
     text = "the relative difference of a tensor from which on it is different (%(default)s)"
+    add(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end a cell that takes longer (default: none is ended)",
+    )
     add("--tolerance", type=float, default=1e-4, metavar="T", help=text)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--record", type=Path, metavar="FILE", help="only run --left, and record it")
@@ -142,6 +153,10 @@ def execute(args: argparse.Namespace) -> int:
             raise ConfigurationError(f"`--{option}` must be a file in a folder that exists, but is {file}.")
     if args.steps < 1 or not 0 <= args.tolerance < math.inf:
         raise ConfigurationError("`--steps` must be at least 1, and `--tolerance` at least 0.")
+    if args.timeout is not None and not 0 < args.timeout < threading.TIMEOUT_MAX:
+        raise ConfigurationError(
+            f"`--timeout` must be a positive number of seconds, but is {args.timeout:g}."
+        )
     if not args.is_module and not Path(args.command[0] if args.command else "").is_file():
         raise ConfigurationError(
             f"SCRIPT must be a file, but {' '.join(args.command[:1]) or 'nothing'} is none. A module needs -m."
@@ -151,11 +166,11 @@ def execute(args: argparse.Namespace) -> int:
     if args.record is not None:
         if args.json is not None or args.plot is not None:
             raise ConfigurationError("`--json` and `--plot` show a comparison: leave them out with --record.")
-        args.record.write_text(json.dumps(run_cell(left, args.steps, command)))
+        args.record.write_text(json.dumps(run_cell(left, args.steps, command, args.timeout)))
         return 0
     right = parse_cell(args.right, args.size)
-    first = run_cell(left, args.steps, command) if args.against is None else _read(args.against)
-    records = first, run_cell(right, args.steps, command)
+    run = functools.partial(run_cell, steps=args.steps, command=command, timeout=args.timeout)
+    records = run(left) if args.against is None else _read(args.against), run(right)
     result = compare(*records, args.tolerance)
     sys.stdout.writelines(f"{line}\n" for line in _report(*records, result, args.tolerance))
     if args.json is not None:
@@ -175,12 +190,16 @@ def _read(file: Path) -> Record:
     raise ConfigurationError(f"`--against` must be a file that --record has written, but {file} is not one.")
 
 
-def run_cell(cell: Cell, steps: int, command: Sequence[str]) -> Record:
-    """Run the script in a cell, and return what its ranks recorded. Raises ConfigurationError when it fails."""
+def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | None) -> Record:
+    """Run the script in a cell, and return what its ranks recorded.
+
+    Raises ConfigurationError when it fails, or takes longer than `timeout` seconds.
+    """
     sys.stderr.write(f"dualdist parity: running {cell.name}\n")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dualdist-parity-") as folder:
-        recorder = ["dualdist.cli.parity_recorder", folder, str(steps), str(cell.size), cell.backend, "--"]
+        recorder = ["dualdist.cli.parity_recorder", folder, str(steps), str(cell.size), cell.backend]
+        recorder += ["" if timeout is None else str(time.time() + timeout), "--"]
         packages = Path(folder) / "packages"  # only this one: another Python has a torch of its own
         packages.mkdir()
         (packages / _PACKAGE.name).symlink_to(_PACKAGE)
@@ -193,10 +212,16 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str]) -> Record:
             process = subprocess.Popen(start, stdin=none, stdout=output, stderr=output, env=env)
             former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
             try:
-                code = process.wait()
-            except BaseException:  # the launcher ends its processes, which write to the folder
+                code = process.wait(timeout)
+            except BaseException as error:  # the launcher ends its processes, which write to the folder
+                lines = (
+                    _where(Path(folder), cell.size) if isinstance(error, subprocess.TimeoutExpired) else []
+                )
                 process.terminate()
                 process.wait()
+                if lines:
+                    text = f"{cell.name} must end within {timeout:g} s (--timeout), but did not"
+                    raise ConfigurationError("\n  ".join([f"{text}:", *lines])) from None
                 raise
             finally:
                 signal.signal(signal.SIGTERM, former)
@@ -213,6 +238,23 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str]) -> Record:
         shown = "".join(f"\n  {line}" for line in tail)
         raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
     return {"cell": cell.name, "steps": steps, "seconds": time.monotonic() - began, "ranks": ranks}
+
+
+def _where(folder: Path, size: int) -> list[str]:
+    """Return in which line each rank was at the deadline."""
+    from ..world.dump import threads_in  # imports torch
+
+    files = [folder / f"stacks-{rank}" for rank in range(size)]
+    deadline, mains = time.monotonic() + _STACKS_SECONDS, dict[Path, Any]()
+    while len(mains) < size and time.monotonic() < deadline:
+        for file in filter(Path.exists, files):
+            for _, line, stack in threads_in(file.read_text()):
+                if any(place[0].endswith("parity_recorder.py") for place in stack):
+                    mains[file] = line
+        time.sleep(0.02)  # no event tells that a process has written its file
+    known = [shown_place(mains[file]) if file in mains else None for file in files]
+    absent = "it has not begun the script, has ended, or is stopped"
+    return [f"rank {rank}: {place or absent}" for rank, place in enumerate(known)]
 
 
 def _report(left: Record, right: Record, result: Comparison, tolerance: float) -> Iterator[str]:

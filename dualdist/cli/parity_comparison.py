@@ -20,9 +20,10 @@ Key = tuple[int, str, int]
 
 WEIGHTS, BUFFERS, BATCH, RANDOM = "initial weights", "initial buffers", "batch", "random states"
 LOSS, OWN, REDUCED, SETTINGS = "loss", "own gradient", "reduced gradient", "settings of the optimizer"
-NEW_WEIGHTS, NEW_BUFFERS = "weights after the step", "buffers after the step"
+COLLECTIVE, NEW_WEIGHTS, NEW_BUFFERS = "collective", "weights after the step", "buffers after the step"
 _EVERYWHERE = (WEIGHTS, REDUCED, SETTINGS, NEW_WEIGHTS)
 """What is comparable between different numbers of processes, beside the mean loss."""
+_COMPARED = (WEIGHTS, BUFFERS, BATCH, LOSS, OWN, REDUCED, SETTINGS, NEW_WEIGHTS, NEW_BUFFERS)
 _OF_LAYERS = ("torch", "cuda")  # the random generators that dropout uses
 _SETTING = 1e-9  # settings that differ by less are equal: they are numbers of Python
 _FLOOR = (
@@ -88,7 +89,7 @@ def compare(left: Record, right: Record, tolerance: float) -> Comparison:
             largest = max(largest, found.size)
     if first is not None and least is not None:
         is_rounding = least.size < _ROUNDING and first.size < _GROWTH * largest
-        cause = _because("rounding") if is_rounding else pair.cause(first)
+        cause = _because("rounding") if is_rounding else pair.cause(first, largest)
     return Comparison(first, cause, least, largest, pair.notes(least), losses, sizes)
 
 
@@ -125,7 +126,9 @@ class _Pair:
 
     def differences(self, losses: Sequence[Sequence[float | None]]) -> Iterator[Difference]:
         """Yield what is compared, in the order of the module's docstring."""
-        keys = dict.fromkeys(key for side in self.sides for rank in side for key in rank if key[1] != RANDOM)
+        keys = dict.fromkeys(
+            key for side in self.sides for rank in side for key in rank if key[1] in _COMPARED
+        )
         after = (REDUCED, SETTINGS, NEW_WEIGHTS, NEW_BUFFERS)
         # Stable: in a step as recorded, but all passes of both sides first.
         for step, stage, number in sorted(keys, key=lambda key: (key[0], key[1] in after)):
@@ -171,13 +174,29 @@ class _Pair:
             if left[name] != right[name]:
                 text = f"Left has {name} {left[name]} and right {right[name]}"
                 found.append(f"{text}, which can change the order of sums.")
-        return found
+        return found + [
+            f"The script's collectives differ first in {other}" for other in self.other_calls()[:1]
+        ]
 
-    def cause(self, first: Difference) -> Cause:
-        """Return the probable cause of the first difference."""
+    def other_calls(self) -> list[str]:
+        """Return which collectives of the script differ, in the order of steps."""
+        found = []
+        for rank, (left, right) in enumerate(zip(*self.sides, strict=False) if self.same_size else ()):
+            for key in sorted(key for key in left | right if key[1] == COLLECTIVE):
+                texts = [side.get(key, {"": "none"})[""] for side in (left, right)]
+                if texts[0] != texts[1]:
+                    step, _, number = key
+                    text = f"step {step}, rank {rank}, call {number}: {texts[0]} on the left, {texts[1]} on the right."
+                    found.append((step, rank, text))
+        return [text for _, _, text in sorted(found)]
+
+    def cause(self, first: Difference, largest: float) -> Cause:
+        """Return the probable cause of the first difference. largest: the size of the largest one before it."""
         for find in _FINDERS[first.stage]:
             if cause := find(self, first):
                 return cause
+        if first.stage in (OWN, REDUCED) and 0 < largest < _ROUNDING and first.size < _WIRE:
+            return _because("rounding-jump")
         return _because("optimizer-state" if first.stage == NEW_WEIGHTS else "unknown", stage=first.stage)
 
     def at(self, first: Difference, stage: str) -> list[dict[str, Any]]:
@@ -200,8 +219,10 @@ class _Pair:
         if not left or not 0 < square < math.inf:
             return None
         factor = math.fsum(one * other for one, other in zip(left, right, strict=True)) / square
+        # What is left is small, also beside the difference: of rounding, it is as large.
         rest = math.dist(left, [factor * value for value in right])
-        return factor if factor > 0 and rest <= 1e-2 * math.hypot(*left) else None
+        is_multiple = rest <= min(1e-2 * math.hypot(*left), 0.1 * math.dist(left, right))
+        return factor if factor > 0 and is_multiple else None
 
     def passes(self, first: Difference) -> list[int]:
         """Return the number of backward passes in the step."""
@@ -356,6 +377,8 @@ _SIDES = ("left", "right")
 _CAUSES = """
 rounding: Only rounding: the difference began below what a reordered sum changes, and grew slowly from value to value.
     Nothing is wrong. Compare fewer steps, or pass a larger --tolerance.
+rounding-jump: Probably rounding: the loss is equal, but a gradient jumps as where ReLU or pooling takes another branch.
+    Compare fewer steps, or pass a larger --tolerance.
 unknown: No known cause explains that the {stage} differs first.
     Compare the two environments: variables, versions, and branches of the script that depend on them.
 early-step: On the {side}, the optimizer made a step before any backward, as Horovod's broadcast_optimizer_state does.

@@ -1,6 +1,6 @@
 """Runs a training script inside each process of `dualdist parity`, and writes what it computed to a file.
 
-    python -m dualdist.cli.parity_recorder FOLDER STEPS SIZE BACKEND -- [-m] SCRIPT ARGS
+    python -m dualdist.cli.parity_recorder FOLDER STEPS SIZE BACKEND DEADLINE -- [-m] SCRIPT ARGS
 
 The script is not changed, nor are its numbers: nothing here calls a collective or draws a random number. Hooks of
 torch see each forward of a whole model, each backward and each step of an optimizer. A tensor is recorded as a
@@ -9,12 +9,17 @@ fingerprint: a hash, the norm, and a sketch. The difference of sketches has on a
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import functools
 import hashlib
+import importlib
+import inspect
 import json
 import math
 import os
 import random
+import re
 import runpy
 import sys
 import time
@@ -28,7 +33,8 @@ import numpy
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .. import is_initialized
+import dualdist
+
 from ..backends import HOROVOD_BACKENDS
 from ..compat import install
 from ..launch.detect import detect
@@ -60,7 +66,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
     """Return [hash, norm, sketch, dtype], and the 16-bit dtype that could hold all values, or None."""
     flat = _flat(tensor)
-    dtype = str(flat.dtype).removeprefix("torch.")
+    dtype = _name_of(flat.dtype)
     known = hashlib.blake2b(f"{dtype}{list(tensor.shape)}".encode(), digest_size=8)
     known.update(flat.view(torch.uint8).numpy().data)
     # In numpy, whose operations on small arrays are the fastest, and use one thread.
@@ -72,6 +78,10 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
         norm = math.sqrt(numpy.dot(numbers, numbers))
         found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), dtype]
     return [*found, _narrow(flat) if finds_narrow else None]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -118,6 +128,15 @@ def _summing_error(values: torch.Tensor) -> float:
     return (max(sums) - min(sums)) / total if 0 < total < math.inf else 0.0
 
 
+_COLLECTIVE = re.compile(
+    r"(grouped_|sparse_)?(all_?reduce|all_?gather|broadcast|reduce_?scatter|all_?to_?all)\w*|reduce|gather\w*|scatter\w*"
+    r"|barrier|join"
+)
+"""The functions of dualdist, horovod.torch and torch.distributed that are collectives."""
+_SHOWN = ("name", "op", "average", "root_rank", "src", "dst")
+"""Their arguments that are recorded, besides tensors."""
+
+
 def _timed(record: Callable[..., None]) -> Callable[..., None]:
     """Add the time that the method takes to `own_seconds`. Do nothing after the last step, and while compiling."""
 
@@ -140,16 +159,16 @@ class Recorder:
         """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
         self.names: dict[int, str] = {}
         self.roots: list[torch.nn.Module] = []
-        self.depth = self.step_depth = self.forwards = self.backwards = 0
+        self.depth = self.step_depth = self.forwards = self.backwards = self.collectives = 0
         self.has_begun = self.in_backward = self.has_backward = self.has_ended = False
         self.own: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
         """The weights before a step without a backward."""
         self.own_seconds, self.began = 0.0, time.monotonic()
 
-    def add(self, stage: str, values: dict[str, Any], number: int = 0) -> None:
+    def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
         step = len(_record["steps"]) if self.has_begun else -1
-        _record["values"].append([step, stage, number, values])
+        _record["values"].append([max(-1, step - steps_ago), stage, number, values])
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the gradients of parameters that an optimizer is given."""
@@ -183,11 +202,21 @@ class Recorder:
             self.has_begun = True
 
     @_timed
+    def see_collective(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        shown = [f"{name}={value}" for name, value in arguments.items() if name in _SHOWN]
+        shown += [f"{_name_of(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
+        text = f"{function.__name__}({', '.join(shown)})"
+        # Until the next forward, it belongs to the step before.
+        self.add(stages.COLLECTIVE, {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
+        self.collectives += 1
+
+    @_timed
     def see_forward(self, module: torch.nn.Module, arguments: Any) -> None:
         self.depth += 1
         is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
         if is_training and next(module.parameters(), None) is not None:  # a loss has none
             self.begin(module)
+            self.collectives *= self.forwards > 0
             batch = {path: fingerprint(tensor) for path, tensor in _tensors(arguments)}
             self.add(stages.BATCH, batch, self.forwards)
             self.add(stages.RANDOM, _random_states(), self.forwards)
@@ -287,7 +316,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else known
 
 
-def _hook(recorder: Recorder) -> None:
+def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
+    """Let `recorder` follow torch, and the collectives that the script calls in `modules`."""
     register_optimizer_step_pre_hook(recorder.see_step)
     register_optimizer_step_post_hook(recorder.see_step_end)
 
@@ -318,6 +348,24 @@ def _hook(recorder: Recorder) -> None:
         add_param_group(optimizer, group)
         recorder.watch(group["params"])  # now a list of tensors
 
+    def recorded_collective(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if caller not in ("dualdist", "horovod", "torch"):  # the script's own call
+                with contextlib.suppress(TypeError):  # which the function raises, too
+                    recorder.see_collective(function, signature.bind(*args, **kwargs).arguments)
+            return function(*args, **kwargs)
+
+        return recorded
+
+    found = [(module, name) for module in modules for name in dir(module) if _COLLECTIVE.fullmatch(name)]
+    for module, name, function in [(*place, getattr(*place)) for place in found]:
+        if inspect.isfunction(function):
+            setattr(module, name, recorded_collective(function))
+
     torch.nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
     torch.autograd.backward = recorded_backward
     torch.optim.Optimizer.add_param_group = recorded_group  # type: ignore[method-assign, assignment]
@@ -325,11 +373,14 @@ def _hook(recorder: Recorder) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the script; see the module's docstring."""
-    folder, steps, size, backend, _, *command = argv
+    folder, steps, size, backend, deadline, _, *command = argv
     recorder = Recorder(Path(folder), int(steps), detect(os.environ).rank, int(size))
-    _hook(recorder)
+    if deadline:
+        stacks = (recorder.folder / f"stacks-{recorder.rank}").open("w")
+        faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.time()), file=stacks)
     if backend not in HOROVOD_BACKENDS:
         install()  # a script of Horovod runs on dualdist
+    _hook(recorder, (dualdist, torch.distributed, importlib.import_module("horovod.torch")))
     is_module = command[:1] == ["-m"]
     sys.argv = command[is_module:]
     try:
@@ -346,7 +397,7 @@ def main(argv: Sequence[str]) -> None:
         raise
     finally:
         groups = torch.distributed
-        if groups.is_available() and groups.is_initialized() and not is_initialized():
+        if groups.is_available() and groups.is_initialized() and not dualdist.is_initialized():
             groups.destroy_process_group()
 
 

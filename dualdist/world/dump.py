@@ -21,7 +21,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from ..executor import in_thread
 
 logger = logging.getLogger("dualdist")
 
+Place = tuple[str, int, str]
+"""File, line and function."""
+
 _WAIT_SECONDS = 2.0
 _PAUSE_SECONDS = 1.0
 """Launchers pass a signal on to all ranks, and each of them asks all others."""
@@ -40,7 +43,7 @@ _MOST_FOLDERS = 20
 # What faulthandler writes (Python/traceback.c): at most 100 threads and 100 frames of each.
 _THREAD = re.compile(r"^(?:Current t|T)hread (?P<ident>0x\w+).*\n(?P<frames>(?:  .*\n)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_STANDARD_LIBRARY = re.compile(re.escape(os.path.dirname(os.__file__)) + "/(?!(site|dist)-packages/)")
+_STANDARD_LIBRARY = re.compile(r".*/lib(64)?/python3\.\d+/(?!(site|dist)-packages/)")
 
 
 class Dump:
@@ -186,7 +189,7 @@ def _described(record: Record) -> dict[str, Any]:
 
 
 def _stacks() -> list[dict[str, Any]]:
-    """Return the stack of each Python thread, the main thread first, each with its innermost frame first."""
+    """Return the stack of each Python thread, the main thread first."""
     # faulthandler makes no objects of frames: other threads are running them.
     with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
         faulthandler.dump_traceback(file)
@@ -194,18 +197,22 @@ def _stacks() -> list[dict[str, Any]]:
         text = file.read()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    stacks: list[dict[str, Any]] = []
+    stacks = [
+        {"name": names.get(ident, "?"), "is_main": ident == main, "line": line, "stack": stack}
+        for ident, line, stack in threads_in(text)
+        if stack  # a thread that begins has none, and still the ident of its parent
+    ]
+    return sorted(stacks, key=lambda thread: not thread["is_main"])
+
+
+def threads_in(text: str) -> Iterator[tuple[int, Place | None, list[Place]]]:
+    """Yield of each thread in what faulthandler has written: its ident, the line of the script, and the stack.
+
+    The stack has the innermost frame first.
+    """
     for thread in _THREAD.finditer(text):
         stack = [(name, int(line), function) for name, line, function in _FRAME.findall(thread["frames"])]
         own = (
             place for place in stack if not is_internal(place[0]) and not _STANDARD_LIBRARY.match(place[0])
         )
-        ident = int(thread["ident"], 16)
-        found = {
-            "name": names.get(ident, "?"),
-            "is_main": ident == main,
-            "line": next(own, None),
-            "stack": stack,
-        }
-        stacks.insert(0 if ident == main else len(stacks), found)
-    return stacks
+        yield int(thread["ident"], 16), next(own, None), stack

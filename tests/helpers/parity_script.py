@@ -1,7 +1,7 @@
 """A training script for `dualdist parity`: parity_script.py STYLE. The variable FAULT plants one fault.
 
-Styles: dualdist, dualdist-ddp, horovod (the module horovod.torch), torch, and whole: dualdist without dropout and batch
-norm, where a step has the same samples with any number of processes.
+Styles: dualdist, dualdist-ddp, horovod (the module horovod.torch), torch, scaled (dualdist with a GradScaler), whole
+(dualdist without dropout and batch norm, where a step has the same samples with any number of processes).
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def main(style: str) -> None:
     if style == "horovod" and fault == "optimizer-state":
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     numbers = torch.Generator().manual_seed(2)
-    samples = 2 * 4 * PASSES * 3
+    samples = 8 // size * size * PASSES * 3
     data = TensorDataset(
         torch.randn(samples, 16, generator=numbers), torch.randint(4, (samples,), generator=numbers)
     )
     sampler: Any = DistributedSampler(data, size, rank, seed=3 if fault == "sampler" else 0)
     torch.manual_seed(rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=style == "scaled")
     step = 0
     for epoch in range(EPOCHS):
         if fault != "set-epoch":
@@ -99,8 +100,14 @@ def main(style: str) -> None:
                     loss = nn.functional.cross_entropy(wrapped(inputs), labels)
                     if fault == "overflow" and step == FAULTY_STEP and rank == 1:
                         loss = loss * math.inf
-                    (loss if fault == "accumulation" else loss / PASSES).backward()
-            optimizer.step()
+                    scaler.scale(loss if fault == "accumulation" else loss / PASSES).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            mean = loss.detach().repeat(1 + (fault == "collective" and step == FAULTY_STEP))
+            if hvd:
+                hvd.allreduce(mean, name="loss")
+            else:
+                torch.distributed.all_reduce(mean)
             step += 1
     if style == "torch":
         torch.distributed.destroy_process_group()

@@ -15,6 +15,7 @@ from dualdist.cli import main
 
 from ..helpers import parity_script
 from ..helpers.parity_script import FAULTY_STEP
+from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
 from ..helpers.world import ROOT
 
@@ -88,6 +89,9 @@ def test_the_step_that_horovod_hides_in_a_broadcast_is_named(tmp_path: Path) -> 
 def test_buffers_that_ddp_does_not_broadcast_are_named(record: Callable[[str], Path], tmp_path: Path) -> None:
     cell = f"{TORCHRUN},FAULT=ddp-buffers"
     result = compared(tmp_path, "--against", record("torch"), "--right", cell, SCRIPT, "torch")
+    first = result["first"]
+    # torch broadcasts before the first forward, when all are equal, and after a backward that reduces.
+    assert (first["step"], first["rank"], first["stage"]) == (1, 1, "buffers after the step")
     assert result["cause"]["kind"] == "no-broadcast-of-buffers"
     assert "On the right" in result["cause"]["text"]
 
@@ -121,6 +125,32 @@ def test_the_same_script_is_equal_bit_for_bit(
     result = compared(tmp_path, "--against", record(style), "--right", cell, SCRIPT, style)
     assert (result["equal"], result["least"], result["notes"]) == (True, None, [])
     assert len(result["losses"]) == parity_script.EPOCHS * 3
+
+
+@pytest.mark.parametrize("cell", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun"])
+def test_three_ranks_with_a_grad_scaler_skip_the_same_step_and_are_equal(cell: str, tmp_path: Path) -> None:
+    need_modules(
+        *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in cell)
+    )
+    cells = ("--left", f"{TORCHRUN},FAULT=overflow", "--right", f"{cell},FAULT=overflow")
+    result = compared(tmp_path, "-np", "3", *cells, SCRIPT, "scaled")
+    assert (result["equal"], result["notes"]) == (True, [])
+    assert len(result["losses"]) == parity_script.EPOCHS * 3 - 1
+
+
+def test_other_collectives_of_the_script_are_named(record: Callable[[str], Path], tmp_path: Path) -> None:
+    for style, function in (("dualdist", "allreduce"), ("horovod", "allreduce"), ("torch", "all_reduce")):
+        cell = f"{TORCHRUN},FAULT=collective"
+        result = compared(tmp_path, "--against", record(style), "--right", cell, SCRIPT, style)
+        assert result["equal"]
+        (note,) = result["notes"]
+        assert note.startswith(
+            f"The script's collectives differ first in step {FAULTY_STEP}, rank 0, call 0: {function}("
+        )
+        assert (
+            "float32[1]" in note.partition(" on the left, ")[0]
+            and "float32[2]" in note.partition(" on the left, ")[2]
+        )
 
 
 @pytest.mark.parametrize("style", ["dualdist", "dualdist-ddp", "horovod", "torch"])
@@ -160,6 +190,29 @@ def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--record has written" in capsys.readouterr().err
     assert main(["parity", str(tmp_path / "absent.py")]) == 2
     assert "SCRIPT must be a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cell", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"])
+def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
+    cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_modules(
+        *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in cell)
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, threading\nimport dualdist as hvd\nhvd.init()\nopen(f'process-{os.getpid()}', 'w')\n\n"
+        "def load_batch():\n    threading.Event().wait()\n\nif hvd.rank() == 1:\n    load_batch()\nhvd.barrier()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["parity", "--left", cell, "--timeout", "20", str(script)]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"dualdist parity: {cell} must end within 20 s (--timeout), but did not:",
+        f"  rank 0: in <module> at {script}:11: hvd.barrier()",
+        f"  rank 1: in load_batch at {script}:7: threading.Event().wait()",
+    ]
+    processes = [int(file.name.partition("-")[2]) for file in tmp_path.glob("process-*")]
+    assert len(processes) == 2 and Watched(processes).left() == []
 
 
 def test_a_picture_needs_matplotlib(

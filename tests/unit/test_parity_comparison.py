@@ -16,6 +16,7 @@ from dualdist.cli.parity_comparison import (
     _CAUSES,
     BATCH,
     BUFFERS,
+    COLLECTIVE,
     LOSS,
     NEW_BUFFERS,
     NEW_WEIGHTS,
@@ -223,6 +224,40 @@ def test_rounding_that_grows_beyond_the_tolerance_is_called_rounding() -> None:
     result = compare(record(), other, 1e-4)
     assert result.first is not None and result.first.step == 3
     assert result.cause is not None and result.cause.kind == "rounding"
+
+
+def noisy(seed: int, size: float) -> list[Any]:
+    """Return the fingerprint of `values(seed)` with a part of another tensor, which is no multiple of it."""
+    tensors = [torch.randn(40, generator=torch.Generator().manual_seed(each)) for each in (seed, 99)]
+    return fingerprint(tensors[0] + size * tensors[1], True)
+
+
+def test_a_gradient_that_jumps_while_the_loss_is_equal_is_called_rounding_only_after_rounding() -> None:
+    """As where an activation changes its sign."""
+    other = record()
+    put(other, 2, OWN, noisy(1205, 1e-3), 0)
+    result = compare(record(), other, 1e-4)
+    assert result.cause is not None and result.cause.kind == "unknown"
+    put(other, 0, NEW_WEIGHTS, noisy(3000, 1e-7))
+    result = compare(record(), other, 1e-4)
+    assert result.first is not None and (result.first.step, result.first.stage) == (2, OWN)
+    assert result.cause is not None and result.cause.kind == "rounding-jump"
+
+
+def test_other_collectives_are_a_note() -> None:
+    left, right = record(), record()
+    for made in (left, right):
+        for rank in made["ranks"]:
+            rank["values"] += [[step, COLLECTIVE, 0, {"": "allreduce(float32[3])"}] for step in range(STEPS)]
+    assert compare(left, right, 0.0).notes == []
+    put(right, 2, COLLECTIVE, "allgather(float32[3])", 1)
+    right["ranks"][0]["values"].append([3, COLLECTIVE, 1, {"": "barrier()"}])
+    result = compare(left, right, 0.0)
+    assert result.first is None
+    assert result.notes == [
+        "The script's collectives differ first in step 2, rank 1, call 0: allreduce(float32[3]) on the left, "
+        "allgather(float32[3]) on the right."
+    ]
 
 
 def test_a_jump_after_rounding_is_not_called_rounding() -> None:
