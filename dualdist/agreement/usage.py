@@ -22,6 +22,7 @@ from typing import Any
 
 from .call import Record
 
+NUMBERS = ("rank", "size", "start", "seconds", "calls", "bytes_reduced")
 KINDS = ("computing", "data_loading", "waiting", "communication")
 _MOST_DIFFERENCE = 0.05
 """Up to this difference between shares of time, no rank is called slow."""
@@ -125,8 +126,8 @@ def shares(before: Sequence[int], after: Sequence[int], rank: int, size: int) ->
     times = {"data_loading": loading, "waiting": waiting, "communication": data}
     found = {kind: times.get(kind, 0) / max(1, length) for kind in KINDS}
     found["computing"] = max(0.0, 1.0 - sum(found.values()))
-    head = {"rank": rank, "size": size, "start": before[0] / 1e9, "seconds": length / 1e9}
-    return {**head, "calls": calls, "bytes_reduced": reduced, **found}
+    numbers = (rank, size, before[0] / 1e9, length / 1e9, calls, reduced)
+    return {**dict(zip(NUMBERS, numbers, strict=True)), **found}
 
 
 def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
@@ -139,22 +140,14 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     former: the report of the time just before, in which the same rank may have been slow already.
     """
     common = min(float(report["communication"]) for report in ranks)
-    ranks = [
-        {**row, "communication": common, "waiting": row["waiting"] + row["communication"] - common}
-        for row in sorted(ranks, key=lambda row: int(row["rank"]))
-    ]
+    waits = {"communication": common}
+    ranks = [{**row, **waits, "waiting": row["waiting"] + row["communication"] - common} for row in ranks]
+    ranks = sorted(ranks, key=operator.itemgetter("rank"))
+    scalars = {f"rank_{row['rank']}_{kind}": row[kind] for row in ranks for kind in KINDS}
+    found: Report = dict.fromkeys(("slowest", "reason", "since"))
+    found |= {"ranks": ranks, "scalars": scalars, "share": 0.0}
     slowest = min(ranks, key=lambda report: float(report["waiting"]))
     others = [report for report in ranks if report is not slowest]
-    names = [f"rank_{row['rank']}" for row in ranks]
-    scalars = {f"{name}_{kind}": row[kind] for name, row in zip(names, ranks, strict=True) for kind in KINDS}
-    found: Report = {
-        "ranks": ranks,
-        "scalars": scalars,
-        "slowest": None,
-        "reason": None,
-        "share": 0.0,
-        "since": None,
-    }
     if not others:
         return found
     more = {kind: slowest[kind] - statistics.fmean(report[kind] for report in others) for kind in KINDS}
@@ -168,34 +161,26 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
 
 def lines(report: Report) -> list[str]:
     """Return `report` as a table with a sentence below."""
-    titles = ("rank", "seconds", "calls", "MB reduced", *(kind.replace("_", " ") for kind in KINDS))
-    rows = [
-        (
-            str(row["rank"]),
-            f"{row['seconds']:.1f}",
-            str(row["calls"]),
-            f"{row['bytes_reduced'] / 1e6:.1f}",
-            *(f"{100 * row[kind]:.1f} %" for kind in KINDS),
+    rows = [["rank", "seconds", "calls", "MB reduced", *(kind.replace("_", " ") for kind in KINDS)]]
+    for row in report["ranks"]:
+        numbers = (
+            f"{row['rank']} {row['seconds']:.1f} {row['calls']} {row['bytes_reduced'] / 1e6:.1f}".split()
         )
-        for row in report["ranks"]
-    ]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    table = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (titles, *rows)
-    ]
+        rows.append([*numbers, *(f"{100 * row[kind]:.1f} %" for kind in KINDS)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     if missing := sorted(set(range(report["ranks"][0]["size"])) - {row["rank"] for row in report["ranks"]}):
         return [*table, f"ranks {missing} have no file"]  # the slow one may be among them
-    if len(rows) == 1:
+    if len(report["ranks"]) == 1:
         return table
     if report["slowest"] is None:
         return [*table, "The ranks wait for each other equally long."]
     since, reason = time.localtime(report["since"]), str(report["reason"]).replace("_", " ")
-    return [
-        *table,
-        f"The others wait {100 * report['share']:.0f} % of the time more than rank {report['slowest']} since "
-        f"{time.strftime('%H:%M:%S', since)}: its {reason} takes longer than theirs.",
-    ]
+    slowest = f"rank {report['slowest']} since {time.strftime('%H:%M:%S', since)}"
+    text = (
+        f"The others wait {100 * report['share']:.0f} % of the time more than {slowest}: its {reason} takes"
+    )
+    return [*table, f"{text} longer than theirs."]
 
 
 def write(report: Report, where: str) -> None:

@@ -70,9 +70,7 @@ _OF_HOROVOD = {
 }
 """Function of Horovod -> what is different in dualdist's."""
 _ADASUM = "Adasum runs between all ranks, not only between hosts: leave local_size() out of the learning rate"
-_SYNCHRONIZE = (
-    "gradients are complete after the last of backward_passes_per_step passes, so you can remove the call"
-)
+_SYNCHRONIZE = "gradients are complete after the last of backward_passes_per_step passes: remove the call"
 _PRIVATE = ("_parameter_names", "_handles", "_requires_update", "_allreduce_delay")
 """Attributes of Horovod's optimizers that scripts read."""
 _NOT_PUBLIC = ("horovod.common.basics", "horovod.common.util", "horovod.runner.elastic.worker")
@@ -388,9 +386,7 @@ def _import(source: Source, node: ast.Import, alias: ast.alias) -> Finding:
 
 def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
     names, (start, end) = [alias.name for alias in node.names], source.span(node)
-    if (
-        len(names) == 1 and _home(f"{module}.{names[0]}") == "dualdist"
-    ):  # such as `from horovod import torch as hvd`
+    if len(names) == 1 and _home(f"{module}.{names[0]}") == "dualdist":  # `from horovod import torch as hvd`
         text = f"import dualdist as {node.names[0].asname or names[0]}"
         return Finding(node.lineno, CHANGE, text, ((start, end, text),))
     homes = [_home(module, name) for name in names]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -39,6 +38,7 @@ from ..errors import ConfigurationError
 from ..launch.launchers import mpirun_command
 from .hang import shown_place
 from .parity_comparison import SETTINGS, Comparison, Difference, Record, compare
+from .report import new_figure, save_figure
 from .run import whole_number
 
 _PACKAGE = Path(__file__).parents[1]
@@ -121,12 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--right", metavar="CELL", default=_RIGHT, help="the second way to run it (%(default)s)")
     add("--steps", type=whole_number, default=50, metavar="K", help="optimizer steps (%(default)s)")
     text = "the relative difference of a tensor from which on it is different (%(default)s)"
-    add(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="end a cell that takes longer (default: none is ended)",
-    )
+    add("--timeout", type=float, metavar="SECONDS", help="end a cell that takes longer")
     add("--tolerance", type=float, default=1e-4, metavar="T", help=text)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--record", type=Path, metavar="FILE", help="only run --left, and record it")
@@ -135,28 +130,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw losses and differences (needs matplotlib)")
     add("-m", action="store_true", dest="is_module", help="the script is a Python module")
     # One argument for both: of two, argparse would drop a "--" of the script.
-    add(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT ARGS",
-        help="the training script and its arguments",
-    )
+    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="the script and its arguments")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Run the cells and print the comparison. Returns 0 if they are equal, else 1."""
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("`--plot` needs matplotlib, which is absent. Run `pip install matplotlib`.")
+    picture = None if args.plot is None else new_figure(7, 6)
     for option in ("record", "json", "plot"):
         file = getattr(args, option)
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigurationError(f"`--{option}` must be a file in a folder that exists, but is {file}.")
-    if args.steps < 1 or not 0 <= args.tolerance < math.inf:
-        raise ConfigurationError("`--steps` must be at least 1, and `--tolerance` at least 0.")
-    if args.timeout is not None and not 0 < args.timeout < threading.TIMEOUT_MAX:
-        raise ConfigurationError(
-            f"`--timeout` must be a positive number of seconds, but is {args.timeout:g}."
-        )
+    is_time = args.timeout is None or 0 < args.timeout < threading.TIMEOUT_MAX
+    if args.steps < 1 or not 0 <= args.tolerance < math.inf or not is_time:
+        text = "`--steps` must be at least 1, `--tolerance` at least 0, and `--timeout` a positive number of seconds."
+        raise ConfigurationError(text)
     if not args.is_module and not Path(args.command[0] if args.command else "").is_file():
         raise ConfigurationError(
             f"SCRIPT must be a file, but {' '.join(args.command[:1]) or 'nothing'} is none. A module needs -m."
@@ -175,8 +162,9 @@ def execute(args: argparse.Namespace) -> int:
     sys.stdout.writelines(f"{line}\n" for line in _report(*records, result, args.tolerance))
     if args.json is not None:
         args.json.write_text(json.dumps(_as_json(*records, result, args.tolerance), indent=2))
-    if args.plot is not None:
-        _plot(args.plot, *records, result)
+    if picture is not None:
+        _draw(picture, *records, result)
+        save_figure(picture, args.plot)
     return int(result.first is not None)
 
 
@@ -213,17 +201,12 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
             former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
             try:
                 code = process.wait(timeout)
-            except BaseException as error:  # the launcher ends its processes, which write to the folder
-                lines = (
-                    _where(Path(folder), cell.size) if isinstance(error, subprocess.TimeoutExpired) else []
-                )
+            except subprocess.TimeoutExpired:
+                error = f"{cell.name} must end within {timeout:g} s (--timeout), but did not:"
+                raise ConfigurationError("\n  ".join([error, *_where(Path(folder), cell.size)])) from None
+            finally:  # if it has not ended, it ends its processes, which write to the folder
                 process.terminate()
                 process.wait()
-                if lines:
-                    text = f"{cell.name} must end within {timeout:g} s (--timeout), but did not"
-                    raise ConfigurationError("\n  ".join([f"{text}:", *lines])) from None
-                raise
-            finally:
                 signal.signal(signal.SIGTERM, former)
             output.seek(0)
             tail = output.read().decode(errors="replace").splitlines()
@@ -231,9 +214,8 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
     ranks.sort(key=lambda rank: int(rank["rank"]))
     has_failed = len(ranks) != cell.size or not all(rank["is_complete"] for rank in ranks)
     if has_failed or not all(rank["steps"] for rank in ranks):
-        why = (
-            f"it ended with {code}" if has_failed else "a rank made no step of an optimizer after a backward"
-        )
+        no_step = "a rank made no step of an optimizer after a backward"
+        why = f"it ended with {code}" if has_failed else no_step
         tail = next((rank["error"].splitlines() for rank in ranks if rank.get("error")), tail)[-_TAIL:]
         shown = "".join(f"\n  {line}" for line in tail)
         raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
@@ -306,10 +288,7 @@ def _as_json(left: Record, right: Record, result: Comparison, tolerance: float) 
     return json.loads(json.dumps(found), parse_constant=lambda _: None)
 
 
-def _plot(file: Path, left: Record, right: Record, result: Comparison) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), layout="constrained")
+def _draw(figure: Any, left: Record, right: Record, result: Comparison) -> None:
     losses, differences = figure.subplots(2, 1, sharex=True)
     for number, record in enumerate((left, right)):
         values = [math.nan if pair[number] is None else pair[number] for pair in result.losses]
@@ -318,4 +297,3 @@ def _plot(file: Path, left: Record, right: Record, result: Comparison) -> None:
     losses.legend()
     differences.plot([size or math.nan for size in result.sizes], marker=".")
     differences.set(xlabel="step", ylabel="largest relative difference of a weight", yscale="log")
-    figure.savefig(file)

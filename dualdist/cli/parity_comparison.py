@@ -27,7 +27,7 @@ _COMPARED = (WEIGHTS, BUFFERS, BATCH, LOSS, OWN, REDUCED, SETTINGS, NEW_WEIGHTS,
 _OF_LAYERS = ("torch", "cuda")  # the random generators that dropout uses
 _SETTING = 1e-9  # settings that differ by less are equal: they are numbers of Python
 _FLOOR = (
-    0.05  # a tensor counts as at least this part of the largest of its kind: what should be zero is rounding
+    0.05  # a tensor counts as this part of the largest of its kind, or more: what should be zero is rounding
 )
 _WIRE = 2e-2  # more than bfloat16 changes
 _ROUNDING, _GROWTH = 1e-5, 30
@@ -126,9 +126,8 @@ class _Pair:
 
     def differences(self, losses: Sequence[Sequence[float | None]]) -> Iterator[Difference]:
         """Yield what is compared, in the order of the module's docstring."""
-        keys = dict.fromkeys(
-            key for side in self.sides for rank in side for key in rank if key[1] in _COMPARED
-        )
+        ranks = [rank for side in self.sides for rank in side]
+        keys = dict.fromkeys(key for rank in ranks for key in rank if key[1] in _COMPARED)
         after = (REDUCED, SETTINGS, NEW_WEIGHTS, NEW_BUFFERS)
         # Stable: in a step as recorded, but all passes of both sides first.
         for step, stage, number in sorted(keys, key=lambda key: (key[0], key[1] in after)):
@@ -157,9 +156,10 @@ class _Pair:
         found: list[list[float | None]] = []
         for step in range(min(counts)):
             entries = [
-                [rank[key] for rank in side for key in rank if key[:2] == (step, LOSS)] for side in self.sides
+                [rank[key][""] for rank in side for key in rank if key[:2] == (step, LOSS)]
+                for side in self.sides
             ]
-            known = [[entry[""] for entry in own if entry[""] is not None] for own in entries]
+            known = [[loss for loss in own if loss is not None] for own in entries]
             found.append([sum(losses) / len(losses) if losses else None for losses in known])
         return found
 
@@ -174,21 +174,20 @@ class _Pair:
             if left[name] != right[name]:
                 text = f"Left has {name} {left[name]} and right {right[name]}"
                 found.append(f"{text}, which can change the order of sums.")
-        return found + [
-            f"The script's collectives differ first in {other}" for other in self.other_calls()[:1]
-        ]
+        return found + [f"The script's collectives differ first in {other}." for other in self.other_call()]
 
-    def other_calls(self) -> list[str]:
-        """Return which collectives of the script differ, in the order of steps."""
-        found = []
-        for rank, (left, right) in enumerate(zip(*self.sides, strict=False) if self.same_size else ()):
-            for key in sorted(key for key in left | right if key[1] == COLLECTIVE):
-                texts = [side.get(key, {"": "none"})[""] for side in (left, right)]
-                if texts[0] != texts[1]:
-                    step, _, number = key
-                    text = f"step {step}, rank {rank}, call {number}: {texts[0]} on the left, {texts[1]} on the right."
-                    found.append((step, rank, text))
-        return [text for _, _, text in sorted(found)]
+    def other_call(self) -> Iterator[str]:
+        """Yield the first of the script's collectives that differs, if any does."""
+        calls: list[dict[Any, str]] = [{}, {}]
+        for found, side in zip(calls, self.sides if self.same_size else (), strict=False):
+            for rank, (step, stage, number) in (
+                (rank, key) for rank, keys in enumerate(side) for key in keys
+            ):
+                if stage == COLLECTIVE:
+                    found[step, rank, number] = side[rank][step, stage, number][""]
+        for step, rank, number in sorted(dict(calls[0].items() ^ calls[1].items()))[:1]:
+            left, right = (found.get((step, rank, number), "none") for found in calls)
+            yield f"step {step}, rank {rank}, call {number}: {left} on the left, {right} on the right"
 
     def cause(self, first: Difference, largest: float) -> Cause:
         """Return the probable cause of the first difference. largest: the size of the largest one before it."""

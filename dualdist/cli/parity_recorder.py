@@ -361,10 +361,10 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
 
         return recorded
 
-    found = [(module, name) for module in modules for name in dir(module) if _COLLECTIVE.fullmatch(name)]
-    for module, name, function in [(*place, getattr(*place)) for place in found]:
-        if inspect.isfunction(function):
-            setattr(module, name, recorded_collective(function))
+    for module in modules:
+        for name in filter(_COLLECTIVE.fullmatch, dir(module)):
+            if inspect.isfunction(function := getattr(module, name)):
+                setattr(module, name, recorded_collective(function))
 
     torch.nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
     torch.autograd.backward = recorded_backward
@@ -380,7 +380,7 @@ def main(argv: Sequence[str]) -> None:
         faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.time()), file=stacks)
     if backend not in HOROVOD_BACKENDS:
         install()  # a script of Horovod runs on dualdist
-    _hook(recorder, (dualdist, torch.distributed, importlib.import_module("horovod.torch")))
+    _hook(recorder, (importlib.import_module("horovod.torch"), dualdist, torch.distributed))
     is_module = command[:1] == ["-m"]
     sys.argv = command[is_module:]
     try:

@@ -15,16 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..agreement.usage import KINDS, combined, lines
+from ..agreement.usage import KINDS, NUMBERS, combined, lines
 from ..errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist report`."""
-    parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="FILE", help="files, or folders with time-N.json"
-    )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it; needs matplotlib")
+    add = parser.add_argument
+    add("paths", type=Path, nargs="+", metavar="FILE", help="files, or folders with time-N.json")
+    add("--plot", type=Path, metavar="PNG", help="draw it; needs matplotlib")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -38,7 +37,7 @@ def execute(args: argparse.Namespace) -> int:
     report = combined(rows)
     sys.stdout.writelines(f"{line}\n" for line in lines(report))
     if args.plot is not None:
-        _draw(report["ranks"], args.plot)
+        save_figure(_draw(report["ranks"]), args.plot)
     return 0
 
 
@@ -56,10 +55,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         if not rows:
             raise ValueError("no ranks")
         for row in rows:
-            _ = [
-                float(row[name])
-                for name in ("rank", "size", "start", "seconds", "calls", "bytes_reduced", *KINDS)
-            ]
+            _ = [float(row[name]) for name in (*NUMBERS, *KINDS)]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"FILE must be what a rank or hvd.report() has written, but {path} is not: {error!r}."
@@ -67,12 +63,26 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return list(rows)
 
 
-def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def new_figure(width: float, height: float) -> Any:
+    """Return a figure for `--plot`, in inches. Raises ConfigurationError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigurationError("`--plot` needs matplotlib. Install it: pip install matplotlib.") from None
-    figure = Figure(figsize=(6, 1.5 + 0.3 * len(rows)), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the file of `--plot`. Raises ConfigurationError if it cannot be written."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        text = f"`--plot` must be a file that can be written, but {path} is not: {error}."
+        raise ConfigurationError(text) from None
+
+
+def _draw(rows: Sequence[dict[str, Any]]) -> Any:
+    figure = new_figure(6, 1.5 + 0.3 * len(rows))
     axes, names, left = figure.add_subplot(), [f"rank {row['rank']}" for row in rows], [0.0] * len(rows)
     for kind in KINDS:
         shares = [100 * row[kind] for row in rows]
@@ -81,9 +91,4 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("% of the time")
     figure.legend(loc="outside upper center", ncols=len(KINDS), frameon=False)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"`--plot` must be a file that can be written, but {path} is not: {error}."
-        ) from None
+    return figure

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping, MutableMapping
 
 from ..errors import ConfigurationError
@@ -201,14 +200,10 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     return Settings(
         stall_warn_seconds=warn or Settings.stall_warn_seconds,
         stall_timeout_seconds=timeout or Settings.stall_timeout_seconds,
-        slow_warn_share=(
-            _read_number(share, env[share], "positive", "at most 1", 1.0)
-            if share in env
-            else Settings.slow_warn_share
+        slow_warn_share=_read_number(
+            share, env.get(share, Settings.slow_warn_share), "positive", "at most 1", 1.0
         ),
-        start_timeout_seconds=(
-            _read_number(start, env[start], "positive") if start in env else Settings.start_timeout_seconds
-        ),
+        start_timeout_seconds=_read_number(start, env.get(start, Settings.start_timeout_seconds), "positive"),
         shared_memory=env.get("DUALDIST_SHARED_MEMORY", "1") != "0",
         compare_start=env.get("DUALDIST_COMPARE_START", "1") != "0",
         # Horovod's DYNAMIC means that the script will call start_timeline().
@@ -232,7 +227,7 @@ def _stall_seconds(env: Mapping[str, str], name: str, horovods: str) -> float:
 
 
 def _read_number(
-    name: str, text: str, rule: str, unit: str = "seconds", most: float = sys.float_info.max
+    name: str, text: str | float, rule: str, unit: str = "seconds", most: float = 1e308
 ) -> float:
     try:
         number = float(text)

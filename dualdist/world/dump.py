@@ -212,7 +212,5 @@ def threads_in(text: str) -> Iterator[tuple[int, Place | None, list[Place]]]:
     """
     for thread in _THREAD.finditer(text):
         stack = [(name, int(line), function) for name, line, function in _FRAME.findall(thread["frames"])]
-        own = (
-            place for place in stack if not is_internal(place[0]) and not _STANDARD_LIBRARY.match(place[0])
-        )
+        own = (one for one in stack if not is_internal(one[0]) and not _STANDARD_LIBRARY.match(one[0]))
         yield int(thread["ident"], 16), next(own, None), stack

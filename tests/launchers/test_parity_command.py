@@ -218,9 +218,7 @@ def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
 def test_a_picture_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(ROOT)])
-    monkeypatch.setattr(sys, "path_importer_cache", {})
-    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["parity", "--plot", str(tmp_path / "picture.png"), SCRIPT]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
