@@ -190,10 +190,6 @@ def _parsed(text: str, path: str) -> ast.Module:
         return ast.parse(text, path)
 
 
-def _is_none(node: Any) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
 class Source:
     """A file, and what the names in it mean.
 
@@ -243,11 +239,11 @@ class Source:
 
     def meaning(self, name: str) -> str:
         """Return what a name is imported from; "" if it is bound in another way, too, except to None."""
-        bound = {
-            meaning
+        pairs = [
+            (getattr(self.parents[node], "value", 0), meaning)
             for node, meaning in self.bindings.get(name, ())
-            if meaning or not _is_none(getattr(self.parents[node], "value", None))
-        }
+        ]
+        bound = {meaning for value, meaning in pairs if meaning or getattr(value, "value", 0) is not None}
         return bound.pop() if len(bound) == 1 else ""
 
     def dotted(self, node: Any) -> str:

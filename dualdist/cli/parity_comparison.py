@@ -117,12 +117,12 @@ class _Pair:
     def __init__(self, left: Record, right: Record) -> None:
         self.heads = [left["ranks"], right["ranks"]]
         self.steps = min(left["steps"], right["steps"])
-        self.sides = [[self._by_key(rank["values"]) for rank in ranks] for ranks in self.heads]
+        self.sides: list[list[dict[Key, dict[str, Any]]]] = [
+            [{tuple(key): found for *key, found in rank["values"] if key[0] < self.steps} for rank in ranks]
+            for ranks in self.heads
+        ]
         self.sizes = [len(side) for side in self.sides]
         self.same_size = self.sizes[0] == self.sizes[1]
-
-    def _by_key(self, entries: Sequence[Any]) -> dict[Key, dict[str, Any]]:
-        return {(step, stage, number): values for step, stage, number, values in entries if step < self.steps}
 
     def differences(self, losses: Sequence[Sequence[float | None]]) -> Iterator[Difference]:
         """Yield what is compared, in the order of the module's docstring."""
