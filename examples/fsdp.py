@@ -84,9 +84,8 @@ def train(manager: hvd.checkpoint.CheckpointManager | None) -> None:
         sampler.set_epoch(state["epoch"])
         for number, tokens in enumerate(loader, 1):
             is_last = number % arguments.accumulate == 0
-            model.set_requires_gradient_sync(
-                is_last
-            )  # gradients are exchanged in the last backward of a step
+            # Gradients are exchanged in the last backward of a step.
+            model.set_requires_gradient_sync(is_last)
             logits = model(tokens[:, :-1].to(hvd.device())).float()
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(hvd.device()))
             (loss / arguments.accumulate).backward()
