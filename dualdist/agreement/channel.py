@@ -110,6 +110,11 @@ class Ahead:
         group = self._group
         return self._guard(call, lambda: execute(group, verdict))  # type: ignore[no-any-return]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the members have made such calls. The same on all of them."""
+        return self._group is not None
+
     def _description(self) -> str:
         """Return the number and a digest of the calls of this step; "" if there are none."""
         return f"{self._count} calls ({self._digest.hex()})" if self._count else ""

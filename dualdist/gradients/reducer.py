@@ -342,6 +342,9 @@ class Reducer:
                 in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
             wrong = channel.ahead.end_step(call, functools.partial(self._settle, self._kinds))
+            for part in current().parts_of(channel):  # layers that share statistics within a host, say
+                if part.ahead.is_used:
+                    part.ahead.end_step(call, lambda group, verdict: None)
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, self._receive, call, keep=False, settled=False)

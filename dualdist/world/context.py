@@ -212,6 +212,16 @@ class Context:
             name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
         )
 
+    def parts_of(self, whole: Channel) -> list[Channel]:
+        """Return the channels of this rank whose members all belong to `whole`, in the same order on all ranks."""
+        members = set(whole.group.ranks)
+        parts = [
+            one for one in self.channels.values() if one is not whole and members.issuperset(one.group.ranks)
+        ]
+        return sorted(
+            (one for one in parts if self.backend.rank in one.group.ranks), key=lambda one: one.group.ranks
+        )
+
     def check_peers(self) -> None:
         """End the collectives of devices if a rank for which they wait has died. Local."""
         for channel in list(self.channels.values()):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
+from dualdist.agreement.channel import Channel
 from dualdist.backends.base import Group, Work
 from dualdist.training import sync_batch_norm
 from dualdist.world.context import current
@@ -38,8 +39,8 @@ class Device(Group):
 
     reduce_dtypes = frozenset({torch.float32, torch.float64})
 
-    def __init__(self) -> None:
-        super().__init__(range(hvd.size()), hvd.rank())
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks, hvd.rank())
         self.calls: list[str] = []
 
     def wire_device(self, device: torch.device) -> torch.device:
@@ -68,15 +69,15 @@ class Device(Group):
 
 
 @contextlib.contextmanager
-def devices() -> Iterator[list[Device]]:
-    """Let SyncBatchNorm run on doubles in the `with` block. Yields those that were made."""
+def devices(channel: Channel | None = None, ranks: Sequence[int] = ()) -> Iterator[list[Device]]:
+    """Let SyncBatchNorm of a channel run on doubles in the `with` block. Yields those that were made."""
     made: list[Device] = []
 
     def make() -> Device:
-        made.append(Device())
+        made.append(Device(ranks or range(hvd.size())))
         return made[-1]
 
-    ahead = current().channels[0].ahead
+    ahead = (channel or current().channels[0]).ahead
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "_make_group", make)
         patch.setattr(sync_batch_norm, "runs_ahead", lambda wire: True)
@@ -131,6 +132,28 @@ def test_another_order_on_all_ranks_is_agreed_on_again() -> None:
         with exchanges() as messages:
             step(model, optimizer)
         assert len(messages) == 1
+
+
+@pytest.mark.ranks(3)
+@everywhere
+def test_layers_of_some_ranks_are_agreed_on_once_too() -> None:
+    """As with statistics per host: the step ends with the gradients of all ranks."""
+    pair = hvd.add_process_set([0, 1])
+    model = nn.Sequential(*(hvd.SyncBatchNorm(4, process_set=pair) for _ in range(3)))
+    if not pair.included():
+        model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    with devices(current().channels[pair.process_set_id or 0], pair.ranks or []):
+        for _ in range(3):
+            with exchanges() as messages:
+                optimizer.zero_grad()
+                model(torch.randn(5, 4)).square().sum().backward()
+                optimizer.step()
+        assert len(messages) == (2 if pair.included() else 1)
+        error = pytest.raises(hvd.CollectiveMismatchError, match="different layers before")
+        with error if pair.included() else contextlib.nullcontext():
+            model.train(hvd.rank() != 1)(torch.randn(5, 4)).square().sum().backward()
 
 
 @pytest.mark.ranks(2, 3)
