@@ -120,7 +120,7 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
-        self.handle: Any = (
+        self.current_handle: Any = (
             functools.partial(raw, device.index) if raw else lambda: current_stream(device).stream_id  # type: ignore[union-attr]
         )
         """Return a number for the current stream of this thread. It is called for each gradient."""
@@ -132,7 +132,7 @@ class StreamOrder:
 
     def follow(self) -> None:
         """Make the current stream of this thread wait for the one that came last, and be the last."""
-        if (handle := self.handle()) != self.last:
+        if (handle := self.current_handle()) != self.last:
             if self._stream is not None:
                 wait_event(self._device, record_event(self._device, self._stream))
                 self.is_mixed = True

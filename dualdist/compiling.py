@@ -15,7 +15,7 @@ _frames: Any = torch._C._dynamo.eval_frame
 
 
 CAN_SPLIT_GRAPHS = hasattr(_frames, "set_code_exec_strategy")
-"""Whether torch.compile splits all graphs of a model in DistributedDataParallel; before torch 2.6 it refuses some."""
+"""From torch 2.7 on. Older releases split graphs at buckets, too, but some of them refuse checkpointed layers."""
 
 
 def not_compiled(made: T) -> T:

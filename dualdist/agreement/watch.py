@@ -8,6 +8,7 @@ fails, its rank asks the members itself, for the error. Another thread answers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -20,6 +21,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -579,8 +581,11 @@ class StallWatch:
         """On rank 0, log it if the others have waited for one rank since the last call. Waits a few seconds at most."""
         self._next_look = time.monotonic() + _LOOK_SECONDS
         before, self._spent, ranks = self._spent, (), range(self.size)
-        with ThreadPoolExecutor(_MOST_QUESTIONS, "dualdist-spent") as pool, contextlib.suppress(OSError):
-            self._spent = list(pool.map(lambda rank: self._ask(rank, ["spent", ""], _FAILED_SECONDS), ranks))
+        pool = ThreadPoolExecutor(_MOST_QUESTIONS, "dualdist-spent")
+        with contextlib.suppress(OSError, FutureTimeoutError):
+            ask_rank = functools.partial(self._ask, question=["spent", ""], seconds=_FAILED_SECONDS)
+            self._spent = list(pool.map(ask_rank, ranks, timeout=_FAILED_SECONDS))
+        pool.shutdown(wait=False, cancel_futures=True)
         both = enumerate(zip(before, self._spent, strict=False))  # one may be empty
         rows = [shares(*spent, rank, self.size) for rank, spent in both]
         self._slow = combined(rows, self._slow) if rows else None

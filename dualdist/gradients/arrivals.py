@@ -107,7 +107,7 @@ class Arrivals:
         def on_gradient(_: torch.Tensor) -> None:
             add(index)
             streams = param.streams
-            has_other_stream = streams is not None and streams.handle() != streams.last
+            has_other_stream = streams is not None and streams.current_handle() != streams.last
             if len(arrived) > self._next_stop or task() != self._task or has_other_stream:
                 with self._lock:
                     self._on_arrival(index)

@@ -23,8 +23,6 @@ from ..backends.base import Group
 from ..collectives.reduction import scale_
 from ..types import Max
 
-# A parameter, and its gradient.
-
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension."""

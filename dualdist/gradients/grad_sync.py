@@ -216,9 +216,8 @@ class GradSync(Combiner):
             self.watch()
         given = {index for index, param in enumerate(self._params) if param.tensor.grad is not None}
         grad = self._params[first].tensor.grad
-        if (
-            grad is None or grad._version == 0
-        ):  # backward adds to a gradient in place, which counts its version up
+        # Backward adds to a gradient in place, which counts its version up.
+        if grad is None or grad._version == 0:
             given.discard(first)
         self._reducer.given = given
 
@@ -248,9 +247,8 @@ class GradSync(Combiner):
                     passes[other] -= 1
                 self._counted.clear()
             if index not in self._counted:
-                passes[index] += (
-                    1  # as Horovod counts them, whatever the script does to the gradient in between
-                )
+                # As Horovod counts them, whatever the script does to the gradient in between.
+                passes[index] += 1
             if not self.enabled:
                 if has_failed:
                     self._restart(has_failed, completed)

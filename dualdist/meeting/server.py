@@ -225,9 +225,8 @@ class MeetingServer:
             for host in hosts:
                 self._listeners.append(undo.enter_context(_listener(host, self.port)))
                 self.port = int(self._listeners[0].getsockname()[1])
-            with (
-                contextlib.ExitStack() as spare
-            ):  # the event loop needs so many files, and would fail in its thread
+            # The event loop needs so many files, and would fail in its thread.
+            with contextlib.ExitStack() as spare:
                 for _ in range(_LOOP_FILES):
                     spare.callback(os.close, os.dup(self._listeners[0].fileno()))
             undo.pop_all()

@@ -78,7 +78,7 @@ def recorded_streams() -> Iterator[RecordedStreams]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerator, "has_streams", lambda tensor: True)
         order = accelerator.StreamOrder(torch.device("cpu"))
-        order.handle = lambda: streams.current_stream(torch.device("cpu"))
+        order.current_handle = lambda: streams.current_stream(torch.device("cpu"))
         patch.setattr(accelerator, "stream_order", lambda device: order)
         for name in (
             "current_stream",
