@@ -145,6 +145,10 @@ MarkArrivals = Callable[[Sequence[int]], None]
 """Takes the time of each member's call, in nanoseconds since the epoch by that member's clock."""
 
 
+profiler_runs = torch._C._autograd._profiler_enabled
+"""Return whether torch's profiler runs."""
+
+
 class Timeline:
     """Records the collectives of one world. Does nothing while no file is open; only rank 0 ever opens one."""
 
@@ -175,11 +179,6 @@ class Timeline:
                 "Choose another one in HOROVOD_TIMELINE or start_timeline()."
             ) from error
         self.is_open = True
-
-    @property
-    def records(self) -> bool:
-        """Whether anybody sees what `negotiation` and `operation` record."""
-        return self.is_open or torch._C._autograd._profiler_enabled()
 
     def close(self) -> None:
         """Close the file, if one is open."""
@@ -237,7 +236,7 @@ class Timeline:
         """
         file = self._file
         if file is None:
-            return _RecordedWork(work, name) if self.records else work
+            return _RecordedWork(work, name) if profiler_runs() else work
         abandoned = self._recorded.pop(name, None)
         if abandoned is not None:
             abandoned.end()

@@ -322,6 +322,7 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
     register_optimizer_step_post_hook(recorder.see_step_end)
 
     # Torch has no hooks for these: those of forwards see no keyword arguments. `Tensor.backward` calls the second.
+    libraries = {module.__name__.partition(".")[0] for module in modules}
     call, backward = torch.nn.Module.__call__, torch.autograd.backward
     add_param_group = torch.optim.Optimizer.add_param_group
 
@@ -354,7 +355,7 @@ def _hook(recorder: Recorder, modules: Iterable[Any]) -> None:
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if caller not in ("dualdist", "horovod", "torch"):  # the script's own call
+            if caller not in libraries:  # the script's own call
                 with contextlib.suppress(TypeError):  # which the function raises, too
                     recorder.see_collective(function, signature.bind(*args, **kwargs).arguments)
             return function(*args, **kwargs)

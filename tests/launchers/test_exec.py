@@ -184,7 +184,7 @@ def test_a_script_that_starts_mpi_itself() -> None:
 
 def test_a_script_that_calls_init_finds_its_launcher() -> None:
     need_modules("mpi4py")
-    source = "import dualdist as hvd; hvd.init(); print(hvd.launcher_name(), hvd.size())"
+    source = "import dualdist as hvd; hvd.init(); print(f'{hvd.launcher_name()} {hvd.size()}\\n', end='')"
     ended = finish([*_MPIRUN, *EXEC, "--", sys.executable, "-c", source], forks=False)
     assert ended.code == 0, ended.output
     assert len(re.findall(r"mpirun 2$", ended.output, re.MULTILINE)) == 2, ended.output

@@ -23,7 +23,8 @@ TREES = {file: ast.parse(source) for file, source in SOURCES.items()}
 PRIVATE_NAMES = {
     "torch": """
         _BaseDataLoaderIter _BatchNorm _C _FR_SELF_RECORDING_BACKENDS _FrameAction _FrameExecStrategy _RecordFunction
-        _abort_process_group _autograd _buffers _call_end_callbacks_on_jit_fut _cdata _current_autograd_node
+        _abort_process_group _active_ddp_module _autograd _buffers _call_end_callbacks_on_jit_fut _cdata
+        _current_autograd_node
         _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _enabled _execution_engine
         _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store
         _in_backward_optimizers _load_from_state_dict _metadata _modules _orig_mod _parameters
@@ -64,6 +65,11 @@ class Patch(NamedTuple):
 
 
 PATCHES = (
+    Patch(
+        "training/parallel.py",
+        "TorchDataParallel._active_ddp_module = ",
+        "torch.compile asks torch's class for the wrapper whose forward runs",
+    ),
     Patch(
         "agreement/usage.py",
         "dataloader._BaseDataLoaderIter.__next__ = ",
