@@ -49,6 +49,14 @@ class FolderCatalog(Catalog):
 
     pattern = re.compile(r"step-(\d+)")
 
+    def open(self) -> None:
+        # A writer that was killed while it saved a step again leaves complete checkpoints without their name.
+        for hidden in self.folder.glob(f".step-*{TEMPORARY_SUFFIX}"):
+            placed = self.folder / hidden.name.split(".")[1]
+            if (hidden / REST).exists() and not placed.exists():
+                os.rename(hidden, placed)
+        super().open()
+
     def begin(self, step: int) -> Path:
         """Make a folder for the parts of a new checkpoint, and return it."""
         made = self.folder / f".step-{step:09d}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
@@ -64,25 +72,34 @@ class FolderCatalog(Catalog):
         write_checkpoint(self._unfinished / REST, values, manifest)
         sync_folder(self._unfinished)
         placed = self.folder / f"step-{manifest.step or 0:09d}"
-        if placed.exists():
-            self.remove(placed)
-        os.rename(self._unfinished, placed)
+        replaced = self._hide(placed) if placed.exists() else None
+        try:
+            os.rename(self._unfinished, placed)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, placed)
+            raise
         sync_folder(self.folder)
+        if replaced is not None:
+            self.remove(replaced)
         return placed
 
     def file_of(self, path: Path) -> Path:
         return path / REST
 
     def remove(self, path: Path) -> None:
-        hidden = path
         try:
-            # It disappears at once, also if this process is killed.
-            if not path.name.endswith(TEMPORARY_SUFFIX):
-                hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-                os.rename(path, hidden)
+            # It disappears at once, also if this process is killed, and without REST it is not complete.
+            hidden = path if path.name.endswith(TEMPORARY_SUFFIX) else self._hide(path)
+            (hidden / REST).unlink(missing_ok=True)
             shutil.rmtree(hidden)
         except OSError as error:
             logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
+
+    def _hide(self, path: Path) -> Path:
+        hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+        os.rename(path, hidden)
+        return hidden
 
 
 class Shards:

@@ -217,6 +217,34 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path
         assert state["epoch"] == 1
 
 
+@everywhere
+def test_a_step_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, placed, rename = sharded_run(), tmp_path / "step-000000000", os.rename
+    with managed(tmp_path, state) as manager:
+        manager.save()
+        failures = [OSError("Stale file handle")]
+
+        def failing(source: Path, target: Path) -> None:
+            if target == placed and failures:
+                raise failures.pop()
+            rename(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", failing)
+            state["epoch"] = 1
+            with pytest.raises(
+                hvd.CheckpointError, match=r"not saved.*Stale.*complete checkpoint is that of"
+            ):
+                manager.save({"loss": 1.0})
+        assert [path.name for path in tmp_path.iterdir()] == [placed.name]
+        hvd.barrier()
+        if hvd.rank() == 0:  # as a kill between the two renames
+            rename(placed, tmp_path / f".{placed.name}.0123abcd.dualdist-tmp")
+        hvd.barrier()
+    with managed(tmp_path, state) as manager:
+        assert manager.restore_latest() is not None and state["epoch"] == 0
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
