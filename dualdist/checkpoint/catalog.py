@@ -99,6 +99,7 @@ class Catalog:
             raise CheckpointError(
                 f"The checkpoint of step {manifest.step} was not saved: {error}. {self.newest()}"
             ) from error
+        self._rejected.pop(path, None)
         self._list([*(known for known in self._entries if known.path != path), CatalogEntry(path, manifest)])
         if self._keep is not None:
             kept = self._entries[-self._keep :] + self._best_first()[:1]

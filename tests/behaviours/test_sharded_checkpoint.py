@@ -191,6 +191,9 @@ def test_a_damaged_checkpoint_is_passed_over(harm: str, tmp_path: Path) -> None:
             manifest = manager.restore_latest()
         assert hvd.rank() > 0 or name in messages[0]
         assert manifest is not None and manifest.step == 1 == state["epoch"]
+        step(state, manager, 2)  # saved again, it is not damaged any more
+        state["epoch"] = 5
+        assert manager.restore_latest() is not None and state["epoch"] == 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
