@@ -370,14 +370,15 @@ class CheckpointManager:
         """Load the checkpoint `path`, inside or outside the folder, and continue to count from its step.
 
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`. With `sharded`,
-        it may be a folder of torch.distributed.checkpoint that another program has written.
+        it may be a folder of torch.distributed.checkpoint that another program has written; it has no step, so `steps`
+        stays as it is.
         """
         if self._shards is not None and from_writer(lambda: is_foreign(path)):
             self.wait()
             self._shards.fit(Path(path), strict=strict)()
-            return
-        read = read_into if self._shards is None else read_folder
-        self._restore(lambda file: read(path, file), strict, skips=False)
+        else:
+            read = read_into if self._shards is None else read_folder
+            self._restore(lambda file: read(path, file), strict, skips=False)
         self._saved_step = None
 
     def close(self) -> None:

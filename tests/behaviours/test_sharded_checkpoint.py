@@ -139,7 +139,15 @@ def test_a_folder_of_another_program_is_loaded(tmp_path: Path) -> None:
     model, optimizer = get_state_dict(theirs["model"], theirs["optimizer"])
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "theirs")
     with managed(tmp_path / "ours", ours, every_steps=None) as manager:
+        manager.steps = 3
+        manager.save()
         manager.restore(tmp_path / "theirs")
+        assert manager.steps == 3
+        loaded = weights(ours["model"])
+        manager.save()  # the weights are others than those saved for this step
+        train(ours["model"], ours["optimizer"], steps=1)
+        manager.restore_latest()
+        assert weights(ours["model"]) == loaded
     for state in (theirs, ours):
         train(state["model"], state["optimizer"], steps=2, first=1)
     assert weights(ours["model"]) == weights(theirs["model"])
