@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from .torch_group import wrapped
@@ -99,17 +100,60 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
+@contextlib.contextmanager
+def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch make the state that `optimizer` lacks: it takes a step with gradients of 0 and a rate of 0.
+
+    At the end, parameters and gradients are what they were, which some optimizers change all the same.
+    """
+    if optimizer.state:
+        yield
+        return
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    kept_hooks = [dict(each) for each in hooks]
+    with torch.no_grad():
+        kept = [
+            (param, param.grad, _local(param).clone())
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        try:
+            for each in hooks:
+                each.clear()
+            for param, *_ in kept:
+                param.grad = None
+            yield
+        finally:
+            for param, grad, data in kept:
+                param.grad = grad
+                _local(param).copy_(data)
+            for each, before in zip(hooks, kept_hooks, strict=True):
+                each.update(before)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def parts_of(objects: Objects) -> Parts:
     """Return the parts of this rank, which share memory with `objects`, as a checkpoint names them.
 
-    An optimizer without state gets one. Raises CheckpointError if the model of an optimizer is missing.
+    Those of an optimizer without state are of the state before its first step, and it stays without.
+    Raises CheckpointError if the model of an optimizer is missing.
     """
     parts: Parts = {}
     for name, value in objects.items():
         if isinstance(value, torch.nn.Module):
             named: Mapping[str, Any] = get_model_state_dict(value)
         else:
-            named = get_optimizer_state_dict(_model_of(name, value, objects), value, options=_FLAT)
+            is_new, model = not value.state, _model_of(name, value, objects)
+            with _undoing_first_step(value):
+                named = get_optimizer_state_dict(model, value, options=_FLAT)
+            if is_new:
+                value.state.clear()
+                for key, part in named.items():
+                    if key.endswith(".step") and isinstance(part, torch.Tensor):
+                        part.zero_()
         parts |= {f"{name}.{key}": part for key, part in named.items()}
     return parts
 
@@ -123,7 +167,9 @@ def set_parts(objects: Objects, parts: Parts) -> None:
         if isinstance(value, torch.nn.Module):
             set_model_state_dict(value, named)
         else:
-            set_optimizer_state_dict(_model_of(name, value, objects), value, named, options=_FLAT)
+            model = _model_of(name, value, objects)
+            with _undoing_first_step(value):
+                set_optimizer_state_dict(model, value, named, options=_FLAT)
 
 
 def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> torch.nn.Module:

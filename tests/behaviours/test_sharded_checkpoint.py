@@ -89,6 +89,45 @@ def test_a_resumed_run_is_equal_to_the_last_bit(asynchronous: bool, tmp_path: Pa
     assert resumed["scheduler"].state_dict() == undisturbed["scheduler"].state_dict()
 
 
+class SignDescent(torch.optim.Optimizer):
+    """Has a fixed rate, and state for each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param]["sum"] = self.state[param].get("sum", 0) + param.grad
+                param.sub_(0.1 * (self.state[param]["sum"] + 1).sign())
+
+
+@pytest.mark.parametrize("kind", [adamw, SignDescent])
+@everywhere
+def test_saving_and_loading_before_the_first_step_change_nothing_else(kind: Any, tmp_path: Path) -> None:
+    undisturbed, saved, resumed = sharded_run(), sharded_run(), sharded_run(seed=1)
+    steps: list[object] = []
+    for state in (undisturbed, saved, resumed):
+        state["optimizer"] = kind(state["model"].parameters())
+        del state["scheduler"]
+        state["model"](torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    saved["optimizer"].register_step_post_hook(lambda *_: steps.append(0))
+    before = weights(saved["model"]), [param.grad for param in saved["model"].parameters()]
+    with managed(tmp_path, saved) as manager:
+        manager.save()
+    assert weights(saved["model"]) == before[0] == weights(undisturbed["model"])
+    assert all(param.grad is old for param, old in zip(saved["model"].parameters(), before[1], strict=True))
+    assert not steps
+    with managed(tmp_path, resumed) as manager:
+        manager.restore_latest()
+    assert weights(resumed["model"]) == before[0]
+    for state in (undisturbed, saved, resumed):
+        train(state["model"], state["optimizer"], steps=2)
+    assert len(steps) == 2
+    assert weights(undisturbed["model"]) == weights(saved["model"]) == weights(resumed["model"])
+
+
 @everywhere
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     state = sharded_run()
