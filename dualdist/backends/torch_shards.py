@@ -56,6 +56,11 @@ class PartGroup:
         """Connect the ranks. Collective over the world. seconds: how long to wait for another rank."""
         self._group: Any = dist.new_group(backend=adopted_config()["cpu"], timeout=timedelta(seconds=seconds))
 
+    def close(self) -> None:
+        """Disconnect the ranks."""
+        with contextlib.suppress(ValueError):  # torch does not know it any more: it was destroyed before
+            dist.destroy_process_group(self._group)
+
     def gather(self, value: Any) -> list[Any]:
         """Return each rank's `value`, in rank order. Collective. Raises HorovodInternalError if a rank has ended."""
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -109,7 +114,7 @@ def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if optimizer.state:
         yield
         return
-    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     kept_hooks = [dict(each) for each in hooks]
     with torch.no_grad():
         kept = [

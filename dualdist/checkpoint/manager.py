@@ -388,6 +388,8 @@ class CheckpointManager:
             self.wait()
         finally:
             atexit.unregister(self._at_exit)
+            if self._shards is not None:
+                self._shards.close()
 
     def __enter__(self) -> CheckpointManager:
         return self

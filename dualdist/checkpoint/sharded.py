@@ -115,6 +115,7 @@ class Shards:
         self._state = state
         self._group = torch_shards.PartGroup(context.settings.stall_timeout_seconds)
         self._rank, self._size = context.world.rank, context.world.size
+        self.close = self._group.close
 
     def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
         """Write the parts, and return `finish` for them. Collective over the world."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -139,6 +140,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:09d}" for n in (1, 3, 4)]
         best = manager.restore_best()
         assert best is not None and best.step == 1
+
+
+@everywhere
+def test_a_closed_manager_leaves_no_group_of_torch(tmp_path: Path) -> None:
+    groups = []
+    for _ in range(2):
+        with managed(tmp_path, sharded_run()) as manager:
+            manager.save()
+        groups.append(dist.distributed_c10d._world.pg_map.copy())
+    assert len(groups[0]) == len(groups[1])
+    manager.close()  # twice is once
 
 
 @everywhere
