@@ -130,7 +130,12 @@ class Shards:
                 )
             parts.update(self._torch.parts_of(self._objects))
 
-        outcomes(check)
+        try:
+            outcomes(check)
+        except CheckpointError:
+            if self._rank == 0:
+                self._catalog.remove(folder)
+            raise
         with self._naming_lost_ranks(folder):
             try:
                 wait = self._group.write(folder, parts, asynchronous=asynchronous)

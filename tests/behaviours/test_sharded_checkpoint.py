@@ -330,3 +330,5 @@ def test_sharded_models_need_a_manager_for_them(tmp_path: Path) -> None:
     with managed(tmp_path, {"optimizer": state["optimizer"]}) as manager:
         with pytest.raises(hvd.CheckpointError, match="must have the model of `optimizer`"):
             manager.save()
+        hvd.barrier()
+        assert not list(tmp_path.iterdir())
