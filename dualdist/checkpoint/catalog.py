@@ -18,6 +18,9 @@ from .format import Manifest, MemoryFile, copy_verified, read_manifest, write_ch
 
 logger = logging.getLogger("dualdist")
 
+_ANY_NAME = re.compile(r"step-\d+(\.pt)?")
+"""The names of the checkpoints of all kinds of catalogs."""
+
 
 @dataclass(frozen=True)
 class CatalogEntry:
@@ -30,7 +33,7 @@ class CatalogEntry:
 class Catalog:
     """The checkpoints of one folder, in the order in which they were saved. Only the processes that write use it.
 
-    Each is a file here. A subclass may have others: it overrides `pattern`, `place`, `file_of` and `remove`.
+    Each is a file here. A subclass may have others: it overrides `pattern`, `sharded`, `place`, `file_of` and `remove`.
 
     Damaged files stay for inspection, but are not among its entries.
 
@@ -40,6 +43,8 @@ class Catalog:
     """
 
     pattern = re.compile(r"step-(\d+)\.pt")
+    sharded = False
+    """The setting of CheckpointManager that has such a catalog."""
 
     def __init__(
         self, folder: Path, keep: int | None, best: tuple[str, str] | None = None, *, durable: bool = True
@@ -84,6 +89,13 @@ class Catalog:
             raise DamagedCheckpointError(
                 f"All {len(problems)} checkpoints are damaged: {' '.join(problems)} Remove them to train from the "
                 "start."
+            )
+        if not self._entries and any(_ANY_NAME.fullmatch(path.name) for path in self.folder.iterdir()):
+            logger.warning(
+                "%s has checkpoints, but none that CheckpointManager(sharded=%s) reads. To load them, pass sharded=%s.",
+                self.folder,
+                self.sharded,
+                not self.sharded,
             )
         return None
 

@@ -48,6 +48,7 @@ class FolderCatalog(Catalog):
     """The checkpoints of a folder, each in a folder of its own."""
 
     pattern = re.compile(r"step-(\d+)")
+    sharded = True
 
     def open(self) -> None:
         # A writer that was killed while it saved a step again leaves complete checkpoints without their name.
