@@ -36,7 +36,7 @@ from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, restore
 from .save_and_load import checked_metrics, read_into
-from .sharded import FolderCatalog, Shards, is_foreign, is_sharded, read_folder
+from .sharded import FolderCatalog, Shards, check_part_names, is_foreign, is_sharded, read_folder
 from .transfer import from_writer, is_writer, outcomes, receive_newest, write_state
 
 logger = logging.getLogger("dualdist")
@@ -273,6 +273,8 @@ class CheckpointManager:
                         f"`state` must not have the name {_RANDOM!r}, which the manager uses. Pass random_state=False."
                     )
                 self._random = {_RANDOM: RandomState()}
+            if flag("sharded", sharded):
+                check_part_names(state)
             return {
                 "every_steps": every_steps,
                 "every_seconds": every_seconds,
@@ -280,7 +282,7 @@ class CheckpointManager:
                 "asynchronous": flag("asynchronous", asynchronous),
                 "handles signals": bool(signals),
                 "exit_code": exit_code,
-                "sharded": flag("sharded", sharded),
+                "sharded": sharded,
                 "state": sorted([*names, *self._random]),
             }
 

@@ -251,6 +251,17 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
 
 
+def check_part_names(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if parts of two values in `state` may have the same name."""
+    names = [name for name, value in state.items() if is_sharded(value)]
+    for name in names:
+        if longer := [other for other in names if other.startswith(f"{name}.")]:
+            raise ValueError(
+                f"`state` must not have the model or optimizer {longer[0]!r} beside {name!r}: the names of its parts "
+                f"begin like those of {name!r}. Rename one, for example with _ for the dot."
+            )
+
+
 def checksums(folder: Path, names: list[str]) -> dict[str, int]:
     """Return the CRC-32 of the files `names`."""
     sums = {}

@@ -332,3 +332,23 @@ def test_sharded_models_need_a_manager_for_them(tmp_path: Path) -> None:
             manager.save()
         hvd.barrier()
         assert not list(tmp_path.iterdir())
+
+
+@everywhere
+def test_names_that_make_equal_names_of_parts_are_refused(tmp_path: Path) -> None:
+    state = {"net": transformer(), "net.ema": transformer(), "net.epoch": 0}
+    with pytest.raises(ValueError, match=r"must not have the model or optimizer 'net.ema' beside 'net'"):
+        managed(tmp_path, state)
+    managed(tmp_path, {"net": state["net"], "net.epoch": 0}).close()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@everywhere
+def test_checkpoints_of_the_other_kind_are_not_passed_over_silently(sharded: bool, tmp_path: Path) -> None:
+    state = {"model": transformer(), "epoch": 0}
+    with managed(tmp_path, state, sharded=not sharded) as manager:
+        manager.save()
+    with managed(tmp_path, state, sharded=sharded) as manager:
+        with warned() as messages:
+            assert manager.restore_latest() is None
+        assert hvd.rank() > 0 or f"To load them, pass sharded={not sharded}" in messages[0]
