@@ -7,8 +7,9 @@ The parts of a checkpoint are one flat dictionary, with the names that torch's o
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,24 +69,10 @@ class PartGroup:
             dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def write(self, folder: Path, parts: Parts, *, asynchronous: bool) -> Callable[[], object]:
-        """Write this rank's `parts` into `folder`, and return what waits for the end. Collective.
-
-        asynchronous: return when the parts are copied to host memory.
-        """
-        writer, saving = dcp.FileSystemWriter(folder), f"to write its part of {folder}"
-        if asynchronous:
-            saved: Any = dcp.async_save(parts, storage_writer=writer, process_group=self._group)
-        else:
-            with _reported(saving):
-                dcp.save(parts, storage_writer=writer, process_group=self._group)
-            return lambda: None
-
-        def finish() -> None:
-            with _reported(saving):
-                saved.result()
-
-        return finish
+    def write(self, folder: Path, parts: Parts) -> None:
+        """Write this rank's `parts` into `folder`. Collective; it may run in another thread."""
+        with _reported(f"to write its part of {folder}"):
+            dcp.save(parts, storage_writer=dcp.FileSystemWriter(folder), process_group=self._group)
 
     def read(self, folder: Path, parts: Parts) -> None:
         """Overwrite `parts` with those in `folder`, which has all of them. Collective."""
@@ -114,8 +101,6 @@ def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if optimizer.state:
         yield
         return
-    hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    kept_hooks = [dict(each) for each in hooks]
     with torch.no_grad():
         kept = [
             (param, param.grad, _local(param).clone())
@@ -123,8 +108,6 @@ def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             for param in group["params"]
         ]
         try:
-            for each in hooks:
-                each.clear()
             for param, *_ in kept:
                 param.grad = None
             yield
@@ -132,8 +115,6 @@ def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             for param, grad, data in kept:
                 param.grad = grad
                 _local(param).copy_(data)
-            for each, before in zip(hooks, kept_hooks, strict=True):
-                each.update(before)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,6 +142,15 @@ def parts_of(objects: Objects) -> Parts:
                         part.zero_()
         parts |= {f"{name}.{key}": part for key, part in named.items()}
     return parts
+
+
+def copied(parts: Parts) -> Parts:
+    """Return `parts` in host memory that nothing else uses."""
+    # dcp.async_save of torch 2.6 does not copy tensors of the CPU. An error here must be agreed on before DCP connects.
+    return {
+        name: part.detach().to("cpu", copy=True) if isinstance(part, torch.Tensor) else copy.deepcopy(part)
+        for name, part in parts.items()
+    }
 
 
 def set_parts(objects: Objects, parts: Parts) -> None:
@@ -195,15 +185,17 @@ def differences(folder: Path, parts: Parts) -> tuple[set[str], list[str]]:
         raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
     tensors = {name: entry.size for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     own = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    others = (parts.keys() & saved.keys()) & (own.keys() ^ tensors.keys())
     shapes = [
         f"{name}: {tuple(tensors[name])} instead of {tuple(part.shape)}"
         for name, part in own.items()
         if tensors.get(name, part.shape) != part.shape
     ]
-    fitting = (parts.keys() & saved.keys()) - {text.split(": ")[0] for text in shapes}
+    fitting = (parts.keys() & saved.keys()) - others - {text.split(": ")[0] for text in shapes}
     kinds = {
-        "missing": sorted(own.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - own.keys()),
+        "missing": sorted(own.keys() - saved.keys()),
+        "unexpected": sorted(tensors.keys() - parts.keys()),
+        "of another kind": sorted(others),
         "of another shape": shapes,
     }
     return fitting, [

@@ -119,7 +119,7 @@ class Shards:
         self.close = self._group.close
 
     def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
-        """Write the parts, and return `finish` for them. Collective over the world."""
+        """Begin to save, and return `finish` for the parts, or for copies of them. Collective over the world."""
         folder = from_writer(lambda: self._catalog.begin(step))
         parts: Parts = {}
 
@@ -129,7 +129,8 @@ class Shards:
                     f"`directory` must be on a file system that all ranks share, but rank {self._rank} does not see "
                     f"{folder}."
                 )
-            parts.update(self._torch.parts_of(self._objects))
+            own = self._torch.parts_of(self._objects)
+            parts.update(self._torch.copied(own) if asynchronous else own)
 
         try:
             outcomes(check)
@@ -137,12 +138,7 @@ class Shards:
             if self._rank == 0:
                 self._catalog.remove(folder)
             raise
-        with self._naming_lost_ranks(folder):
-            try:
-                wait = self._group.write(folder, parts, asynchronous=asynchronous)
-            except CheckpointError as error:  # on every rank
-                wait = functools.partial(_raise, error)
-        return functools.partial(self.finish, folder, wait)
+        return functools.partial(self.finish, folder, parts)
 
     @contextlib.contextmanager
     def _naming_lost_ranks(self, folder: Path) -> Iterator[None]:
@@ -157,17 +153,17 @@ class Shards:
     def finish(
         self,
         folder: Path,
-        wait: Callable[[], object],
+        parts: Parts,
         values: Mapping[str, Any] | None,
         manifest: Manifest | None,
     ) -> None:
-        """Wait for the parts of all ranks, and complete the checkpoint. Collective; it may run in another thread.
+        """Write the parts, and complete the checkpoint. Collective; it may run in another thread.
 
         values, manifest: of the writer, None elsewhere. Raises CheckpointError on every rank.
         """
 
         def finished() -> dict[str, int]:
-            wait()
+            self._group.write(folder, parts)
             return checksums(folder, self._own(os.listdir(folder)))
 
         sums, failure = attempted(finished)
@@ -284,10 +280,6 @@ def read_folder(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
     """Do what `read_into` does, for the folder of a checkpoint."""
     folder = checked_path("path", path)
     return CatalogEntry(folder, read_into(folder / REST, file).manifest)
-
-
-def _raise(failure: Exception) -> None:
-    raise failure
 
 
 def _text(rank: int, failure: Exception | None) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,24 +109,20 @@ class SignDescent(torch.optim.Optimizer):
 @everywhere
 def test_saving_and_loading_before_the_first_step_change_nothing_else(kind: Any, tmp_path: Path) -> None:
     undisturbed, saved, resumed = sharded_run(), sharded_run(), sharded_run(seed=1)
-    steps: list[object] = []
     for state in (undisturbed, saved, resumed):
         state["optimizer"] = kind(state["model"].parameters())
         del state["scheduler"]
         state["model"](torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
-    saved["optimizer"].register_step_post_hook(lambda *_: steps.append(0))
     before = weights(saved["model"]), [param.grad for param in saved["model"].parameters()]
     with managed(tmp_path, saved) as manager:
         manager.save()
     assert weights(saved["model"]) == before[0] == weights(undisturbed["model"])
     assert all(param.grad is old for param, old in zip(saved["model"].parameters(), before[1], strict=True))
-    assert not steps
     with managed(tmp_path, resumed) as manager:
         manager.restore_latest()
     assert weights(resumed["model"]) == before[0]
     for state in (undisturbed, saved, resumed):
         train(state["model"], state["optimizer"], steps=2)
-    assert len(steps) == 2
     assert weights(undisturbed["model"]) == weights(saved["model"]) == weights(resumed["model"])
 
 
@@ -230,6 +227,24 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
             assert state["epoch"] == 0
 
 
+@everywhere
+def test_a_part_of_another_kind_is_not_loaded(tmp_path: Path) -> None:
+    for rate, other in ((0.02, torch.tensor(0.01)), (torch.tensor(0.02), 0.01)):
+        folder, saved, loaded = tmp_path / f"{type(rate).__name__}", sharded_run(), sharded_run(seed=1)
+        saved["optimizer"].param_groups[0]["lr"] = rate
+        loaded["optimizer"].param_groups[0]["lr"] = other
+        with managed(folder, saved) as manager:
+            manager.save()
+        with managed(folder, loaded) as manager:
+            with pytest.raises(hvd.CheckpointError, match=r"it has \d+ of another kind \(optimizer.*lr"):
+                manager.restore_latest()
+            with warned() as messages:
+                manager.restore_latest(strict=False)
+            assert "of another kind" in messages[0]
+            assert loaded["optimizer"].param_groups[0]["lr"] == other
+            assert weights(loaded["model"]) == weights(saved["model"])
+
+
 @pytest.mark.parametrize(
     "harm", ["a missing part", "a damaged part", "damaged metadata", "a damaged file of ours"]
 )
@@ -305,6 +320,23 @@ def test_a_step_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch: p
         hvd.barrier()
     with managed(tmp_path, state) as manager:
         assert manager.restore_latest() is not None and state["epoch"] == 0
+
+
+@everywhere
+def test_what_one_rank_cannot_copy_is_an_error_on_all(tmp_path: Path) -> None:
+    state, last = sharded_run(), hvd.size() - 1
+    group = state["optimizer"].param_groups[0]
+    with managed(tmp_path, state, every_steps=None, asynchronous=True) as manager:
+        group["extra"] = threading.Lock() if hvd.rank() == last else None
+        with pytest.raises(hvd.CheckpointError, match=rf"Rank {last} failed: .*lock"):
+            manager.save()
+        hvd.barrier()
+        assert not list(tmp_path.iterdir())
+        group["extra"] = None
+        hvd.barrier()
+        manager.save()
+        manager.wait()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000000000"]
 
 
 @pytest.mark.ranks(2, 3)
