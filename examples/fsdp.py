@@ -71,7 +71,7 @@ fully_shard(model, mesh=mesh, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 sampler = hvd.DistributedSampler(data, drop_last=True)
-rows = arguments.batch // hvd.size() // arguments.accumulate
+rows = max(1, arguments.batch // hvd.size() // arguments.accumulate)
 state: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": sampler, "epoch": 0}
 
 
@@ -82,24 +82,25 @@ def train(manager: hvd.checkpoint.CheckpointManager | None) -> None:
     )
     while step < arguments.steps:
         sampler.set_epoch(state["epoch"])
-        for number, tokens in enumerate(loader, 1):
-            is_last = number % arguments.accumulate == 0
-            # Gradients are exchanged in the last backward of a step.
-            model.set_requires_gradient_sync(is_last)
-            logits = model(tokens[:, :-1].to(hvd.device())).float()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(hvd.device()))
-            (loss / arguments.accumulate).backward()
-            sampler.advance(len(tokens))
-            if is_last:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm over all parts
-                optimizer.step()
-                optimizer.zero_grad()
-                step += 1
-                mean = hvd.allreduce(loss.detach())
-                if hvd.rank() == 0 and step % 10 == 0:
-                    print(f"step {step}: loss {mean:.3f} on {hvd.size()} processes, {shards} shards")
-                if manager:
-                    manager.step()
+        # As many batches as a step takes at a time; fewer at the end of an epoch are left out.
+        for batches in zip(*[iter(loader)] * arguments.accumulate, strict=False):
+            for number, tokens in enumerate(batches, 1):
+                # Gradients are exchanged in the last backward of a step.
+                model.set_requires_gradient_sync(number == arguments.accumulate)
+                logits = model(tokens[:, :-1].to(hvd.device())).float()
+                words = tokens[:, 1:].flatten().to(hvd.device())
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), words)
+                (loss / arguments.accumulate).backward()
+                sampler.advance(len(tokens))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # by the norm over all parts
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            mean = hvd.allreduce(loss.detach())
+            if hvd.rank() == 0 and step % 10 == 0:
+                print(f"step {step}: loss {mean:.3f} on {hvd.size()} processes, {shards} shards")
+            if manager:
+                manager.step()
             if step == arguments.steps:
                 return
         state["epoch"] += 1

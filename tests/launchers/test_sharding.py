@@ -71,3 +71,10 @@ def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path, run: Run
     assert re.fullmatch(rb"step 10: loss [345]\.\d+ on 4 processes, 2 shards\n", second.written(0))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"step-{step:09d}" for step in (6, 8, 10)]
+
+
+def test_a_batch_of_the_example_has_at_least_one_row_of_each_process(run: Run) -> None:
+    flags = ("examples/fsdp.py", "--batch", "1", "--accumulate", "3", "--steps", "10")
+    ended = run("-np", "2", sys.executable, *flags)
+    assert ended.code == 0, ended.errors
+    assert re.fullmatch(rb"step 10: loss \d\.\d+ on 2 processes, 2 shards\n", ended.written(0))
