@@ -96,7 +96,7 @@ class _Planner(DefaultLoadPlanner):
 def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let torch make the state that `optimizer` lacks: it takes a step with gradients of 0 and a rate of 0.
 
-    At the end, parameters and gradients are what they were, which some optimizers change all the same.
+    At the end, parameters and gradients are what they were, which some optimizers change all the same. Step hooks run.
     """
     if optimizer.state:
         yield
