@@ -342,16 +342,23 @@ class Reducer:
                 in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
             wrong = channel.ahead.end_step(call, functools.partial(self._settle, self._kinds))
-            for part in current().parts_of(channel):  # layers that share statistics within a host, say
-                if part.ahead.is_used:
-                    part.ahead.end_step(call, lambda group, verdict: None)
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
             in_turn(call, self._receive, call, keep=False, settled=False)
             channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
+        mismatch: CollectiveMismatchError | None = None
+        for part in current().parts_of(channel):  # layers that share statistics within a host, say
+            try:
+                if part.ahead.is_used:
+                    part.ahead.end_step(call, lambda group, verdict: None)
+            except CollectiveMismatchError as error:
+                mismatch = error
         with channel.counting_data():
-            hook_error = in_turn(call, self._receive, call, keep=not wrong, settled=not wrong)
+            keep = not (wrong or mismatch)
+            hook_error = in_turn(call, self._receive, call, keep=keep, settled=not wrong)
+        if mismatch is not None:
+            raise mismatch
         if changes:
             raise ValueError(
                 f"The parameters of {self.options.owner} must not change after it was made, but "
