@@ -350,8 +350,7 @@ class Reducer:
         mismatch: CollectiveMismatchError | None = None
         for part in current().parts_of(channel):  # layers that share statistics within a host, say
             try:
-                if part.ahead.is_used:
-                    part.ahead.end_step(call, lambda group, verdict: None)
+                part.ahead.end_step(call, lambda group, verdict: None)
             except CollectiveMismatchError as error:
                 mismatch = error
         with channel.counting_data():

@@ -213,14 +213,10 @@ class Context:
         )
 
     def parts_of(self, whole: Channel) -> list[Channel]:
-        """Return the channels of this rank whose members all belong to `whole`, in the same order on all ranks."""
-        members = set(whole.group.ranks)
-        parts = [
-            one for one in self.channels.values() if one is not whole and members.issuperset(one.group.ranks)
-        ]
-        return sorted(
-            (one for one in parts if self.backend.rank in one.group.ranks), key=lambda one: one.group.ranks
-        )
+        """Return the channels with calls that run ahead among some members of `whole`, in one order on all ranks."""
+        used = [one for one in self.channels.values() if one is not whole and one.ahead.is_used]
+        parts = (one for one in used if set(one.group.ranks) <= set(whole.group.ranks))
+        return sorted(parts, key=lambda one: one.group.ranks)
 
     def check_peers(self) -> None:
         """End the collectives of devices if a rank for which they wait has died. Local."""

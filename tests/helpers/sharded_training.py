@@ -147,9 +147,9 @@ def split(model: Any, mesh: Any) -> None:
         distribute_module(layer, mesh, input_fn=takes, output_fn=gives)
 
 
-def fully_sharded() -> list[float]:
+def sharded_on(mesh: Any) -> list[float]:
     model = transformer()
-    shard(model, hvd.device_mesh())
+    shard(model, mesh)
     train(
         model,
         adamw(model.parameters()),
@@ -157,18 +157,14 @@ def fully_sharded() -> list[float]:
         synchronizes=model.set_requires_gradient_sync,
     )
     return weights(model)
+
+
+def fully_sharded() -> list[float]:
+    return sharded_on(hvd.device_mesh())
 
 
 def hybrid_sharded() -> list[float]:
-    model = transformer()
-    shard(model, hvd.device_mesh((hvd.size() // 2, 2), ("replicate", "shard")))
-    train(
-        model,
-        adamw(model.parameters()),
-        (hvd.rank(), hvd.size()),
-        synchronizes=model.set_requires_gradient_sync,
-    )
-    return weights(model)
+    return sharded_on(hvd.device_mesh((hvd.size() // 2, 2), ("replicate", "shard")))
 
 
 def tensor_parallel() -> list[float]:
