@@ -260,7 +260,7 @@ def test_workers_of_a_loader_outlive_the_signal_until_the_manager_is_closed(
     method: str, tmp_path: Path
 ) -> None:
     data: Any = range(100)
-    loader = DataLoader(data, num_workers=2, multiprocessing_context=method, persistent_workers=True)
+    loader = DataLoader(data, num_workers=1, multiprocessing_context=method, persistent_workers=True)
     with CheckpointManager(folder(tmp_path), {}) as manager:
         batches = iter(loader)
         if method == "forkserver":  # it starts workers without a mask
