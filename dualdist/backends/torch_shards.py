@@ -1,7 +1,8 @@
 """Checkpoints of models that torch has sharded: torch.distributed.checkpoint (DCP) writes and reads each rank's parts.
 
 The parts of a checkpoint are one flat dictionary, with the names that torch's own trainers use, such as
-`model.0.weight`, `optimizer.state.0.weight.exp_avg` and `optimizer.param_groups.0.weight.lr`.
+`model.0.weight`, `optimizer.state.0.weight.exp_avg` and `optimizer.param_groups.0.weight.lr`. A folder also has the
+hyperparameters by the number of their group (`optimizer.param_groups.0.lr`), which Accelerate and Lightning read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from .torch_group import wrapped
 from .torch_interface import adopted_config
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_OF_GROUP = re.compile(r"param_groups\.\d+\.\w+")
 Objects = Mapping[str, torch.nn.Module | torch.optim.Optimizer]
 Parts = dict[str, Any]
 
@@ -121,10 +124,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parts_of(objects: Objects) -> Parts:
+def parts_of(objects: Objects, *, by_group: bool = False) -> Parts:
     """Return the parts of this rank, which share memory with `objects`, as a checkpoint names them.
 
     Those of an optimizer without state are of the state before its first step, and it stays without.
+    by_group: with the hyperparameters also by the number of their group, if no parameter has a number for a name.
     Raises CheckpointError if the model of an optimizer is missing.
     """
     parts: Parts = {}
@@ -134,7 +138,17 @@ def parts_of(objects: Objects) -> Parts:
         else:
             is_new, model = not value.state, _model_of(name, value, objects)
             with _undoing_first_step(value):
-                named = get_optimizer_state_dict(model, value, options=_FLAT)
+                nested: Any = get_optimizer_state_dict(model, value)
+            named = {
+                f"state.{param}.{key}": part
+                for param, own in nested["state"].items()
+                for key, part in own.items()
+            }
+            by_parameter = _by_parameter(nested["param_groups"])
+            named |= by_parameter
+            if by_group and not any(map(_OF_GROUP.fullmatch, by_parameter)):  # of parameters named 0, 1, ...
+                for number, group in enumerate(nested["param_groups"]):
+                    named |= {f"param_groups.{number}.{key}": part for key, part in group.items()}
             if is_new:
                 value.state.clear()
                 for key, part in named.items():
@@ -142,6 +156,16 @@ def parts_of(objects: Objects) -> Parts:
                         part.zero_()
         parts |= {f"{name}.{key}": part for key, part in named.items()}
     return parts
+
+
+def _by_parameter(groups: Iterable[Mapping[str, Any]]) -> Parts:
+    return {
+        f"param_groups.{param}.{key}": part
+        for group in groups
+        for param in group["params"]
+        for key, part in group.items()
+        if key != "params"
+    }
 
 
 def copied(parts: Parts) -> Parts:
@@ -154,7 +178,7 @@ def copied(parts: Parts) -> Parts:
 
 
 def set_parts(objects: Objects, parts: Parts) -> None:
-    """Load `parts`, all those that `parts_of` names, into the objects."""
+    """Load `parts` into the objects: all those that `parts_of` names, and hyperparameters of groups, which win."""
     for name, value in objects.items():
         named = {
             key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")
@@ -163,6 +187,12 @@ def set_parts(objects: Objects, parts: Parts) -> None:
             set_model_state_dict(value, named)
         else:
             model = _model_of(name, value, objects)
+            groups: dict[str, Parts] = {}
+            for key in [key for key in named if _OF_GROUP.fullmatch(key)]:
+                _, number, own = key.split(".")
+                if f"param_groups.{number}.params" in named or number in groups:
+                    groups.setdefault(number, {})[own] = named.pop(key)
+            named |= _by_parameter(groups.values())
             with _undoing_first_step(value):
                 set_optimizer_state_dict(model, value, named, options=_FLAT)
 
@@ -177,12 +207,24 @@ def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> 
     )
 
 
-def differences(folder: Path, parts: Parts) -> tuple[set[str], list[str]]:
-    """Return the names of the `parts` that `folder` has in the same shape, and what does not match."""
+def differences(folder: Path, parts: Parts, objects: Objects) -> tuple[Parts, list[str]]:
+    """Return what `PartGroup.read` is to overwrite with what `folder` has, and what does not match.
+
+    The first are the `parts` of the same shape, and hyperparameters by group if `folder` has them only so.
+    """
     try:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        saved = dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
     except OSError as error:
         raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
+    by_group: Parts = {}
+    for name in [name for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)]:
+        prefix = f"{name}.param_groups."
+        if f"{prefix}0.params" in saved:
+            names = [key for key in saved if _OF_GROUP.fullmatch(key.removeprefix(f"{name}."))]
+            groups = {key: saved.pop(key) for key in names}
+            if not any(key.startswith(prefix) for key in saved):
+                by_group |= {key: _place(entry) for key, entry in groups.items()}
+                parts = {key: part for key, part in parts.items() if not key.startswith(prefix)}
     tensors = {name: entry.size for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     own = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
     others = (parts.keys() & saved.keys()) & (own.keys() ^ tensors.keys())
@@ -198,6 +240,12 @@ def differences(folder: Path, parts: Parts) -> tuple[set[str], list[str]]:
         "of another kind": sorted(others),
         "of another shape": shapes,
     }
-    return fitting, [
+    return {name: parts[name] for name in fitting} | by_group, [
         f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found
     ]
+
+
+def _place(entry: Any) -> torch.Tensor | None:
+    """Return what DCP overwrites with the value that `entry` describes."""
+    is_tensor = isinstance(entry, TensorStorageMetadata)
+    return torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None

@@ -129,7 +129,7 @@ class Shards:
                     f"`directory` must be on a file system that all ranks share, but rank {self._rank} does not see "
                     f"{folder}."
                 )
-            own = self._torch.parts_of(self._objects)
+            own = self._torch.parts_of(self._objects, by_group=True)
             parts.update(self._torch.copied(own) if asynchronous else own)
 
         try:
@@ -215,8 +215,8 @@ class Shards:
 
         def compare() -> None:
             parts.update(self._torch.parts_of(self._objects))
-            fitting, mismatches = self._torch.differences(folder, parts)
-            read.update({name: parts[name] for name in fitting})
+            fitting, mismatches = self._torch.differences(folder, parts, self._objects)
+            read.update(fitting)
             text = f"it has {' and '.join(mismatches)} parts" if mismatches else ""
             report_mismatches([text] * bool(text), folder, strict=strict)
 

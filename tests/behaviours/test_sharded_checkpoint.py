@@ -178,13 +178,16 @@ def test_accelerate_merges_the_folder(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(merged, expected, strict=True))
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @everywhere
-def test_a_folder_of_another_program_is_loaded(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+def test_a_folder_of_another_program_is_loaded(flat: bool, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     theirs, ours = sharded_run(), sharded_run(seed=1)
+    theirs["optimizer"].param_groups[0]["lr"] *= 2
     train(theirs["model"], theirs["optimizer"], steps=1)
-    model, optimizer = get_state_dict(theirs["model"], theirs["optimizer"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(theirs["model"], theirs["optimizer"], options=options)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "theirs")
     with managed(tmp_path / "ours", ours, every_steps=None) as manager:
         manager.steps = 3
@@ -199,6 +202,31 @@ def test_a_folder_of_another_program_is_loaded(tmp_path: Path) -> None:
     for state in (theirs, ours):
         train(state["model"], state["optimizer"], steps=2, first=1)
     assert weights(ours["model"]) == weights(theirs["model"])
+
+
+@pytest.mark.parametrize("program", ["ours", "theirs"])
+@everywhere
+def test_hyperparameters_reach_their_group_when_parameters_have_numbers_for_names(
+    program: str, tmp_path: Path
+) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def made(*rates: Any) -> tuple[Any, Any]:
+        model = torch.nn.ParameterList([torch.ones(2) for _ in range(3)])
+        groups = [
+            {"params": [model[index]], "lr": rate} for index, rate in zip((2, 0, 1), rates, strict=True)
+        ]
+        return model, torch.optim.SGD(groups)
+
+    (model, optimizer), (fresh, empty) = made(0.1, torch.tensor(0.2), 0.3), made(0.5, torch.tensor(0.6), 0.7)
+    with managed(tmp_path / "ours", {"net": model, "sgd": optimizer}, every_steps=None) as manager:
+        manager.save()
+    net, sgd = get_state_dict(model, optimizer)
+    dcp.save({"net": net, "sgd": sgd}, checkpoint_id=tmp_path / "theirs")
+    with managed(tmp_path / "new", {"net": fresh, "sgd": empty}) as manager:
+        manager.restore(tmp_path / ("ours/step-000000000" if program == "ours" else "theirs"))
+    rates = [float(group["lr"]) for group in empty.param_groups]
+    assert rates == [0.1, pytest.approx(0.2), 0.3]
 
 
 @everywhere

@@ -12,7 +12,8 @@ import pytest
 
 import dualdist
 
-from ..helpers import sharded_training
+from ..helpers import foreign_checkpoints, sharded_training
+from ..helpers.requirements import need_modules
 from ..helpers.run_command import Run
 from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
 
@@ -61,6 +62,15 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
     for number, size in enumerate((2, 3, 4, 1), 1):
         for found in spawn((str(tmp_path), 2 * number, asynchronous), nprocs=size):
             assert found == pytest.approx(sharded_training.alone(2 * number), rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("package", ["accelerate", "fabric"])
+def test_another_package_loads_our_checkpoint_and_we_theirs(package: str, tmp_path: Path) -> None:
+    need_modules("lightning" if package == "fabric" else package)
+    work = getattr(foreign_checkpoints, f"of_{package}")
+    for mine, theirs, ours in dualdist.spawn(work, (str(tmp_path),), nprocs=2, backend="torch", timeout=100):
+        assert theirs == mine
+        assert ours == mine
 
 
 def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
