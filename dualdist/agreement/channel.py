@@ -42,9 +42,9 @@ from .watch import StallWatch
 
 # Collectives on devices that the host starts without waiting for the other ranks.
 #
-# An agreement is a message from host to host, and the host waits for it, although it could run ahead of the device. The
-# calls of training repeat in each step. Therefore the members agree on a call only where the last step made another one
-# at this point. At the end of each step they compare the calls, so that a difference raises on all members.
+# An agreement is a message between CPUs. The CPU waits for it, although it could run ahead of the device. The calls of
+# training repeat in each step. Therefore a call that the last step also made at this point needs no agreement. At the
+# end of each step the members compare the calls that they have made, so that a difference raises on all members.
 
 _LONGEST = 10_000
 """How many calls of a step are remembered. More are made only where no step ends."""
@@ -180,9 +180,9 @@ _WAIT_SECONDS = 0.5
 class Request(Generic[T]):
     """A call of this rank, and its result.
 
-    Python runs signal handlers between any two instructions of the main thread. `concurrent.futures.Future` holds a
-    lock in some of them: a handler that waits there for a later call stops the thread that runs both. Here only the
-    wait itself holds a lock, for no instruction of Python.
+    Python may run a signal handler after any instruction of the main thread. `concurrent.futures.Future` holds a lock
+    during some of them. A handler that runs there, and waits for a later call, then stops the thread that runs both
+    calls. Here a handler never needs a lock that its thread holds.
     """
 
     def __init__(self, state: int, call: Call, execute: Execute[T] | None = None, error: str = "") -> None:
@@ -205,8 +205,9 @@ class Request(Generic[T]):
         self._failure_text = error
         self._value: Any = None
         self._error: BaseException | None = None
-        self._running = threading.Lock()
-        self._running.acquire()
+        self._unended = threading.Lock()
+        """Held until the request has ended."""
+        self._unended.acquire()
 
     @functools.cached_property
     def listed(self) -> PendingCall:
@@ -220,7 +221,7 @@ class Request(Generic[T]):
             self.execute = None  # it may hold tensors
             self.record.ended = time.time_ns()
             self.ended = True
-            self._running.release()
+            self._unended.release()
 
     def get(self) -> T:
         """Wait for the result, and return it or raise its exception."""
@@ -228,9 +229,9 @@ class Request(Generic[T]):
             since = time.time_ns()
             with waiting_for(self):
                 self.on_wait()
-                while not self._running.acquire(timeout=_WAIT_SECONDS):
+                while not self._unended.acquire(timeout=_WAIT_SECONDS):
                     pass
-                self._running.release()
+                self._unended.release()
             self.on_waited(self.record, since)
         if self._error is not None:
             raise self._error
@@ -504,7 +505,7 @@ class Channel:
     # A round: an agreement, and the calls that run after it. The caller holds `_running`, in the guard.
 
     def _run_round(self, oldest: Request[Any]) -> None:
-        """Run the oldest call if it is that of all members, else those that match."""
+        """Run the oldest call if it is the oldest one of all members, else the pending calls that match."""
         call = oldest.call
         if not (self._timeline.is_open or profiler_runs()):
             verdict = agree(self._connections, oldest.state, call, oldest.issued)
@@ -521,6 +522,7 @@ class Channel:
         self._joined = frozenset()
         self._watched.agree(oldest.record)
         if _has_more_data(call, verdict):
+            # An exception here stops the channel (Guard.run): it is unknown how much of the data was sent.
             oldest.end(self._execute(call, oldest.execute, verdict))
         else:
             self._end(oldest, verdict, self._execute)

@@ -90,7 +90,7 @@ class AddressExchange:
         timeout: float,
         check_start: Callable[[BaseException | None], None] = lambda cause: None,
     ) -> None:
-        """Make a meeting.
+        """Prepare. Local.
 
         ranks: global ranks of the members. place: of this process among them. timeout: seconds for all calls.
         check_start: raises HorovodInternalError if a rank of the world has ended during its start. Its argument is
@@ -207,8 +207,10 @@ class Connections:
         self._peers: dict[int, _Peer] = {}
         if self.rank >= 0 and self.size > 1:
             limit = timeout if connect_timeout is None else connect_timeout
-            meeting = AddressExchange(store, f"connections/{name}", self.ranks, self.rank, limit, check_start)
-            self._connect(meeting, address)
+            exchange = AddressExchange(
+                store, f"connections/{name}", self.ranks, self.rank, limit, check_start
+            )
+            self._connect(exchange, address)
         self._rounds = [
             (
                 min(distance, self.size - distance),
@@ -286,7 +288,7 @@ class Connections:
         for peer in self._peers.values():
             peer.socket.close()
 
-    def _connect(self, meeting: AddressExchange, address: str) -> None:
+    def _connect(self, exchange: AddressExchange, address: str) -> None:
         steps = [step for distance in _powers_of_two(self.size) for step in (-distance, distance)]
         peers = {(self.rank + step) % self.size for step in steps}
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -295,23 +297,23 @@ class Connections:
             socket.create_server((address, 0), backlog=len(peers)) as server,
         ):
             try:
-                meeting.publish(address, server.getsockname()[1], token)
+                exchange.publish(address, server.getsockname()[1], token)
                 called = {
                     peer: stack.enter_context(self._call(*where))
-                    for peer, where in meeting.wait_for(peers).items()
+                    for peer, where in exchange.wait_for(peers).items()
                     if peer > self.rank
                 }
                 # Before the replies: a peer replies when its own calls are made.
-                self._accept(server, token, peers - called.keys(), meeting)
+                self._accept(server, token, peers - called.keys(), exchange)
                 for peer, connection in called.items():
-                    _check_reply(connection, meeting)
+                    _check_reply(connection, exchange)
                     self._peers[peer] = _Peer(connection)
                 stack.pop_all()
             except HorovodInternalError:
                 self.close()
                 raise
             except (OSError, RuntimeError) as error:
-                failure = meeting.failure(peers - self._peers.keys(), error)
+                failure = exchange.failure(peers - self._peers.keys(), error)
                 self.close()
                 raise failure from error
 
@@ -327,14 +329,14 @@ class Connections:
         return connection
 
     def _accept(
-        self, server: socket.socket, token: bytes, callers: set[int], meeting: AddressExchange
+        self, server: socket.socket, token: bytes, callers: set[int], exchange: AddressExchange
     ) -> None:
         while missing := callers - self._peers.keys():
-            server.settimeout(min(_CHECK_SECONDS, meeting.left()))
+            server.settimeout(min(_CHECK_SECONDS, exchange.left()))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                meeting.check(missing)
+                exchange.check(missing)
                 continue
             connection.settimeout(_CONNECT_SECONDS)
             hello = b""
@@ -421,10 +423,10 @@ def _left(deadline: float) -> float:
     return max(1e-3, deadline - time.monotonic())
 
 
-def _check_reply(connection: socket.socket, meeting: AddressExchange) -> None:
+def _check_reply(connection: socket.socket, exchange: AddressExchange) -> None:
     """Wait for the reply to a call. Raises OSError without one: a listener that accepts the token is the peer."""
     host, port = connection.getpeername()
-    connection.settimeout(meeting.left())
+    connection.settimeout(exchange.left())
     if not connection.recv(1):
         raise OSError(f"{host}:{port}: another program listens at this address")
 

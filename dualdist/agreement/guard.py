@@ -1,4 +1,8 @@
-"""What holds for each call of a thread: it is the thread's only one, the others may wait for it, and it may stall."""
+"""Rules for the threads that make calls, and the guard in which a channel runs them.
+
+A thread makes one call at a time (`in_turn`). Which threads wait shows whether this rank can make another call
+(`is_blocked`). The Guard watches a call for a stall, and stops the channel when the backend fails.
+"""
 
 from __future__ import annotations
 

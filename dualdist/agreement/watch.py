@@ -268,7 +268,7 @@ class WatchedChannel:
         self.agreed = 0
         """How many calls the members have agreed on."""
         self._record: Record | None = None
-        """That of the current call, if calls are not agreed on one by one (`pending`)."""
+        """The record of the current call, if this object makes it: where calls need no agreement of their own."""
 
     @property
     def process_set(self) -> str:
@@ -279,7 +279,9 @@ class WatchedChannel:
         """Start watching `call`. The members wait for it, or for another pending one."""
         self.number += 1
         self.wait = self.number, call, time.monotonic()
-        if self._pending is tuple:
+        if (
+            self._pending is tuple
+        ):  # no Channel records the calls of this channel: it has no list of pending calls
             self._record = Record(call, time.time_ns())
             self.keep(self._record)
             self.agree(self._record)
@@ -425,7 +427,11 @@ class StallWatch:
     def add_channel(
         self, name: str, ranks: tuple[int, ...], pending: Callable[[], Iterable[Call]] = tuple
     ) -> WatchedChannel:
-        """Add a channel, whose members have the global ranks `ranks`. pending: returns the calls that have begun."""
+        """Add a channel, whose members have the global ranks `ranks`.
+
+        pending: returns the calls that have begun. Without it, calls are not agreed on one by one, and are recorded
+            here.
+        """
         channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
 

@@ -1,5 +1,8 @@
 """The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients.
 
+In this file: TrackedParameter, Bucket and `lay_out` (which gradients share a bucket), Contributions (which gradients
+each rank has), and BucketMemory.
+
 A script may put any memory anywhere between two calls, so no tensor that it can reach is trusted to be where it was. A
 gradient lies in its slot if it has the slot's address and strides. Views are handed out as new tensors. The number of
 tensors that use the storage shows whether the script still has one that is no longer a gradient.

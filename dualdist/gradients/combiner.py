@@ -85,7 +85,7 @@ class SyncOptions:
 
 
 alive: weakref.WeakSet[Combiner] = weakref.WeakSet()
-"""Those that combine something. It must not change while somebody reads it, as when garbage is collected meanwhile."""
+"""The combiners that exist. It must not change during a loop over it, and the garbage collector may change it."""
 
 
 def combiners_of(params: Sequence[torch.Tensor]) -> list[Combiner]:

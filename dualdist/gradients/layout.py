@@ -1,4 +1,4 @@
-"""The buckets in which the gradients of some parameters are sent, with their memory."""
+"""What a Reducer knows of its buckets: which there are, the order in which backward fills them, and their memory."""
 
 from __future__ import annotations
 

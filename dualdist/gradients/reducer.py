@@ -376,9 +376,10 @@ class Reducer:
             warn_of_differences(self.layout.params, self.options, self._id)
 
     def _announcement(self) -> Call:
-        """Return the call that announces a reduction, at the user's line. It travels from host to host.
+        """Return the call that announces a reduction, at the user's line.
 
-        Nothing that the ranks must know of each other's gradients is read from a GPU.
+        It is a message between CPUs: nothing that the ranks must know of each other's gradients is read from a GPU. Its
+        count is the digest of the buckets that were sent, and in the lowest bit whether the kinds have changed.
         """
         arguments = (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id))
         count = 2 * self._channel.sent_digest + self.layout.contributions.changed(self._kinds)

@@ -1,8 +1,9 @@
 """How the ranks of a job meet before any backend runs, and who is missing. Imports no torch.
 
-A meeting has one server, which all ranks find with the help of their launcher (boards.py). Each connects to it, and
-the ranks gather texts through it. Until the `init()` of rank 0 has ended, or with a
-launcher's server that of each rank, the server notices a rank that ends (server.py, member.py).
+A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py, mpi.py, pmi.py) is where the
+ranks find its address, and `find_board` chooses the board of a launcher. Each rank connects to the server (member.py),
+and the ranks gather texts through it. While they start, the server reports a rank that ends to all others. A server in
+rank 0 closes when the `init()` of rank 0 has ended.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _READ_BYTES = 1 << 16
 
 
 class Meeting:
-    """The ranks of a job, as one of them sees them. A context manager.
+    """One meeting, as one of its ranks sees it. A context manager.
 
     The ranks gather texts. Then they connect their backends, while `wait_for` and `check` notice that one of them ends.
     Each closes the meeting when its `init()` has ended.

@@ -149,6 +149,7 @@ the last sentences of the error if one does not arrive."""
 TEXTS = "texts"
 """From the server: [TEXTS, texts of all ranks]."""
 _TOGETHER_SECONDS = 0.5
+"""Ranks that give up within this time of each other count as giving up together."""
 FAILED = "failed"
 """From the server: [FAILED, error, is_own]. A rank has waited too long in a gather. It receives the error before the
 others, and sends [FAILED] when it has reported it; then all receive it."""
@@ -197,7 +198,7 @@ _FAREWELL_SECONDS = 3.0
 _SHORTAGE_SECONDS = 1.0
 """How long to accept no connections when too many files are open."""
 _SPARE_FILES = 256
-"""For what this process opens besides, while it serves."""
+"""For other files that this process opens while it serves."""
 _BACKLOG = 4096
 
 
@@ -335,7 +336,7 @@ class MeetingServer:
 
 
 class _Meeting:
-    """One meeting: the connections of its ranks, and the gather in progress."""
+    """One meeting, as the server sees it: the connections of its ranks, and the gather in progress."""
 
     def __init__(self, size: int) -> None:
         self._size = size
