@@ -216,6 +216,29 @@ def with_shared_optimizer_state() -> list[float]:
     return weights(bare)
 
 
+def pipelined() -> list[float]:
+    """Each rank holds one layer, and micro-batches pass through all of them."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    layer, group = transformer()[hvd.rank()], hvd.device_mesh().get_group()
+    stage = PipelineStage(layer, hvd.rank(), hvd.size(), torch.device("cpu"), group=group)
+
+    def loss_of(output: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), words.flatten())
+
+    schedule, optimizer = ScheduleGPipe(stage, MICRO_BATCHES, loss_of), adamw(layer.parameters())
+    for rows in batches(STEPS):
+        optimizer.zero_grad()
+        words = [rows[:, :-1]] if stage.is_first else []
+        schedule.step(*words, target=rows[:, 1:] if stage.is_last else None)
+        norm = hvd.allreduce(
+            nn.utils.get_total_norm([param.grad for param in layer.parameters()]) ** 2, op=hvd.Sum
+        )
+        nn.utils.clip_grads_with_norm_(layer.parameters(), NORM, norm.sqrt())
+        optimizer.step()
+    return [number for part in hvd.allgather_object(weights(layer)) for number in part]
+
+
 def resumed(folder: str, steps: int, asynchronous: bool) -> list[float]:
     """Resume from `folder`, if it has a checkpoint, train up to `steps`, save, and return the weights."""
     hvd.init()
@@ -247,6 +270,7 @@ KINDS: dict[str, Callable[[], list[float]]] = {
         tensor_parallel_and_sharded,
         replicated,
         with_shared_optimizer_state,
+        pipelined,
     )
 }
 
