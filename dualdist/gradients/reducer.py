@@ -366,7 +366,7 @@ class Reducer:
         if wrong:
             raise HorovodInternalError(
                 f"Gradients were not combined: on ranks {wrong}, parameters of {self.options.owner} were moved or "
-                "replaced after it was made."
+                "replaced after it was made. Move or change the model first, then wrap it."
             )
         compares, self._compares_start = self._compares_start and not channel.has_joined, False
         if hook_error is not None:

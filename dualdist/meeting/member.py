@@ -116,7 +116,9 @@ class Meeting:
         while not step.done():
             self.check()
             if time.monotonic() > deadline:
-                late = StallError(f"Rank {self.rank} could not connect to the other ranks in {seconds:g} s.")
+                late = StallError(
+                    f"Rank {self.rank} could not connect to the other ranks in {seconds:g} s. Look at their output."
+                )
                 self.check(late)
                 raise late
             concurrent.futures.wait([step], _CHECK_SECONDS)
