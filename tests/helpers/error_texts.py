@@ -1,8 +1,8 @@
 """The texts of all errors and warnings of the package, read from its sources.
 
-A text is known where an error is made: `SomeError(text)`, raised there or elsewhere, and likewise for the helpers that make
-errors and for warnings. Parts that differ from run to run are a HOLE. Strings that are built before are followed through
-variables, attributes, constants and the functions of the package that return them.
+The text is an argument where an error is made, `SomeError(text)`, whether it is raised there or later. The same holds
+for helpers that make errors, and for warnings. Parts that differ from run to run are a HOLE. A text that is built
+before is followed through variables, attributes, constants and functions of the package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ErrorText(NamedTuple):
 
 
 def error_texts(builders: Iterable[str]) -> list[ErrorText]:
-    """Return all texts of the package. builders: functions whose results are texts of errors that are made elsewhere."""
+    """Return all texts of the package. builders: functions that return the text of an error that is made elsewhere."""
     return list(_Sources(Path(dualdist.__file__).parent).error_texts(frozenset(builders)))
 
 
@@ -110,28 +110,19 @@ class _Sources:
 
     def _call(self, call: ast.Call) -> list[tuple[str, ast.expr, list[str]]]:
         """Return (kind, expression, texts) of the error or warning that `call` makes, if it makes one."""
-        name, arguments = _name(call.func), [*call.args]
+        name, arguments = _name(call.func), call.args
         if name == "wrong":
             return [self._wrong(call)]
-        if name == "Verdict":
+        if name == "Verdict":  # every member raises its error
             errors = [keyword.value for keyword in call.keywords if keyword.arg == "error"]
             return [("CollectiveMismatchError", error, self._texts(error)) for error in errors]
-        if re.fullmatch(r"[A-Z]\w*Error|gaierror", name) and arguments:
-            kind = name
-        elif ast.unparse(call.func) == "super().__init__" and arguments and isinstance(arguments[0], ast.Constant):
-            kind = "RuntimeError"
-        elif name == "damaged":
-            kind = "DamagedCheckpointError"
-        elif (name == "_fail" and len(arguments) == 2) or name in _WARNINGS or ast.unparse(call.func) == "sys.stderr.write":
-            kind = "warning"
-        elif name in ("warning", "error") and ast.unparse(call.func).startswith("logger."):
-            kind = "warning"
-        else:
+        kind = _kind(call)
+        if kind is None or not arguments:
             return []
         place = _PLACE_OF_TEXT.get(name, 0)
         source = arguments[place if place < len(arguments) else 0]
         texts = self._texts(source)
-        if "logger" in ast.unparse(call.func):
+        if _is_logged(call):
             texts = [re.sub(r"%[.\d]*[a-z]", HOLE, text) for text in texts]
         return [(kind, source, texts)]
 
@@ -142,7 +133,11 @@ class _Sources:
         kind = _name(given["error"]) if "error" in given else "ValueError"
         fixes = self._texts(given["fix"]) if "fix" in given else [""]
         choices = itertools.product(self._texts(given["name"]), self._texts(given["rule"]), fixes)
-        return kind, call, [f"`{name}` must be {rule}, but is {HOLE} instead. {fix}" for name, rule, fix in choices]
+        return (
+            kind,
+            call,
+            [f"`{name}` must be {rule}, but is {HOLE} instead. {fix}" for name, rule, fix in choices],
+        )
 
     def _raise(self, call: ast.Call) -> list[tuple[str, ast.expr, list[str]]]:
         """Return what `raise error(text)` makes, where the class is in a variable."""
@@ -177,7 +172,9 @@ class _Sources:
                 return self._texts(value, depth)
             case ast.Call(func=ast.Attribute(value=ast.Constant(value="\n"), attr="join"), args=[lines]):
                 return self._texts(lines, depth)
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if len(self.functions[name]) == 1:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if (
+                len(self.functions[name]) == 1
+            ):
                 returns = [node for node in ast.walk(self.functions[name][0]) if isinstance(node, ast.Return)]
                 values = [node.value for node in returns if node.value is not None]
                 return [text for value in values for text in self._texts(value, depth - 1)] or [HOLE]
@@ -207,6 +204,24 @@ class _Sources:
     def _constant(self, name: str) -> list[ast.expr]:
         values = self.values.get((None, name), [])
         return values if len(values) == 1 else []
+
+
+def _kind(call: ast.Call) -> str | None:
+    """Return the class of the error or "warning" if `call` makes one."""
+    name, written = _name(call.func), ast.unparse(call.func)
+    if re.fullmatch(r"[A-Z]\w*Error|gaierror", name):
+        return name
+    if written == "super().__init__" and isinstance(next(iter(call.args), None), ast.Constant):
+        return "RuntimeError"  # in the class of an error whose text is always the same
+    if name == "damaged":
+        return "DamagedCheckpointError"
+    is_end_of_job = name == "_fail" and len(call.args) == 2
+    is_warning = name in _WARNINGS or written == "sys.stderr.write" or is_end_of_job or _is_logged(call)
+    return "warning" if is_warning else None
+
+
+def _is_logged(call: ast.Call) -> bool:
+    return ast.unparse(call.func) in ("logger.warning", "logger.error")
 
 
 def _name(function: ast.expr) -> str:

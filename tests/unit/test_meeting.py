@@ -206,7 +206,9 @@ def test_a_step_that_takes_too_long_while_all_are_alive_has_stalled() -> None:
     step: Future[int] = Future()
     with gathered() as meetings, ThreadPoolExecutor(2) as pool:
         others = [pool.submit(meeting.wait_for, step, SECONDS) for meeting in meetings[1:]]
-        with pytest.raises(StallError, match=r"Rank 0 could not connect to the other ranks in 0\.1 s\. Look at their output"):
+        with pytest.raises(
+            StallError, match=r"Rank 0 could not connect to the other ranks in 0\.1 s\. Look at their output"
+        ):
             meetings[0].wait_for(Future(), 0.1)
         step.set_result(7)
         assert [other.result() for other in others] == [7, 7]

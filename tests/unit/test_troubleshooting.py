@@ -1,7 +1,7 @@
 """docs/troubleshooting.md has an entry for every error and warning of the package, and none for others.
 
-An entry begins with one or more texts in bold code, where `...` is any text. A few entries are for classes of errors that
-say themselves what was wrong and what the rule is (CLASSES). All others are for single texts.
+An entry begins with one or more texts in bold code, where `...` is any text. A few entries are for whole classes of
+errors, which say themselves what the rule is and what was found (CLASSES). All others are for single texts.
 """
 
 from __future__ import annotations
@@ -108,15 +108,21 @@ def test_every_error_has_an_entry(errors: list[ErrorText]) -> None:
     texts = [error for error in errors if has_text(error)]
     assert len(texts) > 400
     found = entries(OURS)
-    assert [shown(error) for error in texts if not any(covers(entry, error) for entry in found)] == []
+    missing = [shown(error) for error in texts if not any(covers(entry, error) for entry in found)]
+    assert not missing, "\n".join(missing)
 
 
 def test_every_entry_is_for_an_error(errors: list[ErrorText]) -> None:
-    assert [entry for entry in entries(OURS) if not any(covers(entry, error) for error in errors)] == []
+    wrong = [entry for entry in entries(OURS) if not any(covers(entry, error) for error in errors)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_text_that_is_made_elsewhere_is_known(errors: list[ErrorText]) -> None:
-    passed_on = {f"{error.place.partition(':')[0]}: {error.source}" for error in errors if not re.search("[a-z]{2}", error.text)}
+    passed_on = {
+        f"{error.place.partition(':')[0]}: {error.source}"
+        for error in errors
+        if not re.search("[a-z]{2}", error.text)
+    }
     assert sorted(passed_on) == sorted(line.strip() for line in PASSED_ON.strip().splitlines())
 
 
