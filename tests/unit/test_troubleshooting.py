@@ -16,7 +16,15 @@ from ..helpers.error_texts import HOLE, ErrorText, error_texts
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 OURS, _, OTHERS = PAGE.partition("\n## Messages of other programs\n")
 
-BUILDERS = ("calls_differ", "nothing_matches", "calls_failed", "not_arrived", "waited", "silent_hosts")
+BUILDERS = (
+    "calls_differ",
+    "nothing_matches",
+    "calls_failed",
+    "not_arrived",
+    "waited",
+    "silent_hosts",
+    "text_of",
+)
 """Functions that return the text of an error, which is then sent to another rank or kept until it is raised."""
 
 PASSED_ON = """
