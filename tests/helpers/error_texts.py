@@ -208,24 +208,27 @@ class _Sources:
 
 def _kind(call: ast.Call) -> str | None:
     """Return the class of the error or "warning" if `call` makes one."""
-    name, written = _name(call.func), ast.unparse(call.func)
+    name = _name(call.func)
     if re.fullmatch(r"[A-Z]\w*Error|gaierror", name):
         return name
-    if written == "super().__init__" and isinstance(next(iter(call.args), None), ast.Constant):
-        return "RuntimeError"  # in the class of an error whose text is always the same
+    if name == "__init__" and isinstance(next(iter(call.args), None), ast.Constant):
+        return "RuntimeError"  # super().__init__(text), of an error whose text is always the same
     if name == "damaged":
         return "DamagedCheckpointError"
     is_end_of_job = name == "_fail" and len(call.args) == 2
-    is_warning = name in _WARNINGS or written == "sys.stderr.write" or is_end_of_job or _is_logged(call)
-    return "warning" if is_warning else None
+    is_written = name == "write" and ast.unparse(call.func) == "sys.stderr.write"
+    return "warning" if name in _WARNINGS or is_end_of_job or is_written or _is_logged(call) else None
 
 
 def _is_logged(call: ast.Call) -> bool:
-    return ast.unparse(call.func) in ("logger.warning", "logger.error")
+    return _name(call.func) in ("warning", "error") and ast.unparse(call.func).startswith("logger.")
 
 
 def _name(function: ast.expr) -> str:
-    return ast.unparse(function).rpartition(".")[2]
+    """Return the last name of a function or class."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _pairs(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr]]:
