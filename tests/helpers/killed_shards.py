@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -85,7 +86,8 @@ def forked(ranks: int, meeting: Path, body: Callable[[], object]) -> list[int]:
         except (hvd.HorovodInternalError, RuntimeError) as error:
             # torch's own collectives, in the model, raise c10d's errors.
             code = 3 if isinstance(error, hvd.HorovodInternalError) and "rank" in str(error) else 4
-            if code == 4 and "torch/distributed/fsdp" not in "".join(traceback.format_exception(error)):
+            raised = "".join(traceback.format_exception(error))
+            if code == 4 and not re.search("torch/distributed/(fsdp|tensor)/", raised):
                 traceback.print_exc()
         except BaseException:
             traceback.print_exc()
