@@ -190,7 +190,8 @@ def _check_joined(**given: str | int | None) -> None:
 def shutdown() -> None:
     """Leave the world. Runs automatically when the process ends.
 
-    Does nothing if none is joined, or if this process was forked from one that had joined it.
+    Call it on every rank: ranks that stay cannot complete a collective. It does nothing if no world is joined, or if
+    this process was forked from one that had joined it.
     """
     if not is_forked():
         forget_world()

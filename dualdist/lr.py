@@ -23,10 +23,16 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 def scaled(lr: float, factor: float | None = None, *, rule: str = "linear") -> float:
     """Return the learning rate for a batch that is `factor` times as large as the batch that `lr` was chosen for.
 
+    Local.
+
     Args:
         lr: the learning rate for one process.
         factor: None: the size of the world. With accumulation over n steps, pass `n * hvd.size()`.
         rule: "linear" (SGD) or "sqrt" (often used with Adam).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotInitializedError: without a factor, before `init()`.
     """
     factor = _checked(factor)
     if not isinstance(rule, str) or rule not in RULES:
@@ -39,11 +45,17 @@ def warmup(
 ) -> LRScheduler:
     """Return a scheduler that raises the learning rate linearly from 1/`factor` of its value to its full value.
 
+    Local.
+
     Args:
         optimizer: its learning rate is the value at the end of the warm-up.
         steps: the length of the warm-up, in calls of `scheduler.step()`; 0: no warm-up.
         factor: None: the size of the world, so that a linearly scaled rate starts at the rate for one process.
         then: the scheduler after the warm-up, such as a CosineAnnealingLR. It counts its steps from there.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        NotInitializedError: without a factor, before `init()`.
     """
     instance(
         "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", "Pass the optimizer that is trained."

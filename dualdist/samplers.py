@@ -316,7 +316,7 @@ def split_by_rank(
 
     Item i goes to rank i % num_replicas. Every worker reads all of `iterable` and skips the items of others: groups of
     `num_replicas` items go to the workers in turns. Ranks may get different numbers of items: train with `join`, or
-    with `drop_last`.
+    with `drop_last`. Local.
 
     Args:
         iterable: must yield the same items in the same order on all ranks, in every worker. So it must not shuffle with

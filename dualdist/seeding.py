@@ -55,6 +55,8 @@ def worker_init_fn(offset: int | None = None) -> Callable[[int], None]:
     would crop and flip in the same way. If the seed of the process is set, the numbers are reproducible.
 
     offset: a number that differs between the ranks. None: the rank, read now because workers may not know it.
+
+    Local. Raises NotInitializedError without an offset, before `init()`.
     """
     return functools.partial(_seed_worker, rank() if offset is None else integer("offset", offset, least=0))
 

@@ -8,7 +8,19 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 # Plain integers with Horovod's values (horovod/common/basics.py), so that scripts may store and compare them.
-Average, Sum, Adasum, Min, Max, Product = range(6)
+Average = 0
+"""`op`: the mean over the ranks. The default of all reductions. Averages of integers truncate toward zero."""
+Sum = 1
+"""`op`: the sum over the ranks."""
+Adasum = 2
+"""`op`: Adasum, which adds gradients that are orthogonal and averages those that are parallel. The number of ranks
+must be a power of two. Maleki et al. 2020, https://arxiv.org/abs/2006.02924"""
+Min = 3
+"""`op`: the smallest value over the ranks, for each element."""
+Max = 4
+"""`op`: the greatest value over the ranks, for each element."""
+Product = 5
+"""`op`: the product over the ranks."""
 REDUCE_OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 TORCH_OP_NAMES = ("AVG", "SUM", None, "MIN", "MAX", "PRODUCT")
 """Their names in torch.distributed.ReduceOp, in the same order."""

@@ -80,7 +80,11 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
-    """Start an `allgather` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
+    """Start an `allgather` and return a handle; `synchronize` returns the new tensor. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allgather`.
+    """
     plan = plan_allgather([tensor], name, process_set=process_set)
     return plan.then(lambda outputs: outputs[0]).submit()
 
@@ -92,7 +96,11 @@ def grouped_allgather(
     *,
     gradient: int = Average,
 ) -> tuple[torch.Tensor, ...]:
-    """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable."""
+    """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allgather`. The tensors may differ in shape and dtype.
+    """
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
     return plan.run(Allgather, process_set, gradient)
 
@@ -100,7 +108,11 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
-    """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors."""
+    """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allgather`. Not differentiable.
+    """
     return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit()
 
 

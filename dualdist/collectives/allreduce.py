@@ -122,7 +122,10 @@ def allreduce_async(
 ) -> int:
     """Start an `allreduce` and return a handle; `synchronize` returns the new tensor. Not differentiable.
 
-    `tensor` must not change until then. Otherwise as `allreduce`.
+    `tensor` must not change until then.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, process_set=process_set)
@@ -138,7 +141,11 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
-    """Reduce `tensor` in place over the ranks and return it. Not differentiable. Otherwise as `allreduce`."""
+    """Reduce `tensor` in place over the ranks and return it. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
     return _only(plan.run())
@@ -153,7 +160,11 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> int:
-    """Start an `allreduce_` and return a handle; `synchronize` returns `tensor` itself."""
+    """Start an `allreduce_` and return a handle; `synchronize` returns `tensor` itself. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
     return plan.then(_only).submit()
@@ -176,7 +187,8 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Return `tensors` reduced over the ranks, as one operation; differentiable.
 
-    The tensors may differ in shape and dtype but not in device. Otherwise as `allreduce`.
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`. The tensors may differ in shape and dtype, but not in device.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(
@@ -201,7 +213,11 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors."""
+    """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`. Not differentiable.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(tensors, reduction, name, average=average, grouped=True, process_set=process_set)
     return plan.submit()
@@ -216,7 +232,11 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does)."""
+    """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does).
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`. Not differentiable.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(
         tensors, reduction, name, average=average, in_place=True, grouped=True, process_set=process_set
@@ -233,7 +253,11 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSetLike = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`."""
+    """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `allreduce`. Not differentiable.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(
         tensors, reduction, name, average=average, in_place=True, grouped=True, process_set=process_set

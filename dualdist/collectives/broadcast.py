@@ -112,7 +112,11 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> int:
-    """Start a `broadcast` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
+    """Start a `broadcast` and return a handle; `synchronize` returns the new tensor. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `broadcast`.
+    """
     return plan_broadcast(tensor, root_rank, name, process_set=process_set).submit()
 
 
@@ -122,7 +126,11 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> torch.Tensor:
-    """Overwrite `tensor` with rank `root_rank`'s and return it. Not differentiable. Otherwise as `broadcast`."""
+    """Overwrite `tensor` with rank `root_rank`'s and return it. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `broadcast`.
+    """
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).run()
 
 
@@ -132,7 +140,11 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSetLike = global_process_set,
 ) -> int:
-    """Start a `broadcast_` and return a handle; `synchronize` returns `tensor` itself."""
+    """Start a `broadcast_` and return a handle; `synchronize` returns `tensor` itself. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `broadcast`.
+    """
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).submit()
 
 

@@ -28,8 +28,12 @@ def join(device: int = -1) -> int:
     HorovodInternalError on those ranks. A torch.amp.GradScaler then gets the state of the last rank's,
     because others have not counted its steps, if there is only one in each process. Collective over the world.
 
-    device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce tensors
-    on GPUs.
+    Args:
+        device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce
+            tensors on GPUs.
+
+    Raises:
+        HorovodInternalError: a rank did not join in time, or the backend failed.
     """
     number = integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
     current().join_device_index = None if number < 0 else number

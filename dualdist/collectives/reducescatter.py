@@ -99,7 +99,11 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `reducescatter` and return a handle; `synchronize` returns the new tensor. Not differentiable."""
+    """Start a `reducescatter` and return a handle; `synchronize` returns the new tensor. Not differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `reducescatter`.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, process_set=process_set)
     return plan.then(lambda outputs: outputs[0]).submit()
@@ -116,7 +120,11 @@ def grouped_reducescatter(
     *,
     gradient: int = Average,
 ) -> list[torch.Tensor]:
-    """Return `reducescatter` of each of `tensors`, as one operation; differentiable."""
+    """Return `reducescatter` of each of `tensors`, as one operation; differentiable.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `reducescatter`. The tensors may differ in shape and dtype.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(
         tensors, reduction, name, compression=compression, grouped=True, process_set=process_set
@@ -133,7 +141,11 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors."""
+    """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors.
+
+    Collective: every member of `process_set` must call it. Shapes, arguments
+    and errors are those of `reducescatter`. Not differentiable.
+    """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(tensors, reduction, name, grouped=True, process_set=process_set)
     return plan.submit()

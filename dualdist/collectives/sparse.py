@@ -22,8 +22,19 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a sparse COO tensor. Return a function that waits and returns the new sparse tensor.
 
-    Gathers the indices and values of all ranks (horovod/torch/mpi_ops.py:567); Average divides the values.
-    op: Sum or Average. Otherwise as `allreduce`.
+    It gathers the indices and values of all ranks (horovod/torch/mpi_ops.py:567); Average divides the values.
+
+    Collective: every member of `process_set` must call it.
+
+    Args:
+        tensor: any shape, equal on all ranks, and any dtype; the number of entries may differ between ranks.
+        name: as for `allreduce`; None is allowed.
+        op: Sum or Average.
+
+    Raises:
+        TypeError: `tensor` is not a sparse COO tensor.
+        ValueError: `op` is neither Sum nor Average.
+        HorovodInternalError: as for `allgather`.
     """
     with reporting(call_kinds.GROUPED_ALLGATHER, process_set):
         averages = _is_average(op)

@@ -205,7 +205,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
-    """Do what `run` does, but call `reset` to join the world again (horovod/common/elastic.py, run_fn)."""
+    """Do what `run` does, but call `reset` to join the world again (horovod/common/elastic.py, run_fn). Collective."""
 
     checks.function("func", func)
     checks.function("reset", reset)

@@ -230,12 +230,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return the pairs (type, handler) that `TorchState` uses; the first matching pair wins."""
+    """Return the pairs (type, handler) that `TorchState` uses; the first matching pair wins. Local."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Make `TorchState` use other pairs (type, handler) from now on. Both are classes."""
+    """Make `TorchState` use other pairs (type, handler) from now on. Both are classes. Local."""
     global _registry
     rule = "a list of pairs (type, handler)"
     for pair in checks.items("registry", registry, rule):

@@ -44,16 +44,23 @@ def spawn(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Run `fn(*args)` in `nprocs` new processes of this machine and return the results, in rank order.
-
-    fn: a function of a module or of the script. It calls `dualdist.init()`, as under every launcher. `fn`, `args` and
-    the results are pickled. nprocs: by default the number of GPUs, or 1 without a GPU. env: variables to set in the
-    processes. timeout: seconds until all must have returned.
+    """Run `fn(*args)` in `nprocs` new processes of this machine and return the results, in rank order. Local.
 
     If a rank raises an exception, the first one is raised here, with the same type and the rank's traceback as its
-    cause, and the other processes are ended. Raises ProcessEndedError when a process dies without an exception,
-    TimeoutError after `timeout`, and ConfigurationError, before anything starts, for arguments that are wrong or cannot
-    be pickled.
+    cause, and the other processes are ended.
+
+    Args:
+        fn: a function of a module or of the script. It calls `dualdist.init()`, as under every launcher.
+        args: its arguments. `fn`, `args` and the results are pickled.
+        nprocs: None: the number of GPUs, or 1 without a GPU.
+        backend, transport: as in `init()`.
+        env: variables to set in the processes.
+        timeout: seconds until all must have returned.
+
+    Raises:
+        ProcessEndedError: a process died without an exception.
+        TimeoutError: after `timeout`.
+        ConfigurationError: before anything starts, for arguments that are wrong or cannot be pickled.
     """
     with configuration():
         if nprocs is None:
@@ -131,11 +138,14 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Run `func(*args, **kwargs)` in `num_proc` new processes and return the results, in rank order.
+    """Run `func(*args, **kwargs)` in `num_proc` new processes and return the results, in rank order. Local.
 
     `func` calls `dualdist.init()`, as under every launcher. With cloudpickle installed, it may be a function of a
     notebook, a function of the script (which needs no `__main__` guard) or a lambda; else it must be at the top of a
     module. The parameters up to `max_np` are those of horovod.run (horovod/runner/__init__.py).
+
+    If a rank raises an exception, the first one is raised here, with the same type and the rank's traceback as its
+    cause, and the other processes are ended.
 
     Args:
         hosts, hostfile: as in `dualdist run -H host1:2,host2:2` and `--hostfile`. None: this host.
@@ -150,7 +160,6 @@ def run(
             returned.
 
     Raises:
-        The first exception of a rank, with the same type and the rank's traceback as its cause. The others are ended.
         ProcessEndedError: a process died without an exception.
         TimeoutError: after `timeout`, or a host did not answer.
         ConfigurationError: before anything starts, for arguments that are wrong, cannot be pickled or are not supported

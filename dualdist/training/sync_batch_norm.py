@@ -329,9 +329,10 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the same by torch's name: a ProcessSet, or a process group of torch.
         device, dtype: of weight, bias and running statistics.
 
-    Raises, in forward:
-        ValueError: the input has a wrong shape, or all ranks together have fewer than two values per channel.
-        HorovodInternalError: as for `allgather`.
+    Raises:
+        ValueError: in forward, the input has a wrong shape, or all ranks together have fewer than two values per
+            channel.
+        HorovodInternalError: in forward and backward, as for `allgather`.
     """
 
     def __init__(

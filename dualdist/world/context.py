@@ -315,7 +315,7 @@ def current_or_inherited() -> Context:
 
 
 def is_initialized() -> bool:
-    """Return whether this process, or the rank from which it was forked, has joined a world."""
+    """Return whether this process, or the rank from which it was forked, has joined a world. Local."""
     return (_inherited or _context) is not None
 
 
