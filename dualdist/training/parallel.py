@@ -90,10 +90,11 @@ class DistributedDataParallel(torch.nn.Module):
         mixed_precision: a torch.nn.parallel.distributed._MixedPrecision. Forward computes with parameters and inputs
             cast to `param_dtype`, and floating-point buffers are cast to `buffer_dtype` once. Gradients are sent as
             `reduce_dtype` (None: `param_dtype`). Parameters and their gradients keep their dtype.
-        output_device, dim, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph,
-        skip_all_reduce_unused_params, batched_grad_copy, lazy_bucket_allocation: accepted as in torch
+        find_unused_parameters, static_graph, gradient_as_bucket_view: accepted as in torch
             (torch/nn/parallel/distributed.py), without effect: unused parameters are always found, and gradients are
             always views of the buckets.
+        output_device, dim, check_reduction, skip_all_reduce_unused_params, batched_grad_copy, lazy_bucket_allocation:
+            accepted, without effect.
 
     Raises:
         CollectiveMismatchError: the parameters differ between ranks in number, name, shape or dtype.
