@@ -1,7 +1,7 @@
 """What mkdocs.yml needs beside mkdocs: pages for files of the repository, and the public names for the reference.
 
-A page in docs/ links to ../examples/fsdp.py, as GitHub needs it. In the site this is a page with the file's text, or with
-the list of a folder's files.
+A page in docs/ links to ../examples/fsdp.py, as GitHub needs it. In the site this is a page with the text of that file,
+or with the list of the files in a folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def text_of(path: Path) -> str:
         names = sorted(one.name for one in path.iterdir() if one.name != "__pycache__")
         return f"# {path.name}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
     text = path.read_text()
-    return text if path.suffix == ".md" else f"# {path.name}\n\n~~~~{LANGUAGES.get(path.suffix, '')}\n{text}~~~~\n"
+    return (
+        text
+        if path.suffix == ".md"
+        else f"# {path.name}\n\n~~~~{LANGUAGES.get(path.suffix, '')}\n{text}~~~~\n"
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
