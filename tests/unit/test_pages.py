@@ -1,16 +1,22 @@
-"""README.md and docs/: their links and references lead somewhere, and no environment variable is missing."""
+"""README.md and docs/: their links and references lead somewhere, and no variable or public name is missing."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import pkgutil
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dualdist
 from dualdist.launch import LAUNCHERS
+
+from ..helpers.public_functions import COLLECTIVES
 
 PACKAGE = Path(dualdist.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -74,3 +80,62 @@ def test_tests_that_are_named_exist(page: Path) -> None:
         path, _, name = reference.partition("::")
         assert (ROOT / path).exists(), reference
         assert not name or f"def {name}(" in (ROOT / path).read_text(), reference
+
+
+MODULES = "checkpoint compat.data elastic errors lr metrics native.torch samplers seeding"
+"""Public modules below dualdist."""
+ENTRIES = [
+    name
+    for page in ROOT.glob("docs/reference*.md")
+    for name in re.findall(r"^(?:::: | +heading: )(\S+)$", page.read_text(), re.MULTILINE)
+]
+
+
+def public_names() -> dict[str, Any]:
+    """Return everything public by its shortest name."""
+    found = {f"dualdist.{name}": getattr(dualdist, name) for name in dualdist.__all__}
+    for path in MODULES.split():
+        module = pkgutil.resolve_name(f"dualdist.{path}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            is_ours = getattr(value, "__module__", "dualdist").startswith("dualdist")
+            if is_ours and value is not getattr(dualdist, name, None):
+                found[f"{module.__name__}.{name}"] = value
+    return found
+
+
+PUBLIC = public_names()
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+DOCSTRINGS = {name: inspect.getdoc(function) or "" for name, function in FUNCTIONS.items()}
+
+
+def test_each_public_name_has_one_entry_in_the_reference() -> None:
+    assert len(PUBLIC) > 130
+    assert {name: ENTRIES.count(name) for name in PUBLIC if ENTRIES.count(name) != 1} == {}
+
+
+def test_each_entry_of_the_reference_is_there_once() -> None:
+    assert [name for name, count in Counter(ENTRIES).items() if count > 1] == []
+    for name in ENTRIES:
+        if name != "dualdist.native.horovod":  # which needs Horovod
+            assert pkgutil.resolve_name(name) is not None, name
+
+
+def test_each_public_function_says_whether_other_ranks_take_part() -> None:
+    assert len(FUNCTIONS) > 80
+    missing = [name for name in FUNCTIONS if not re.search(r"\b([Cc]ollective|[Ll]ocal)\b", DOCSTRINGS[name])]
+    assert missing == []
+    assert [name for name in COLLECTIVES if "Collective" not in DOCSTRINGS[f"dualdist.{name}"]] == []
+
+
+def test_each_function_of_tensors_says_their_shapes_and_its_errors() -> None:
+    of_tensors = [
+        name
+        for name, function in FUNCTIONS.items()
+        for parameter in inspect.signature(function).parameters.values()
+        if str(parameter.annotation).startswith(("torch.Tensor", "Sequence[torch.Tensor]"))
+    ]
+    assert len(of_tensors) > 25
+    shape, errors = r"\(n, \.\.\.\)|\b[Ss]hapes?\b", r"\bRaises\b|\berrors\b"
+    for rule in (shape, errors):
+        assert [name for name in of_tensors if not re.search(rule, DOCSTRINGS[name])] == []
