@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from .. import __version__
 from ..errors import ConfigurationError
@@ -45,16 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     words = list(sys.argv[1:] if argv is None else argv)
     given = parser.parse_args(words[:1])  # of the others, argparse would drop a "--"
-    module = importlib.import_module(f".{given.command}", __name__)
-    command = argparse.ArgumentParser(
-        prog=f"dualdist {given.command}",
-        description=module.__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(command)
+    module, command = _load(given.command)
     try:
         return int(module.execute(command.parse_args(words[1:])))
     except ConfigurationError as error:
         sys.stderr.write(f"dualdist {given.command}: {error}\n")
         return 2
+
+
+def _load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
+    """Return the module of the subcommand `name`, and its parser."""
+    module = importlib.import_module(f".{name}", __name__)
+    parser = argparse.ArgumentParser(
+        prog=f"dualdist {name}",
+        description=module.__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return module, parser

@@ -1,0 +1,77 @@
+"""Code blocks of a page of the documentation. As a script: runs those in Python, in order, in one namespace.
+
+    python page_blocks.py PAGE
+
+The namespace has `hvd` and `torch`. The world is joined unless the first block calls init(). A comment may be on the
+line before a block: after `<!-- needs: ... -->` and `<!-- fragment -->` the block is compiled but not run. The code in
+`<!-- before: ... -->` runs before the block; readers of the page do not see it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ("Block", "blocks")
+
+_FENCE = re.compile(
+    r"^(?:(?P<before>[ ]*<!--(?:(?!-->).)*-->)\n)?(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code, and what the comment before it says."""
+
+    language: str
+    text: str
+    line: int
+    """The number of lines before its first one, in the page."""
+    runs: bool
+    before: str
+
+
+def blocks(page: str) -> list[Block]:
+    """Return the blocks of code of a page."""
+    found = []
+    for match in _FENCE.finditer(page):
+        comment = (match["before"] or "").strip().removeprefix("<!--").removesuffix("-->")
+        found.append(
+            Block(
+                match["language"],
+                textwrap.dedent(match["text"]),
+                page.count("\n", 0, match.start("text")),
+                re.match(r"\s*(needs:|fragment)", comment) is None,
+                comment.strip().removeprefix("before:") if comment.strip().startswith("before:") else "",
+            )
+        )
+    return found
+
+
+def run(page: Path) -> None:
+    """Run the blocks in Python. Tracebacks have the lines of the page."""
+    import torch
+
+    import dualdist
+
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.simplefilter("error", category)
+    found = [block for block in blocks(page.read_text()) if block.language == "python"]
+    if found and not re.search(r"\binit(_process_group)?\(", found[0].text):
+        dualdist.init()
+    namespace: dict[str, Any] = {"__name__": "__main__", "hvd": dualdist, "torch": torch}
+    for block in found:
+        code = compile("\n" * block.line + block.text, str(page), "exec")
+        if block.runs:
+            exec(textwrap.dedent(block.before), namespace)
+            exec(code, namespace)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))
