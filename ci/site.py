@@ -16,7 +16,7 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "examples", "benchmarks", "tests/selection.py")
+SHOWN = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "examples", "benchmarks", "tests/selection.py")
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".sbatch": "sh"}
 
 
@@ -34,6 +34,8 @@ def on_files(files: Files, config: Any) -> None:
 def page_of(path: Path) -> str:
     """Return the place in the site of a file or folder of the repository."""
     name = path.relative_to(ROOT).as_posix()
+    if name == "README.md":
+        return "overview.md"  # mkdocs takes a README.md for an index.md
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
     return name if path.suffix == ".md" else f"{name}/index.md" if path.is_dir() else f"{name}.md"
@@ -54,17 +56,14 @@ def text_of(path: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Make links between files of the repository links between pages of the site."""
-    here = ROOT / page.file.src_uri
-    if not here.exists() and page.file.generated_by is None:
-        here = ROOT / "docs" / page.file.src_uri
-    folder = here.parent
+    place = Path(page.file.src_uri).parent
+    folder = (ROOT if page.file.generated_by else ROOT / "docs") / place
 
     def changed(link: re.Match[str]) -> str:
         target = (folder / link[1]).resolve()
         if ":" in link[1] or not link[1] or not target.exists():
             return link[0]
-        place = os.path.relpath(page_of(target), Path(page.file.src_uri).parent)
-        return f"]({place}{link[2] or ''})"
+        return f"]({os.path.relpath(page_of(target), place)}{link[2] or ''})"
 
     return re.sub(r"\]\(([^)#]*)(#[^)]*)?\)", changed, markdown)
 
