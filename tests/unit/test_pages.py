@@ -68,10 +68,20 @@ def test_the_imports_that_replace_those_of_horovod_work() -> None:
         exec(ours, {})
 
 
+def headings(page: Path) -> set[str]:
+    """Return the names by which links lead to the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
-    assert [link for link in links if ":" not in link and not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if ":" not in link:
+            assert target.exists(), link
+            assert not heading or heading in headings(target), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
