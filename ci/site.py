@@ -16,7 +16,15 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "examples", "benchmarks", "tests/selection.py")
+SHOWN = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "examples",
+    "benchmarks",
+    "tests/selection.py",
+)
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".sbatch": "sh"}
 
 

@@ -20,7 +20,8 @@ from typing import Any
 __all__ = ("Block", "blocks")
 
 _FENCE = re.compile(
-    r"^(?:(?P<before>[ ]*<!--(?:(?!-->).)*-->)\n)?(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    r"^(?:(?P<comment>[ ]*<!--(?:(?!-->).)*-->)\n)?"
+    r"(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -41,14 +42,14 @@ def blocks(page: str) -> list[Block]:
     """Return the blocks of code of a page."""
     found = []
     for match in _FENCE.finditer(page):
-        comment = (match["before"] or "").strip().removeprefix("<!--").removesuffix("-->")
+        comment = (match["comment"] or "").strip().removeprefix("<!--").removesuffix("-->").strip()
         found.append(
             Block(
                 match["language"],
                 textwrap.dedent(match["text"]),
                 page.count("\n", 0, match.start("text")),
-                re.match(r"\s*(needs:|fragment)", comment) is None,
-                comment.strip().removeprefix("before:") if comment.strip().startswith("before:") else "",
+                not comment.startswith(("needs:", "fragment")),
+                comment.removeprefix("before:") if comment.startswith("before:") else "",
             )
         )
     return found
