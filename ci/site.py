@@ -34,9 +34,13 @@ def on_files(files: Files, config: Any) -> None:
         top = ROOT / name
         found = [top, *sorted(top.rglob("*"))] if top.is_dir() else [top]
         for path in found:
-            if "__pycache__" not in path.parts:
-                place = page_of(path)
-                files.append(File.generated(config, place, content=text_of(path)))
+            if path == top or is_shown(path):
+                files.append(File.generated(config, page_of(path), content=text_of(path)))
+
+
+def is_shown(path: Path) -> bool:
+    """Return whether a file or folder of a folder is shown: not what running it has written."""
+    return path.suffix in LANGUAGES or (path.is_dir() and path.name != "__pycache__")
 
 
 def page_of(path: Path) -> str:
@@ -52,7 +56,7 @@ def page_of(path: Path) -> str:
 def text_of(path: Path) -> str:
     """Return the Markdown of the page for a file or folder."""
     if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if one.name != "__pycache__")
+        names = sorted(one.name for one in path.iterdir() if is_shown(one))
         return f"# {path.name}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
     text = path.read_text()
     return (
