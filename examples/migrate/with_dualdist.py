@@ -14,8 +14,8 @@ data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
 sampler = hvd.DistributedSampler(data)
 loader = DataLoader(data, batch_size=16, sampler=sampler)
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(device)
-model = hvd.DistributedDataParallel(model)
+module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(device)
+model = hvd.DistributedDataParallel(module)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 for epoch in range(3):
