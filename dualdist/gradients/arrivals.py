@@ -100,15 +100,17 @@ class Arrivals:
 
         The hook runs for every gradient, so it must be fast.
         """
-        arrived, add, task = self.arrived, self.arrived.append, _current_graph_task_id
-        param = self._params[index]
+        arrived, param, task = self.arrived, self._params[index], _current_graph_task_id
 
         @not_compiled
         def on_gradient(_: torch.Tensor) -> None:
-            add(index)
+            arrived.append(index)
             streams = param.streams
-            has_other_stream = streams is not None and streams.current_handle() != streams.last
-            if len(arrived) > self._next_stop or task() != self._task or has_other_stream:
+            if (
+                len(arrived) > self._next_stop
+                or task() != self._task
+                or (streams is not None and streams.current_handle() != streams.last)
+            ):
                 with self._lock:
                     self._on_arrival(index)
 
@@ -173,8 +175,9 @@ class Arrivals:
 
     def _record(self, indices: Sequence[int]) -> None:
         """Record these gradients as handled. Passes are not counted here: each has 1."""
+        passes = self._passes
         for index in indices:
-            self._passes[index] = 1
+            passes[index] = 1
         self.handled.update(indices)
 
     def add_single(self, index: int) -> None:

@@ -49,19 +49,11 @@ class TrackedParameter:
         self.shape, self.device = tensor.shape, tensor.device
         self.dtype: torch.dtype = getattr(tensor, "grad_dtype", None) or tensor.dtype
         """Of the gradient. Newer releases of torch allow another one than the parameter's."""
-        self._is_on_cpu = self.device.type == "cpu"
+        self.is_on_cpu = self.device.type == "cpu"
         self.streams = accelerator.stream_order(self.device)
         dtype = torch.uint8 if tensor.is_quantized else self.dtype  # those have no gradient
         self.like = as_real(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta"))
         """A gradient without memory, with complex numbers as pairs."""
-
-    def fits(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient has the expected shape, dtype and device."""
-        if grad.dtype is not self.dtype or grad.shape != self.shape:
-            return False
-        return (
-            grad.is_cpu if self._is_on_cpu else grad.device == self.device
-        )  # `is_cpu` takes a third of the time
 
     def moved(self) -> str:
         """Return how shape, dtype or device differ from the expected ones; '' when they do not."""
@@ -80,6 +72,19 @@ class TrackedParameter:
         old = self.tensor
         self.tensor = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device)
         self.tensor.untyped_storage().resize_(0)
+
+
+def fit(params: Sequence[TrackedParameter], grads: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether all gradients that are there have the shape, dtype and device that their parameters expect."""
+    return all(
+        [
+            grad.dtype is param.dtype
+            and grad.shape == param.shape
+            and (grad.is_cpu if param.is_on_cpu else grad.device == param.device)  # takes three times as long
+            for param, grad in zip(params, grads, strict=True)
+            if grad is not None
+        ]
+    )
 
 
 # The layout in which gradients are sent: flat buckets, each of one dtype and device.
@@ -314,13 +319,14 @@ class BucketMemory:
         ]
         """What is handed out as new tensors; complex numbers are pairs in `_views`."""
         self._addresses = [view.data_ptr() if view.numel() else -1 for view in self._views]
+        self._slots = frozenset(self._addresses)
         self._start = flat.data_ptr()
         self._there: Sequence[int] = ()
         """The places of the gradients that lay in their slots when `can_take` looked."""
         self._is_plain = False
         """Whether all gradients were there then, and dense."""
-        self._is_replaced: Sequence[bool] = ()
-        """Whether each `.grad` may become a view of this memory. Else the combined numbers are copied into it."""
+        self._kept: Set[int] = frozenset()
+        """The places of gradients that the script may know. The combined numbers are copied into them."""
         self._are_set = False
         """Whether `set_early` has made all of them the gradients, and nothing can have changed since."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
@@ -333,6 +339,8 @@ class BucketMemory:
 
     def slots_of(self, grads: Sequence[torch.Tensor | None], found: Sequence[int | None]) -> list[int]:
         """Return the places of the gradients that lie in their slots. found: the addresses of `grads`."""
+        if self._slots.isdisjoint(found):  # as after zero_grad()
+            return []
         there = [
             place for place, (own, slot) in enumerate(zip(found, self._addresses, strict=True)) if own == slot
         ]
@@ -370,7 +378,7 @@ class BucketMemory:
         for place in (self._places[index] for index in indices):
             param, tensor = self.params[place], self._tensors[place]
             grad = tensor.grad
-            if grad is not None and not grad.is_sparse and param.fits(grad):
+            if grad is not None and not grad.is_sparse and fit([param], [grad]):
                 moving.append((tensor, grad, self._gradients[place]))
         if moving:
             torch._foreach_copy_([view for _, _, view in moving], [grad for _, grad, _ in moving])
@@ -394,8 +402,7 @@ class BucketMemory:
             given: parameters, by index, whose gradients the script may know.
         """
         self._are_set = False
-        is_made = self._indices.isdisjoint(given)
-        self._is_replaced = [is_made or index not in given for index in self._places]
+        self._kept = {self._places[index] for index in self._indices & given}
         there = set(self._there)
         targets: list[torch.Tensor] = self._views
         sources: list[Any] = list(grads)
@@ -439,11 +446,17 @@ class BucketMemory:
         A gradient that the script may know stays. Sparse ones stay, too, because a search for the numbers that are not
         zero writes beyond its result if these change meanwhile (nonzero_out_cpu in torch).
         """
-        places = zip(self._tensors, self._gradients, kinds, self._is_replaced, strict=True)
-        for tensor, view, kind, is_replaced in places:
-            if kind == DENSE | NEW and is_replaced:
-                tensor.grad = view.data
-        self._are_set = at_end and kinds == self._all_dense and all(self._is_replaced)
+        pairs: Iterable[tuple[torch.Tensor, Any]] = zip(self._tensors, self._gradients, strict=True)
+        are_all = kinds == self._all_dense and not self._kept
+        if not are_all:
+            pairs = [
+                pair
+                for place, (pair, kind) in enumerate(zip(pairs, kinds, strict=True))
+                if kind == DENSE | NEW and place not in self._kept
+            ]
+        for tensor, view in pairs:
+            tensor.grad = view.data
+        self._are_set = at_end and are_all
 
     @torch.no_grad()
     def set_gradients(self, kinds: bytes) -> None:
@@ -465,7 +478,7 @@ class BucketMemory:
             grad = grads[place]
             if grad is not None and grad.is_sparse:  # sparse_as_dense
                 tensor.grad = view.to_sparse(grad.sparse_dim())
-            elif grad is None or self._is_replaced[place]:
+            elif grad is None or place not in self._kept:
                 tensor.grad = view.data
             else:
                 written.append((grad, view))

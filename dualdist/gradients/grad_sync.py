@@ -437,7 +437,7 @@ class GradSync(Combiner):
 
     def _has_hooks(self) -> bool:
         """Return whether the script has hooks on complete gradients. They may look at those of other parameters."""
-        return any([len(hooks) > 1 for hooks in self._hooks])
+        return max(map(len, self._hooks), default=0) > 1
 
     def refuse(self, reason: str) -> None:
         self._reducer.changes.append(reason)

@@ -152,11 +152,6 @@ class Layout:
         self._last |= self._current
         self._current = {}
 
-    def fits(self, place: int, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether all gradients of the bucket at `place` have the expected shape, dtype and device."""
-        pairs = zip(grads, self.members[place], strict=True)
-        return all([grad is None or param.fits(grad) for grad, param in pairs])
-
     def memory_of(
         self,
         place: int,

@@ -33,7 +33,7 @@ from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
-from .bucket_memory import SPARSE, BucketMemory, TrackedParameter
+from .bucket_memory import SPARSE, BucketMemory, TrackedParameter, fit
 from .combiner import SyncOptions
 from .comm_hook import CommHook, GradBucket, HookQueue, HookWork
 from .layout import Layout
@@ -257,10 +257,11 @@ class Reducer:
 
     def _all_contributions(self, place: int) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in the bucket at `place`."""
-        grads = [param.tensor.grad for param in self.layout.members[place]]
+        members = self.layout.members[place]
+        grads = [param.tensor.grad for param in members]
         sends_all = self.options.reduction.op == Average or not self.reduced
         has_only_dense = not self._sparse and not self.options.sparse_as_dense
-        if sends_all and has_only_dense and self.layout.fits(place, grads):
+        if sends_all and has_only_dense and fit(members, grads):
             return grads
         return [self._contribution(slot.param) for slot in self.layout.buckets[place].slots]
 
@@ -276,7 +277,7 @@ class Reducer:
         grad = param.tensor.grad
         if grad is None or (self.options.reduction.op != Average and self.is_reduced(index)):
             return None
-        if not param.fits(grad):
+        if not fit([param], [grad]):
             self.changes.append(
                 f"the gradient of {param.name!r} is {tuple(grad.shape)}, {grad.dtype} on {grad.device} instead of "
                 f"{tuple(param.shape)}, {param.dtype} on {param.device}"
