@@ -8,6 +8,7 @@ never blocks, even while nobody reads; see Sink.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -259,9 +260,10 @@ class Output:
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             stream.flush()
             descriptor = number
-            # The stream of a notebook may have no file.
-            with contextlib.suppress(OSError, ValueError):
-                descriptor = stream.fileno()
+            # A notebook shows what is written to 1 and 2. The file of its stream, if any, is its server's terminal.
+            if isinstance(stream, io.TextIOWrapper):
+                with contextlib.suppress(OSError, ValueError):
+                    descriptor = stream.fileno()
             status = os.fstat(descriptor)
             file = (status.st_dev, status.st_ino)
             if file not in sinks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import random
@@ -235,3 +236,27 @@ def test_a_progress_bar_is_drawn_in_place_on_a_terminal(monkeypatch: pytest.Monk
     first = b"".join(start + b"%d/3\r" % number for number in range(4)) + start + b"3/3\r\n"
     second = b"".join(start + b"%d of 3\r" % number for number in range(4))
     assert text == first + second + start + b"done\r\n"
+
+
+class NotebookStream(io.TextIOBase):
+    """As ipykernel's OutStream: its file is the terminal of the server, and what is written to 1 is shown."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal = terminal
+
+    def fileno(self) -> int:
+        return self.terminal
+
+
+def test_a_notebook_shows_the_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    with open(tmp_path / "terminal", "wb") as terminal:
+        monkeypatch.setattr(sys, "stdout", NotebookStream(terminal.fileno()))
+        with Output(1, None) as output:
+            output.write(0, 1, b"text\n")
+            while output.unwritten():
+                select.select([output.reader], [], [])
+                output.empty_reader()
+    assert capfdbinary.readouterr().out == b"[1,0]<stdout>:text\n"
+    assert (tmp_path / "terminal").read_bytes() == b""
