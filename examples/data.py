@@ -1,21 +1,19 @@
-"""Data sets and models for examples/train.py: any data set of (image, label), any image classifier."""
+"""Data sets of (image, label) and image classifiers, for train.py, mnist.py and cifar10.py.
+
+scikit-learn and torchvision are imported where they are needed, so that `--help` works without them.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchvision import datasets, models
-from torchvision.transforms import v2 as transforms
 
 import dualdist as hvd
 
@@ -40,7 +38,10 @@ def shifted(images: torch.Tensor) -> list[torch.Tensor]:
     return [images, left, right]
 
 
-def digits(folder: Path) -> Data:
+def digits(folder: Path | None = None) -> Data:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     pixels, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     images = (pixels / 8 - 1).float().view(-1, 1, 8, 8)
     parts = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=0)
@@ -48,18 +49,31 @@ def digits(folder: Path) -> Data:
     return Data(train, val, 10, shifted)
 
 
-def downloaded(dataset: Callable[..., Any], views: Callable[..., Any], folder: Path) -> Data:
+def downloaded(name: str, views: Callable[..., Any], folder: Path) -> Data:
+    """Return torchvision's data set `name`, downloaded by one process of each host. Collective.
+
+    Raises RuntimeError on every rank when a host cannot download it.
+    """
+    from torchvision import datasets
+
+    dataset, problem = getattr(datasets, name), None
     if hvd.local_rank() == 0:
-        with contextlib.suppress(
-            OSError, RuntimeError
-        ):  # without the data, reading fails below on every rank
+        try:
             dataset(folder, download=True)
-    hvd.barrier()
+        except (OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            problem = f"{name} cannot be downloaded to {folder}: {reason.rstrip('. ')}"
+    if problems := list(filter(None, hvd.allgather_object(problem))):
+        place = IN_DATA_DIR[name.lower()].partition(" ")[0]
+        raise RuntimeError(f"{problems[0]}. Copy {place} there from a machine with a network.")
     train, val = (dataset(folder, train=part, transform=to_tensor()) for part in (True, False))
     return Data(train, val, 10, views)
 
 
 def imagefolder(folder: Path) -> Data:
+    from torchvision import datasets
+    from torchvision.transforms import v2 as transforms
+
     crop = to_tensor(transforms.Resize(256), transforms.CenterCrop(224))
     train, val = (datasets.ImageFolder(folder / part, crop) for part in ("train", "val"))
     if train.classes != val.classes:
@@ -67,20 +81,24 @@ def imagefolder(folder: Path) -> Data:
     return Data(train, val, len(train.classes), mirrored)
 
 
-def fake(folder: Path) -> Data:
+def fake(folder: Path | None = None) -> Data:
+    from torchvision import datasets
+
     make = functools.partial(datasets.FakeData, image_size=(3, 32, 32), num_classes=10, transform=to_tensor())
     return Data(make(512), make(128, random_offset=512), 10, mirrored)
 
 
 def to_tensor(*first: nn.Module) -> nn.Module:
+    from torchvision.transforms import v2 as transforms
+
     scaled = (transforms.ToImage(), transforms.ToDtype(torch.float32, scale=True))
     return nn.Sequential(*first, *scaled, transforms.Normalize([0.5], [0.5]))
 
 
 DATA: dict[str, Callable[[Path], Data]] = {
     "digits": digits,
-    "mnist": functools.partial(downloaded, datasets.MNIST, shifted),
-    "cifar10": functools.partial(downloaded, datasets.CIFAR10, mirrored),
+    "mnist": functools.partial(downloaded, "MNIST", shifted),
+    "cifar10": functools.partial(downloaded, "CIFAR10", mirrored),
     "imagefolder": imagefolder,
     "fake": fake,
 }
@@ -100,6 +118,9 @@ def build_model(name: str, data: Data) -> nn.Module:
     channels, height, _ = data.train[0][0].shape
     if name == "cnn":
         return small_cnn(channels, data.num_classes)
+    from torchvision import models
+    from torchvision.transforms import v2 as transforms
+
     smallest = min(weights.meta["min_size"][0] for weights in models.get_model_weights(name))
     model = models.get_model(name, num_classes=data.num_classes, **MODEL_OPTIONS.get(name, {}))
     size = max(32, height, smallest)
@@ -116,7 +137,11 @@ def small_cnn(channels: int, num_classes: int) -> nn.Module:
 
 
 def model_name(name: str) -> str:
-    if name == "cnn" or name in models.list_models(module=models):
+    if name == "cnn":
+        return name
+    from torchvision import models
+
+    if name in models.list_models(module=models):
         return name
     rule = "cnn or a torchvision classification model such as resnet18"
     raise argparse.ArgumentTypeError(f"must be {rule}, but is {name} instead.")

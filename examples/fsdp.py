@@ -6,10 +6,10 @@ mpirun -np 4 python fsdp.py --shards 2                          # two copies of 
 """
 
 import argparse
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from gpt import Model, text
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -24,42 +24,10 @@ parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--checkpoint-dir")
 parser.add_argument("--save-every", type=int, default=20, help="steps from one save to the next")
 arguments = parser.parse_args()
-WIDTH, HEADS, LAYERS, LENGTH = 128, 4, 3, 64
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, x.dtype)
-        y = self.before(x)
-        x = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
-        return x + self.mlp(self.after(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 256)
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
 
 hvd.init()  # joins the world that the launcher started
 torch.manual_seed(0)
-text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8)
-data: Any = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH).long()  # each row is a sample
-
+data = text()
 shards = arguments.shards or hvd.size()
 mesh = hvd.device_mesh((hvd.size() // shards, shards), ("replicate", "shard"))
 model: Any = Model().to(hvd.device())

@@ -35,7 +35,6 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager
@@ -84,6 +83,8 @@ def positive(text: str) -> int:
 
 
 def train(settings: argparse.Namespace) -> None:
+    from tqdm import tqdm  # here, so that --help works without it
+
     device, data = hvd.device(), DATA[settings.data](settings.data_dir)
     sampler = hvd.DistributedSampler(data.train, seed=settings.seed, drop_last=True)
     batch_size = min(settings.batch_size, len(sampler))
