@@ -59,6 +59,7 @@ ONLY_WITH_ALL = (
     r"launchers/test_checkpoint\.py::.*(requeued.*\[srun\]|code_of_the_saved.*all but)",
     r"launchers/test_doctor_world\.py::.*\[(srun|dualdist run)\]",
     r"launchers/test_endings\.py::.*(keeps_the_error|has_stopped.*(mpirun-torch|shutdown))",
+    r"launchers/test_examples\.py::.*\[mpirun\]",
     r"launchers/test_frameworks\.py::.*(horovod\]|(fabric|ignite)-torch\]|averages|compiled|metrics)",
     r"launchers/test_hosts\.py::.*(horovodrun with t|dualdist run with h|torchrun with h.* over)",
     r"launchers/test_mpis\.py::.*(-3\]|wheel|, gloo)",
