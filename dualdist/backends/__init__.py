@@ -46,7 +46,7 @@ DEFAULT_BACKEND = "torch"
 HOROVOD_BACKENDS = ("horovod",)
 """The backends that run Horovod itself, so that Horovod's settings (HOROVOD_FUSION_THRESHOLD, ...) have an effect."""
 
-_INSTALL = {"horovod": "ci/install-horovod", "torch": "pip install torch"}
+_INSTALL = {"horovod": "dualdist install-horovod", "torch": "pip install torch"}
 
 
 @dataclass(frozen=True)

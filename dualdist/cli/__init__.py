@@ -20,12 +20,13 @@ _COMMANDS = {
     "doctor": "show what was detected, and which backends and transports can start here",
     "exec": "under any launcher: become a torch script, with all variables of torchrun",
     "hang": "say which rank the others wait for, from the files that ranks write when a call fails or stalls",
+    "install-horovod": "build Horovod 0.28.1 for the torch of this environment, and install it",
     "migrate": "say what a script of Horovod, DDP or mpi4py needs to run with dualdist, and change it",
     "parity": "run a training script in two ways, and say where and why they first differ",
     "report": "show how the ranks of a run spent their time, and for which rank the others waited",
     "run": "start a command in several processes, on one or more hosts",
 }
-"""name of the subcommand and of its module -> what it does."""
+"""name of the subcommand, and of its module with _ for - -> what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed, and the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-    names = "\n".join(f"  {name:8} {purpose}" for name, purpose in _COMMANDS.items())
+    names = "\n".join(f"  {name:15} {purpose}" for name, purpose in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="dualdist",
         description=f"Data-parallel training under Horovod's API.\n\ncommands:\n{names}",
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
     """Return the module of the subcommand `name`, and its parser."""
-    module = importlib.import_module(f".{name}", __name__)
+    module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
     parser = argparse.ArgumentParser(
         prog=f"dualdist {name}",
         description=module.__doc__,

@@ -11,7 +11,9 @@ from ..errors import BackendUnavailableError
 __all__ = ("hvd",)
 
 if not is_installed():
-    raise BackendUnavailableError("Horovod must be installed, but is not. Build it with ci/install-horovod.")
+    raise BackendUnavailableError(
+        "Horovod must be installed, but is not. Build it with dualdist install-horovod."
+    )
 
 with real_horovod():
     import horovod.torch as hvd

@@ -1,4 +1,4 @@
-"""What ci/install-horovod repairs in Horovod, except its process sets, which test_process_sets_of_hosts.py tests."""
+"""What `dualdist install-horovod` repairs in Horovod, except its process sets (test_process_sets_of_hosts.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ..helpers.script_launch import launch
-from ..helpers.world import ROOT
 
 START_OF_MANY = """\
 import os, sys, threading, torch, dualdist as hvd
@@ -108,10 +107,9 @@ def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: 
     source = tmp_path / "horovod-0.28.1.tar.gz"
     source.write_text("not an archive")
     ended = subprocess.run(
-        [ROOT / "ci" / "install-horovod"],
+        [sys.executable, "-m", "dualdist", "install-horovod"],
         env={
             **os.environ,
-            "PYTHON": sys.executable,
             "HOROVOD_SOURCE": str(source),
             "XDG_CACHE_HOME": str(tmp_path),
         },

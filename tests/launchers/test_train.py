@@ -124,4 +124,4 @@ def test_choosing_horovod_without_horovod_is_one_line_with_the_remedy(tmp_path: 
     assert ended.code == 2
     (line,) = ended.output.splitlines()
     assert "horovod is not installed" in line
-    assert "ci/install-horovod" in line
+    assert "dualdist install-horovod" in line

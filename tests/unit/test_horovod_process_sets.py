@@ -43,7 +43,7 @@ def test_only_a_gloo_controller_that_was_not_repaired_is_refused(
         if not refused:
             group.check_process_set((1, 2, 3), TWO_HOSTS)
             return
-        with pytest.raises(hvd.BackendUnavailableError, match=r"ranks \[1, 2, 3\].*ci/install-horovod"):
+        with pytest.raises(hvd.BackendUnavailableError, match=r"ranks \[1, 2, 3\].*dualdist install-horovod"):
             group.check_process_set((1, 2, 3), TWO_HOSTS)
 
 

@@ -207,7 +207,7 @@ def _check_builds(versions: Sequence[str]) -> None:
         if version != versions[0]:
             raise ConfigurationError(
                 f"Horovod must be the same build on all ranks, but is {versions[0]} on rank 0 and {version} on rank "
-                f"{rank} instead. Install the same on every host, with ci/install-horovod for example."
+                f"{rank} instead. Install the same on every host, with dualdist install-horovod for example."
             )
 
 
@@ -383,7 +383,7 @@ class HorovodBackend(Backend):
         if not hasattr(hvd, "init"):  # without its library, importing horovod.torch only warns
             raise BackendUnavailableError(
                 "`backend` is 'horovod', but Horovod is installed without its PyTorch library. "
-                "Build it with ci/install-horovod."
+                "Build it with dualdist install-horovod."
             )
 
     @classmethod
@@ -404,12 +404,12 @@ class HorovodBackend(Backend):
             )
         if transport == "gloo" and not hvd.gloo_built():
             raise BackendUnavailableError(
-                "`transport` is 'gloo', but Horovod was built without Gloo. Rebuild it with ci/install-horovod."
+                "`transport` is 'gloo', but Horovod was built without Gloo. Rebuild it with dualdist install-horovod."
             )
         if transport == "nccl" and not hvd.nccl_built():
             raise BackendUnavailableError(
                 "`transport` is 'nccl', but Horovod was built without NCCL. "
-                "Rebuild it with HOROVOD_GPU_OPERATIONS=NCCL ci/install-horovod."
+                "Rebuild it with HOROVOD_GPU_OPERATIONS=NCCL dualdist install-horovod."
             )
 
     def _open_store(self, env: Mapping[str, str]) -> SharedStore:

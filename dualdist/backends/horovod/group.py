@@ -220,7 +220,7 @@ call that waits lets other threads of Python run."""
 
 
 def _number_of_repairs() -> int:
-    """Return the number of the last repair of ci/install-horovod that the installed Horovod has, else 0."""
+    """Return the number of the last repair of dualdist install-horovod that the installed Horovod has, else 0."""
     repair = re.search(r"\.patch(\d+)", horovods_version())
     return 0 if repair is None else int(repair[1])
 
@@ -248,13 +248,13 @@ def check_process_set(ranks: Sequence[int], nodes: Sequence[str]) -> None:
 
     A rank connects to those of the set that have its local rank in the world, and gives the connection the name of its
     local rank in the set, which may be another one (horovod/common/gloo/gloo_context.cc, InitializeForProcessSet).
-    ci/install-horovod repairs that; its version has the number of the last repair.
+    dualdist install-horovod repairs that; its version has the number of the last repair.
     """
     version, is_repaired = horovods_version(), _number_of_repairs() >= _CONNECTS_ALL_PROCESS_SETS
     if is_repaired or hvd.mpi_enabled() or len({nodes[rank] for rank in ranks}) == 1:
         return
     raise BackendUnavailableError(
         f"Horovod {version} cannot connect a process set of ranks {list(ranks)}: with its Gloo controller on several "
-        "hosts, it confuses the ranks of such a set. Use a Horovod that ci/install-horovod has built, which repairs "
-        "that, its MPI controller, or the torch backend."
+        "hosts, it confuses the ranks of such a set. Use a Horovod that dualdist install-horovod has built, which "
+        "repairs that, its MPI controller, or the torch backend."
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds Horovod for PyTorch from its source distribution against the torch of the active environment, and installs it.
+# Builds Horovod for PyTorch from its source against the torch of this environment, and installs it. Variables:
 #
-#   PYTHON                    the environment's interpreter (python)
+#   PYTHON                    the interpreter of another environment
 #   HOROVOD_WITHOUT_MPI=1     leaves the MPI controller out: no MPI is needed
 #   HOROVOD_GPU_OPERATIONS    NCCL builds for GPUs that this machine lacks
 #   HOROVOD_CUDA_HOME, HOROVOD_NCCL_HOME   where CUDA's toolkit and NCCL are
