@@ -110,15 +110,19 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = tuple(sorted(_HOME))
 
 _NAMES_IN_TORCH = {
+    "all_gather_into_tensor": "allgather",
     "all_gather_object": "allgather_object",
+    "all_to_all_single": "alltoall",
     "broadcast_object_list": "broadcast_object",
     "DDP": "DistributedDataParallel",
     "destroy_process_group": "shutdown",
     "get_backend": "transport_name",
+    "get_node_local_rank": "local_rank",
     "get_rank": "rank",
     "get_world_size": "size",
     "init_process_group": "init",
     "new_group": "add_process_set",
+    "reduce_scatter_tensor": "reducescatter",
 }
 """What torch.distributed calls a function -> its name here. For names that differ less, Python asks "Did you mean"."""
 

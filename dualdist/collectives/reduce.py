@@ -32,7 +32,8 @@ def reduce(
 
     Args:
         tensor: any shape, equal on all ranks; dtypes as for `allreduce`.
-        root_rank: a global rank, equal on all ranks. The other arguments are those of `allreduce`.
+        root_rank: a global rank, equal on all ranks.
+        op: Average (default), where torch.distributed.reduce sums. The other arguments are those of `allreduce`.
 
     Returns:
         A new tensor of the same shape, dtype and device.

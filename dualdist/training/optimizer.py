@@ -319,7 +319,7 @@ def _check_optimizer(
     optimizer: Any, op: Any, gradient_predivide_factor: Any, compression: Any
 ) -> tuple[int, float, Any]:
     """Return the op, the factor and the compressor, converted. Raises ValueError or TypeError as in Horovod."""
-    fix = "Pass one that is made with the model's parameters."
+    fix = "Pass torch.optim.SGD(model.parameters(), lr=0.1), for example. DistributedDataParallel takes a model."
     instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ..helpers.script_launch import LAUNCHERS, finish, launch
+from ..helpers.world import ROOT
 
 TRAIN = "examples/train.py"
 
@@ -119,7 +120,7 @@ def test_choosing_horovod_without_horovod_is_one_line_with_the_remedy(tmp_path: 
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules['horovod'] = None\n"  # what an import finds when it is not installed
     )
-    hidden = {"PYTHONPATH": str(tmp_path)}
+    hidden = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     ended = launch("python", TRAIN, "--backend", "horovod", environment=hidden, forks=False)
     assert ended.code == 2
     (line,) = ended.output.splitlines()
