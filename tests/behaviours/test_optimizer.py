@@ -281,7 +281,9 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     with pytest.raises(TypeError, match="distributed already"):
         hvd.DistributedOptimizer(optimizer)
     model: Any = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match=r"Pass torch\.optim\.SGD\(model\.parameters\(\), lr=0\.1\), for example"):
+    with pytest.raises(
+        TypeError, match=r"Pass torch\.optim\.SGD\(model\.parameters\(\), lr=0\.1\), for example"
+    ):
         hvd.DistributedOptimizer(model)
     hvd.barrier()
 
