@@ -27,7 +27,7 @@ import dualdist as hvd
 parser = argparse.ArgumentParser(description="Learn MNIST on all processes.")
 add = parser.add_argument
 add("--data-dir", type=Path, default=Path("data"), help="folder of MNIST (%(default)s)")
-add("--epochs", type=int, help="passes over the data (2 for MNIST, 20 for scikit-learn's digits)")
+add("--epochs", type=int, help="passes over the data (1 for MNIST, 20 for scikit-learn's digits)")
 add("--batch-size", type=int, default=64, help="images per batch and process (%(default)s)")
 add("--test-batch-size", type=int, default=1000, help="the same for testing (%(default)s)")
 add("--lr", type=float, default=0.01, help="learning rate of one process (%(default)s)")
@@ -42,7 +42,7 @@ settings = parser.parse_args()
 def mnist_or_digits() -> tuple[Data, int]:
     """Return the data, and for how many epochs to learn. Collective."""
     try:
-        return DATA["mnist"](settings.data_dir), settings.epochs or 2
+        return DATA["mnist"](settings.data_dir), settings.epochs or 1
     except RuntimeError as error:
         log(f"{error}\nLearning scikit-learn's digits instead.")
         return DATA["digits"](settings.data_dir), settings.epochs or 20
