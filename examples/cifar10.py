@@ -28,12 +28,7 @@ import dualdist as hvd
 
 parser = argparse.ArgumentParser(description="Learn CIFAR-10 on all processes.")
 add = parser.add_argument
-add(
-    "--data-dir",
-    type=Path,
-    default=Path("data"),
-    help="folder of CIFAR-10, downloaded if absent (%(default)s)",
-)
+add("--data-dir", type=Path, default=Path("data"), help="its folder; downloaded if absent (%(default)s)")
 add("--synthetic", action="store_true", help="learn 512 random images instead")
 add("--images", type=int, help="how many to learn, of all processes together (all; on a CPU 256)")
 add("--epochs", type=int, default=2, help="passes over the images (%(default)s)")
@@ -55,11 +50,9 @@ def read_data() -> Data:
     crop = transforms.RandomCrop(32, padding=4)
     data.train.transform = transforms.Compose([crop, transforms.RandomHorizontalFlip(), data.train.transform])
     images = settings.images or (256 if device.type == "cpu" else len(data.train))
-    few = (
-        range(min(count, len(part)))
-        for part, count in ((data.train, images), (data.val, max(1, images // 5)))
-    )
-    return data._replace(train=Subset(data.train, next(few)), val=Subset(data.val, next(few)))
+    parts = ((data.train, images), (data.val, max(1, images // 5)))
+    train, val = (Subset(part, range(min(count, len(part)))) for part, count in parts)
+    return data._replace(train=train, val=val)
 
 
 def make_resnet() -> nn.Module:
