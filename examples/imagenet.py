@@ -8,7 +8,8 @@
 
 The learning rate grows with the number of processes, and is warmed up over the first epochs. Labels are smoothed; norms
 and biases do not decay; averaged weights are validated, too. --checkpoint-dir saves each epoch, and resumes.
-It was run with --synthetic and with a folder of a few images, not with all of ImageNet. Needs `pip install 'dualdist[examples]'`.
+It was run with --synthetic and with a folder of a few images, not with all of ImageNet.
+Needs `pip install 'dualdist[examples]'`.
 """
 
 from __future__ import annotations
