@@ -147,7 +147,12 @@ def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: In
             if file.is_file() and file.suffix != ".pyc"
         }
         assert files - names == set()
-    assert names >= {path.name for path in ROOT.glob("*.md")} | {"LICENSE", "pyproject.toml", "setup.cfg"}
+    assert names >= {path.name for path in ROOT.glob("*.md")} | {
+        "LICENSE",
+        "mkdocs.yml",
+        "pyproject.toml",
+        "setup.cfg",
+    }
 
 
 def test_the_wheel_has_the_files_of_the_package_and_nothing_else(installed: Installed) -> None:
