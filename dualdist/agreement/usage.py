@@ -45,7 +45,7 @@ class Usage:
         """Bytes of tensors that this rank has given to reductions; of gradients before compression."""
         self._start = self._taken = self.values()
         """What `values` was at the start, and when `take` was called last."""
-        self.found: Report | None = None
+        self.last_report: Report | None = None
         """What `combined` has returned last."""
         self._next: Any = None
         """DataLoader's function that gives the next batch, while it is measured."""

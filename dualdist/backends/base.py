@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
+from ..errors import ConfigurationError, HorovodInternalError
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
 
@@ -330,11 +330,8 @@ class Backend(ABC):
         """
 
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Do the same. Collective over `ranks` alone. By default no backend can do that."""
-        raise BackendUnavailableError(
-            f"`process_group` must be a process set on {self.name}, but is another group of ranks {list(ranks)} "
-            "instead. Call add_process_set(ranks) on every rank before."
-        )
+        """Do the same. Collective over `ranks` alone. A backend overrides it if `new_groups` needs the other ranks."""
+        return self.new_groups(ranks, count, exchange)
 
     @property
     @abstractmethod

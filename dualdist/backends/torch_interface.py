@@ -30,7 +30,7 @@ TorchRanks: TypeAlias = dist.ProcessGroup | DeviceMesh
 """What torch calls some of the ranks. A DeviceMesh must have one dimension."""
 
 
-def ranks_of(group: Any) -> list[int] | None:
+def ranks_of_torch_group(group: Any) -> list[int] | None:
     """Return the global ranks of a process group of torch, or of a DeviceMesh with one dimension, else None.
 
     Raises ValueError if this rank is not in it, or torch has destroyed it.

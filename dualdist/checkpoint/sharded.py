@@ -32,7 +32,7 @@ from .files import PIECE_BYTES, TEMPORARY_SUFFIX, damaged, sync_folder
 from .format import Manifest, MemoryFile, write_checkpoint
 from .restoration import report_mismatches
 from .save_and_load import read_into
-from .transfer import attempted, from_writer, outcomes
+from .transfer import attempted, from_writer, outcomes, reported
 
 if TYPE_CHECKING:
     from ..backends.torch_shards import Parts
@@ -168,7 +168,7 @@ class Shards:
 
         sums, failure = attempted(finished)
         with self._naming_lost_ranks(folder):
-            gathered = self._group.gather((sums, _text(self._rank, failure)))
+            gathered = self._group.gather((sums, reported(failure, self._rank)))
         if manifest is not None:
             whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
             if (problem := next((text for _, text in gathered if text), None)) is not None:
@@ -203,7 +203,7 @@ class Shards:
                     raise damaged(folder / name, "its checksum is not that of what was written")
 
         _, failure = attempted(compare)
-        return next((text for text in self._group.gather(_text(self._rank, failure)) if text), None)
+        return next(filter(None, self._group.gather(reported(failure, self._rank))), None)
 
     def fit(self, folder: Path, *, strict: bool) -> Callable[[], None]:
         """Return what loads the parts of this rank from `folder`. Both are collective over the world.
@@ -280,9 +280,3 @@ def read_folder(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
     """Do what `read_into` does, for the folder of a checkpoint."""
     folder = checked_path("path", path)
     return CatalogEntry(folder, read_into(folder / REST, file).manifest)
-
-
-def _text(rank: int, failure: Exception | None) -> str | None:
-    if failure is None or isinstance(failure, CheckpointError):
-        return None if failure is None else str(failure)
-    return f"Rank {rank} failed: {type(failure).__name__}: {failure}"

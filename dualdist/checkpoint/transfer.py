@@ -36,23 +36,20 @@ def outcomes(function: Callable[[], T] | None) -> list[Any]:
     every rank raises CheckpointError, or DamagedCheckpointError if `function` did.
     """
     result, failure = (None, None) if function is None else attempted(function)
-    gathered = allgather_object((result, None if failure is None else _as_error(failure)))
+    text = reported(failure, rank())
+    # Of these two classes only: the other ranks must be able to unpickle it.
+    kind = DamagedCheckpointError if isinstance(failure, DamagedCheckpointError) else CheckpointError
+    gathered = allgather_object((result, None if text is None else kind(text)))
     for _, error in gathered:
         if error is not None:
             raise error from failure
     return [result for result, _ in gathered]
 
 
-def _as_error(failure: Exception) -> CheckpointError:
-    # Of these two classes only: the other ranks must be able to unpickle it.
-    if isinstance(failure, DamagedCheckpointError):
-        return DamagedCheckpointError(text_of(failure))
-    if isinstance(failure, CheckpointError):
-        return CheckpointError(text_of(failure))
-    return CheckpointError(_of_rank(rank(), failure))
-
-
-def _of_rank(rank: int, failure: Exception) -> str:
+def reported(failure: Exception | None, rank: int) -> str | None:
+    """Return the text of the error that the other ranks raise because of the `failure` of `rank`; None without one."""
+    if failure is None or isinstance(failure, CheckpointError):
+        return None if failure is None else text_of(failure)
     return f"Rank {rank} failed: {type(failure).__name__}: {text_of(failure)}"
 
 
@@ -86,8 +83,7 @@ def write_state(
 
     names, wrong = attempted(checked)
     own, failure = (None, wrong) if wrong else attempted(lambda: on_host(collect_own(state), "state"))
-    problem = None if failure is None else _of_rank(rank(), failure)
-    gathered = gather_object((names, own, problem)) or []
+    gathered = gather_object((names, own, reported(failure, rank()))) or []
 
     def write_gathered() -> str:
         for _, _, problem in gathered:

@@ -36,5 +36,6 @@ def report() -> dict[str, Any]:
     context = current()
     usage = context.watch.usage
     mine = usage.take(context.backend.rank, context.backend.size)
-    found = usage.found = combined(allgather_object(mine, name="dualdist.report"), usage.found)
-    return found
+    reports = allgather_object(mine, name="dualdist.report")
+    usage.last_report = combined(reports, usage.last_report)
+    return usage.last_report

@@ -80,10 +80,6 @@ def _runs(address: str) -> bool:
     return False
 
 
-LAUNCHER_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"})
-"""Variables that MPI launchers set. Without any of them, starting MPI fails or makes a world of one process."""
-
-
 @functools.cache
 def library() -> Any | None:
     """Return mpi4py's MPI module with MPI initialised, or None when it is not usable here."""

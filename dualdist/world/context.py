@@ -179,10 +179,7 @@ class Context:
         return set_id
 
     def add_members_channel(self, ranks: Sequence[int]) -> int:
-        """Open a channel for `ranks` and return its ID, which is negative. Collective over `ranks` alone.
-
-        Raises BackendUnavailableError if the backend needs all ranks for that.
-        """
+        """Open a channel for `ranks` and return its ID, which is negative. Collective over `ranks` alone."""
         set_id = -1 - zlib.crc32(repr(list(ranks)).encode())  # the same on all members, without a message
         self._open_channel(set_id, ranks, self.backend.new_members_groups)
         return set_id

@@ -11,7 +11,7 @@ from ..agreement.call import Call, call_site
 from ..agreement.call_kinds import Kind
 from ..agreement.channel import Channel
 from ..backends.base import Group
-from ..backends.torch_interface import TorchRanks, ranks_of
+from ..backends.torch_interface import TorchRanks, ranks_of_torch_group
 from ..checks import instance, integer, items
 from .context import current, current_or_inherited, is_initialized
 
@@ -87,7 +87,7 @@ def _checked_ranks(name: str, ranks: Any) -> list[int]:
     return checked
 
 
-def _ranks_of(comm: Any) -> list[int]:
+def _ranks_of_communicator(comm: Any) -> list[int]:
     """Return the global ranks of the processes of `comm`, a communicator, in ascending order.
 
     Raises ValueError if some are not in the world, or MPI did not start the world.
@@ -198,7 +198,7 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     elif not isinstance(added, ProcessSet):
         added = ProcessSet(_checked_ranks("process_set", added))
     if added.mpi_comm is not None:
-        added.ranks = _ranks_of(added.mpi_comm)
+        added.ranks = _ranks_of_communicator(added.mpi_comm)
     ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= context.world.size:
         raise ValueError(
@@ -259,7 +259,7 @@ def ranks_of_set(process_set: ProcessSetLike) -> list[int]:
 
     Raises TypeError, or ValueError if this rank is not among them.
     """
-    ranks = ranks_of(process_set)
+    ranks = ranks_of_torch_group(process_set)
     if ranks is None:
         ranks = checked_process_set(process_set, registered=True).ranks or []
     if current_or_inherited().world.rank not in ranks:
@@ -295,7 +295,7 @@ def checked_process_set(
     Raises TypeError, ValueError if this rank is not in the group, or BackendUnavailableError if the backend cannot
     connect its ranks.
     """
-    ranks = ranks_of(process_set)
+    ranks = ranks_of_torch_group(process_set)
     if ranks is not None:
         return _process_set_of_ranks(name, ranks)
     rule = "a ProcessSet, a DeviceMesh of one dimension or a ProcessGroup of torch"
