@@ -30,8 +30,7 @@ from ..types import Launch, Settings
 from . import TRANSPORTS, transport_named
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from .store import SharedStore, StoreBoard, connect_again, meet, open_store
-from .torch_group import abort_process_group, wrapped
-from .torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
+from .torch_groups import DefaultGroup, TorchGroups, abort_process_group, config_text, gloo_interface
 from .torch_interface import (
     adopted_config,
     adopted_device,
@@ -42,6 +41,7 @@ from .torch_interface import (
     device_transport,
     error_handling,
     transport_timeout,
+    wrapped,
 )
 
 # The transport that all ranks use, agreed before any of them chooses a device.

@@ -1,12 +1,13 @@
-"""What a data-parallel module shares with torch.distributed: process groups, the Join context, hooks.
+"""What several files need of torch.distributed: its errors, process groups, devices, the Join context, hooks.
 
 Nothing here communicates, except `notify_join`. All of it works without a process group of torch, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -16,9 +17,28 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from .. import accelerator
+from ..errors import HorovodInternalError, StallError
 from ..launch import DeviceView, choose_devices
 from . import TRANSPORTS, transport_named
-from .torch_group import wrapped
+
+
+@contextlib.contextmanager
+def wrapped() -> Iterator[None]:
+    """Convert c10d's exceptions into those of this package."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if "aborted" in text and not dist.is_initialized():
+            raise HorovodInternalError(
+                "torch.distributed.destroy_process_group() has destroyed the groups of dualdist, too. Call "
+                "hvd.shutdown() in its place."
+            ) from error
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise StallError(f"A collective did not finish in time: {text}") from error
+        raise HorovodInternalError(text) from error
 
 
 def world_group() -> Any:

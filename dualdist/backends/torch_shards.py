@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from .torch_group import wrapped
-from .torch_interface import adopted_config
+from .torch_interface import adopted_config, wrapped
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _OF_GROUP = re.compile(r"param_groups\.\d+\.\w+")

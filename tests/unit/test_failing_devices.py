@@ -18,8 +18,8 @@ from dualdist import accelerator
 from dualdist.agreement import call_kinds
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
-from dualdist.backends import torch_group
-from dualdist.backends.torch_group import TorchGroup
+from dualdist.backends import torch_groups
+from dualdist.backends.torch_groups import TorchGroup
 from dualdist.backends.torch_interface import error_handling, transport_timeout
 from dualdist.collectives.join import _device_of
 from dualdist.errors import HorovodInternalError, StallError
@@ -63,7 +63,7 @@ def test_groups_are_aborted_after_the_other_ranks_can_notice(error: BaseExceptio
 def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(
     monkeypatch: pytest.MonkeyPatch, bound: list[torch.device]
 ) -> None:
-    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: None)
+    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     process_group: Any = mock.Mock()
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
@@ -77,7 +77,7 @@ def test_only_the_device_part_of_a_process_group_is_aborted_and_only_once(
 def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_group, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
+    monkeypatch.setattr(torch_groups, "in_thread", mock.Mock(side_effect=RuntimeError("at shutdown")))
     process_group: Any = mock.Mock()
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cpu", "cuda"}), CUDA)
     group.abort()
@@ -87,7 +87,7 @@ def test_a_group_is_aborted_where_the_interpreter_ends_and_starts_no_threads(
 def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's abort of one communicator may wait for a kernel of another one."""
     ended = []
-    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: ended.append(group))
+    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append(group))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     is_free = threading.Event()
     first: Any = mock.Mock()
@@ -105,10 +105,10 @@ def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.M
 
 def test_a_group_whose_abort_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[object] = []
-    monkeypatch.setattr(torch_group, "_ABORT_SECONDS", 0.0)
-    monkeypatch.setattr(torch_group, "never_delete", left.append)
-    monkeypatch.setattr(torch_group, "skip_destructors_at_exit", lambda: left.append("no destructors"))
-    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: pytest.fail("would wait"))
+    monkeypatch.setattr(torch_groups, "_ABORT_SECONDS", 0.0)
+    monkeypatch.setattr(torch_groups, "never_delete", left.append)
+    monkeypatch.setattr(torch_groups, "skip_destructors_at_exit", lambda: left.append("no destructors"))
+    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: pytest.fail("would wait"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     never = threading.Event()
     process_group: Any = mock.Mock()
@@ -128,7 +128,7 @@ def test_a_process_group_of_the_cpu_notices_failures_itself() -> None:
 
 def test_an_aborted_group_is_not_destroyed_which_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
-    monkeypatch.setattr(torch_group, "abort_process_group", lambda group: ended.append(group))
+    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append(group))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     process_group: Any = mock.Mock()
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
