@@ -47,7 +47,6 @@ _NAMES = {
         "synchronize",
     ),
     ".collectives.compression": ("Compression",),
-    ".collectives.report": ("report",),
     ".collectives.objects": ("allgather_object", "broadcast_object", "gather_object", "scatter_object"),
     ".errors": (
         "BackendUnavailableError",
@@ -65,7 +64,7 @@ _NAMES = {
     ),
     ".gradients.comm_hook": ("CommHookState",),
     ".gradients.replicas": ("check_replicas",),
-    ".lifecycle": ("init", "shutdown", "start_timeline", "stop_timeline"),
+    ".lifecycle": ("init", "report", "shutdown", "start_timeline", "stop_timeline"),
     ".processes.function": ("run", "spawn"),
     ".samplers": ("DistributedSampler", "split_by_rank"),
     ".seeding": ("seed_everything",),
@@ -76,8 +75,13 @@ _NAMES = {
     ".training.sync_batch_norm": ("SyncBatchNorm",),
     ".types": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
     ".world.context": ("is_initialized",),
-    ".world.device_mesh": ("device_mesh",),
-    ".world.process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
+    ".world.process_sets": (
+        "ProcessSet",
+        "add_process_set",
+        "device_mesh",
+        "global_process_set",
+        "remove_process_set",
+    ),
     ".world.ranks": (
         "backend_name",
         "ccl_built",

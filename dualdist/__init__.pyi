@@ -47,7 +47,6 @@ from .collectives.objects import (
     gather_object as gather_object,
     scatter_object as scatter_object,
 )
-from .collectives.report import report as report
 from .errors import (
     BackendUnavailableError as BackendUnavailableError,
     CheckpointError as CheckpointError,
@@ -66,6 +65,7 @@ from .gradients.comm_hook import CommHookState as CommHookState
 from .gradients.replicas import check_replicas as check_replicas
 from .lifecycle import (
     init as init,
+    report as report,
     shutdown as shutdown,
     start_timeline as start_timeline,
     stop_timeline as stop_timeline,
@@ -96,10 +96,10 @@ from .types import (
     Sum as Sum,
 )
 from .world.context import is_initialized as is_initialized
-from .world.device_mesh import device_mesh as device_mesh
 from .world.process_sets import (
     ProcessSet as ProcessSet,
     add_process_set as add_process_set,
+    device_mesh as device_mesh,
     global_process_set as global_process_set,
     remove_process_set as remove_process_set,
 )
