@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, HorovodInternalError
+from ..meeting import Meeting
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
 
@@ -261,6 +262,10 @@ class Backend(ABC):
     """Whether it can join another world when the launcher has changed the hosts of the job (`Launch.elastic`)."""
     runs_ahead = False
     """Whether collectives on `device` only order streams, so that the host runs ahead of them."""
+    store: Any = None
+    """A key-value store that all processes share (c10d's Store); None when the world has one process."""
+    _meeting: Meeting | None = None
+    """Where this rank has met the others, until `finish_start`; None if it has not, as in a world of one."""
 
     @classmethod
     @abstractmethod
@@ -302,19 +307,24 @@ class Backend(ABC):
         """
         return step()
 
-    def check_start(  # noqa: B027 - most launchers end the other ranks themselves
-        self, cause: BaseException | None = None
-    ) -> None:
+    def check_start(self, cause: BaseException | None = None) -> None:
         """Before `finish_start`, raise HorovodInternalError if another rank is known to have ended. Local.
 
         cause: an error of this rank that the end of another may have caused. If given, wait up to 3 s for its report.
         """
+        if self._meeting is not None:
+            self._meeting.check(cause)
 
-    def finish_start(self) -> None:  # noqa: B027 - most backends do nothing then
-        """From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`. Local.
+    def finish_start(self) -> None:
+        """From now on, wait `stall_timeout_seconds` for other ranks, not `start_timeout_seconds`. Collective.
 
         Called once, when `init` has joined the world.
         """
+        if self._meeting is not None:
+            # A rank that ends at once must not close connections that others still make.
+            self._meeting.gather("")
+            self._meeting.close(started=True)
+            self._meeting = None
 
     def abandon(self) -> None:  # noqa: B027 - most backends do nothing at exit
         """In a forked process, keep its exit from affecting the parent's world. Local."""
@@ -332,11 +342,6 @@ class Backend(ABC):
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         """Do the same. Collective over `ranks` alone. A backend overrides it if `new_groups` needs the other ranks."""
         return self.new_groups(ranks, count, exchange)
-
-    @property
-    @abstractmethod
-    def store(self) -> Any | None:
-        """A key-value store that all processes share (c10d's Store); None when the world has one process."""
 
     @abstractmethod
     def open_process_group(self) -> None:

@@ -89,7 +89,3 @@ class LocalBackend(Backend):
 
     def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         return [_LocalGroup(ranks, self.rank) for _ in range(count)]
-
-    @property
-    def store(self) -> None:
-        return None

@@ -161,7 +161,7 @@ class TorchBackend(Backend):
         self.runs_ahead = device is not None
         self._config = config
         self.address = shared.addresses.own
-        self._store = shared.store
+        self.store = shared.store
         self._settings = settings
         self._timeout = timedelta(seconds=settings.start_timeout_seconds)
         self._adopted = adopted
@@ -175,8 +175,7 @@ class TorchBackend(Backend):
             self._timeout,
             may_share=settings.shared_memory,
         )
-        self._meeting: Meeting | None = meeting
-        """Until `finish_start`."""
+        self._meeting = meeting
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
         self._on_shutdown.callback(meeting.close, started=False)
@@ -284,22 +283,13 @@ class TorchBackend(Backend):
 
         return self._meeting.wait_for(in_thread(run), _step_seconds(self.transport, self._settings))
 
-    def check_start(self, cause: BaseException | None = None) -> None:
-        if self._meeting is not None:
-            self._meeting.check(cause)
-
     def finish_start(self) -> None:
-        if self._meeting is not None:
-            self._meeting.gather(
-                ""
-            )  # a rank that ends at once must not close connections that others still make
-            self._meeting.close(started=True)
-            self._meeting = None
+        super().finish_start()
         timeout = timedelta(seconds=self._settings.stall_timeout_seconds)
         if timeout == self._timeout:
             return
         self._timeout = timeout
-        self._store.set_timeout(timeout)
+        self.store.set_timeout(timeout)
         self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
         self._groups.set_timeout(timeout)
 
@@ -311,7 +301,7 @@ class TorchBackend(Backend):
             config_text(self._config),
             # NCCL has threads that wait in a store. Without NCCL, one connection is enough. Each takes time: c10d's
             # server looks up the peers' names one by one.
-            self._store if self.device is None else connect_again(self._store),
+            self.store if self.device is None else connect_again(self.store),
             self.rank,
             self.size,
             transport_timeout(self._timeout, self.device),
@@ -329,10 +319,6 @@ class TorchBackend(Backend):
 
     def abandon(self) -> None:
         self._groups.abandon()
-
-    @property
-    def store(self) -> dist.Store | None:
-        return self._store
 
     def transport_of(self, device: str) -> str:
         return adopted_transport({"cpu": self._config["cpu"]}) if device == "cpu" else self.transport

@@ -269,11 +269,9 @@ class HorovodBackend(Backend):
         self._rendezvous = rendezvous
         self._elastic = launch.elastic
         self._sets = known_process_sets()
-        self._store: dist.Store | None = None
         self.address = LOOPBACK
         self._nodes: tuple[str, ...] = (own_node(),)
         self._meeting = meeting
-        """Until `finish_start`."""
         if meeting is not None:
             self._on_shutdown.callback(meeting.close, started=False)
         if self.size > 1:
@@ -281,7 +279,7 @@ class HorovodBackend(Backend):
                 shared = limited(lambda: self._open_store(env), self.rank, self._timeout)
             else:
                 shared = rendezvous.shared
-            self._store, self.address = shared.store, shared.addresses.own
+            self.store, self.address = shared.store, shared.addresses.own
             self._nodes = shared.addresses.nodes
         # For the default group, and those that programs make.
         self._on_shutdown.enter_context(temporary_environment(gloo_interface(self.address, os.environ)))
@@ -438,14 +436,14 @@ class HorovodBackend(Backend):
     @functools.cached_property
     def _groups_beside(self) -> TorchGroups:
         """Groups of torch beside Horovod, for ranks of which it has no process set."""
-        assert self._store is not None, "a world of one rank has no other set of ranks"
+        assert self.store is not None, "a world of one rank has no other set of ranks"
         timeout = timedelta(seconds=self._timeout)
         made = TorchGroups(
             self.rank,
             self._config,
             self.device,
             self._nodes,
-            self._store,
+            self.store,
             timeout,
             may_share=self._may_share,
         )
@@ -487,17 +485,8 @@ class HorovodBackend(Backend):
     def start_step(self, step: Callable[[], T]) -> T:
         return self._connect(step, self._meeting, self.rank, self._timeout)
 
-    def check_start(self, cause: BaseException | None = None) -> None:
-        if self._meeting is not None:
-            self._meeting.check(cause)
-
     def finish_start(self) -> None:
-        if self._meeting is not None:
-            self._meeting.gather(
-                ""
-            )  # a rank that ends at once must not close connections that others still make
-            self._meeting.close(started=True)
-            self._meeting = None
+        super().finish_start()
         if self._controller() == "gloo" and self.size > 1:
             report_before_abort(lambda: f"rank {self.rank}: {self._groups[0].find_cause()}")
         self._starts, self._timeout = False, self._stall_timeout
@@ -509,7 +498,7 @@ class HorovodBackend(Backend):
     def open_process_group(self) -> None:
         if dist.is_initialized():
             return
-        store = dist.HashStore() if self._store is None else self._store
+        store = dist.HashStore() if self.store is None else self.store
         allow_open_files(self.size)
         timeout = transport_timeout(timedelta(seconds=self._timeout), self.device)
         connect = functools.partial(
@@ -526,7 +515,7 @@ class HorovodBackend(Backend):
     def shutdown(self) -> None:
         with self._on_shutdown:
             self._default_group.close()
-        self._store = None
+        self.store = None
         if self._adopted or not hvd.is_initialized():
             return
         if self._controller() == "mpi":
@@ -540,10 +529,6 @@ class HorovodBackend(Backend):
 
     def abandon(self) -> None:
         forget_shutdown()  # it waits for a thread that only the parent has
-
-    @property
-    def store(self) -> dist.Store | None:
-        return self._store
 
     def transport_of(self, device: str) -> str:
         return self._controller() if device == "cpu" else self.transport
