@@ -1,4 +1,4 @@
-"""The public names of the package, for type checkers. `__init__.py` imports each at its first use."""
+"""The public names of the package. `__init__.py` reads them here, and imports each at its first use."""
 
 from . import (
     checkpoint as checkpoint,
@@ -8,45 +8,59 @@ from . import (
     samplers as samplers,
     seeding as seeding,
 )
-from .collectives import (
+from .collectives.allgather import (
     allgather as allgather,
     allgather_async as allgather_async,
+    grouped_allgather as grouped_allgather,
+    grouped_allgather_async as grouped_allgather_async,
+)
+from .collectives.allreduce import (
     allreduce as allreduce,
     allreduce_ as allreduce_,
     allreduce_async as allreduce_async,
     allreduce_async_ as allreduce_async_,
-    alltoall as alltoall,
-    alltoall_async as alltoall_async,
-    barrier as barrier,
-    broadcast as broadcast,
-    broadcast_ as broadcast_,
-    broadcast_async as broadcast_async,
-    broadcast_async_ as broadcast_async_,
-    gather as gather,
-    grouped_allgather as grouped_allgather,
-    grouped_allgather_async as grouped_allgather_async,
     grouped_allreduce as grouped_allreduce,
     grouped_allreduce_ as grouped_allreduce_,
     grouped_allreduce_async as grouped_allreduce_async,
     grouped_allreduce_async_ as grouped_allreduce_async_,
-    grouped_reducescatter as grouped_reducescatter,
-    grouped_reducescatter_async as grouped_reducescatter_async,
-    join as join,
-    poll as poll,
-    reduce as reduce,
-    reducescatter as reducescatter,
-    reducescatter_async as reducescatter_async,
-    scatter as scatter,
-    sparse_allreduce_async as sparse_allreduce_async,
-    synchronize as synchronize,
+)
+from .collectives.alltoall import (
+    alltoall as alltoall,
+    alltoall_async as alltoall_async,
+)
+from .collectives.broadcast import (
+    broadcast as broadcast,
+    broadcast_ as broadcast_,
+    broadcast_async as broadcast_async,
+    broadcast_async_ as broadcast_async_,
 )
 from .collectives.compression import Compression as Compression
+from .collectives.gather import (
+    gather as gather,
+    scatter as scatter,
+)
+from .collectives.handles import (
+    poll as poll,
+    synchronize as synchronize,
+)
+from .collectives.join import (
+    barrier as barrier,
+    join as join,
+)
 from .collectives.objects import (
     allgather_object as allgather_object,
     broadcast_object as broadcast_object,
     gather_object as gather_object,
     scatter_object as scatter_object,
 )
+from .collectives.reduce import reduce as reduce
+from .collectives.reducescatter import (
+    grouped_reducescatter as grouped_reducescatter,
+    grouped_reducescatter_async as grouped_reducescatter_async,
+    reducescatter as reducescatter,
+    reducescatter_async as reducescatter_async,
+)
+from .collectives.sparse import sparse_allreduce_async as sparse_allreduce_async
 from .errors import (
     BackendUnavailableError as BackendUnavailableError,
     CheckpointError as CheckpointError,

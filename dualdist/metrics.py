@@ -12,7 +12,8 @@ import torch
 from . import types
 from .agreement import call_kinds
 from .checks import converted, instance, integer, items, mapping, number
-from .collectives import allgather, allreduce, grouped_allgather, grouped_allreduce
+from .collectives.allgather import allgather, grouped_allgather
+from .collectives.allreduce import allreduce, grouped_allreduce
 from .collectives.objects import on_all_ranks
 from .collectives.plan import check_rows, check_tensor
 from .world.process_sets import (

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from ..agreement import call_kinds
 from ..checks import flag, integer, items, number, wrong
 from ..checks import path as checked_path
-from ..collectives import allreduce
+from ..collectives.allreduce import allreduce
 from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..process_exit import at_exit

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..checks import text_of
-from ..collectives import barrier, broadcast_
+from ..collectives.broadcast import broadcast_
+from ..collectives.join import barrier
 from ..collectives.objects import allgather_object, gather_object, on_all_ranks
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..meeting import own_node

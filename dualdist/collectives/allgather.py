@@ -46,6 +46,7 @@ def plan_allgather(
     return Plan(channel, call, execute, tensors)
 
 
+@not_compiled
 def allgather(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -77,6 +78,7 @@ def allgather(
     return gathered
 
 
+@not_compiled
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:
@@ -89,6 +91,7 @@ def allgather_async(
     return plan.then(lambda outputs: outputs[0]).submit()
 
 
+@not_compiled
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -105,6 +108,7 @@ def grouped_allgather(
     return plan.run(Allgather, process_set, gradient)
 
 
+@not_compiled
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> int:

@@ -72,6 +72,7 @@ def _op_of_average(average: Any, op: Op | None) -> int:
     return Average if average else Sum
 
 
+@not_compiled
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -111,6 +112,7 @@ def allreduce(
     return _only(plan.run(Allreduce, process_set))
 
 
+@not_compiled
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -132,6 +134,7 @@ def allreduce_async(
     return plan.then(_only).submit()
 
 
+@not_compiled
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -151,6 +154,7 @@ def allreduce_(
     return _only(plan.run())
 
 
+@not_compiled
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -175,6 +179,7 @@ def _only(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return output
 
 
+@not_compiled
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -204,6 +209,7 @@ def grouped_allreduce(
     return list(outputs)
 
 
+@not_compiled
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -223,6 +229,7 @@ def grouped_allreduce_async(
     return plan.submit()
 
 
+@not_compiled
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -244,6 +251,7 @@ def grouped_allreduce_(
     return plan.run()
 
 
+@not_compiled
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,

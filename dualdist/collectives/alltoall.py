@@ -33,6 +33,7 @@ def plan_alltoall(
     return Plan(channel, call, execute, [tensor])
 
 
+@not_compiled
 def alltoall(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,
@@ -63,6 +64,7 @@ def alltoall(
     return rows if splits is None else (rows, _on_device_of(splits, counts))
 
 
+@not_compiled
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Sequence[int] | torch.Tensor | None = None,

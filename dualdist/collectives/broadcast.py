@@ -75,6 +75,7 @@ def plan_broadcast(
     return Plan(channel, call, execute, [tensor])
 
 
+@not_compiled
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -106,6 +107,7 @@ def broadcast(
     return plan.run(Broadcast, process_set, gradient)
 
 
+@not_compiled
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -120,6 +122,7 @@ def broadcast_async(
     return plan_broadcast(tensor, root_rank, name, process_set=process_set).submit()
 
 
+@not_compiled
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -134,6 +137,7 @@ def broadcast_(
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).run()
 
 
+@not_compiled
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,

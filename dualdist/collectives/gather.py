@@ -67,6 +67,7 @@ def plan_scatter(
     return Plan(channel, call, execute, [tensor])
 
 
+@not_compiled
 def gather(
     tensor: torch.Tensor,
     root_rank: int,
@@ -121,6 +122,7 @@ class Gather(torch.autograd.Function):
 # scatter: an alltoall in which only the root sends.
 
 
+@not_compiled
 def scatter(
     tensor: torch.Tensor,
     root_rank: int,

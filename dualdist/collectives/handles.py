@@ -17,6 +17,7 @@ from ..agreement.channel import Channel
 from ..agreement.matching import Execute, Verdict
 from ..backends.base import Group
 from ..checks import integer
+from ..compiling import not_compiled
 from ..world.context import current
 
 # Orders collectives on a device with the work of the thread that calls them.
@@ -120,6 +121,7 @@ def new_handle(started: Started[Any]) -> int:
     return handle
 
 
+@not_compiled
 def poll(handle: int) -> bool:
     """Return whether `synchronize(handle)` would return at once. Local.
 
@@ -134,6 +136,7 @@ def poll(handle: int) -> bool:
     return started.done()
 
 
+@not_compiled
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result. Local.
 

@@ -12,6 +12,7 @@ from ..agreement.call_kinds import WhenJoined
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import integer
+from ..compiling import not_compiled
 from ..world.context import current
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .objects import broadcast_object
@@ -19,6 +20,7 @@ from .plan import Plan, make_call, planned
 from .reduction import Reduction, reduce_neutral
 
 
+@not_compiled
 def join(device: int = -1) -> int:
     """Wait until every rank has joined, and take part in the other ranks' allreduces. Return the last rank to join.
 
@@ -59,6 +61,7 @@ def share_grad_scaler(last: int, process_set: ProcessSetLike) -> None:
         scalers[0].load_state_dict(states[0])
 
 
+@not_compiled
 def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return when every member of `process_set` has called it. Collective.
 

@@ -17,6 +17,7 @@ from .plan import Plan, check_root, check_tensor, make_call, root_of
 from .reduction import Reduction, reduce_tensors, scale_
 
 
+@not_compiled
 def reduce(
     tensor: torch.Tensor,
     root_rank: int,

@@ -57,6 +57,7 @@ def plan_reducescatter(
     return Plan(channel, call, execute, sent, restore)
 
 
+@not_compiled
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -91,6 +92,7 @@ def reducescatter(
     return output
 
 
+@not_compiled
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -109,6 +111,7 @@ def reducescatter_async(
     return plan.then(lambda outputs: outputs[0]).submit()
 
 
+@not_compiled
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -133,6 +136,7 @@ def grouped_reducescatter(
     return list(outputs)
 
 
+@not_compiled
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

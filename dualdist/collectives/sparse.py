@@ -10,6 +10,7 @@ import torch
 from ..agreement import call_kinds
 from ..backends.base import Group
 from ..checks import reduce_op, wrong
+from ..compiling import not_compiled
 from ..types import REDUCE_OP_NAMES, Average, Op, Sum
 from ..world.process_sets import ProcessSetLike, global_process_set, reporting
 from .allgather import plan_allgather
@@ -17,6 +18,7 @@ from .handles import synchronize
 from .wire import allgather_rows
 
 
+@not_compiled
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: Op, process_set: ProcessSetLike = global_process_set
 ) -> Callable[[], torch.Tensor]:
