@@ -15,8 +15,9 @@ from .collectives.objects import allgather_object
 from .errors import ConfigurationError
 from .launch import detect
 from .launch.environment import read_settings, without_copies
-from .meeting import Meeting, find_addresses, mpi
-from .meeting.addresses import reserved_port
+from .meeting import mpi
+from .meeting.addresses import find_addresses, reserved_port
+from .meeting.member import Meeting
 from .meeting.mpi import MpiBoard, ending_late_calls, limited_start
 from .types import NEVER_SECONDS, Launch
 from .world.context import current, is_forked, is_initialized, join_world, leave_world

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import HorovodInternalError, StallError
-from ..meeting import connected
+from ..meeting.server import connected
 from ..process_exit import has_failed
 
 # Messages as bytes on a connection: each with its length and with the number of members in a row that have sent it.

@@ -19,19 +19,6 @@ from .horovod.installed import is_imported, is_installed, real_horovod
 if TYPE_CHECKING:
     from .base import Backend
 
-__all__ = (
-    "BACKENDS",
-    "DEFAULT_BACKEND",
-    "DISTRIBUTED_BACKENDS",
-    "HOROVOD_BACKENDS",
-    "TRANSPORTS",
-    "Transport",
-    "check_transport",
-    "choose",
-    "load",
-    "transport_named",
-)
-
 BACKENDS = {
     "torch": ("dualdist.backends.torch", "TorchBackend", "torch"),
     "horovod": ("dualdist.backends.horovod.backend", "HorovodBackend", "horovod"),

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, HorovodInternalError
-from ..meeting import Meeting
+from ..meeting.member import Meeting
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
 

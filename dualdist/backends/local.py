@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..meeting import LOOPBACK, interface_of
+from ..meeting.addresses import LOOPBACK, interface_of
 from ..types import Launch, Settings
 from .base import Backend, CombinedWork, Exchange, Group, Work, temporary_environment
 from .torch_groups import DefaultGroup

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..meeting import ADVICE, Addresses, Board, Meeting, PublishedBoard, find_addresses, find_board
+from ..meeting import find_board
+from ..meeting.addresses import Addresses, find_addresses
+from ..meeting.boards import ADVICE, Board, PublishedBoard
+from ..meeting.member import Meeting
 from ..types import Launch
 
 

@@ -25,7 +25,8 @@ from .. import accelerator
 from ..errors import BackendUnavailableError, ConfigurationError
 from ..executor import in_thread
 from ..launch import DeviceView, choose_devices, shared_devices
-from ..meeting import Meeting, own_node
+from ..meeting.addresses import own_node
+from ..meeting.member import Meeting
 from ..types import Launch, Settings
 from . import TRANSPORTS, transport_named
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment

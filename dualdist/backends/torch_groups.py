@@ -21,7 +21,7 @@ import torch.distributed.nn.functional
 
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
-from ..meeting import INTERFACE, check_interfaces, interface_of
+from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
 from ..process_exit import never_delete, skip_destructors_at_exit
 from .base import REDUCE_OPERATIONS, Exchange, Group, Work
 from .shared_memory import share_host

@@ -13,7 +13,7 @@ from ..collectives.broadcast import broadcast_
 from ..collectives.join import barrier
 from ..collectives.objects import allgather_object, gather_object, on_all_ranks
 from ..errors import CheckpointError, DamagedCheckpointError
-from ..meeting import own_node
+from ..meeting.addresses import own_node
 from ..world.ranks import rank
 from .catalog import CatalogEntry
 from .contents import check_state, collect, collect_own, few, on_host

@@ -32,8 +32,7 @@ from ..errors import ConfigurationError
 from ..launch import LAUNCHERS, detect
 from ..launch.environment import without_launchers
 from ..launch.launchers import mpirun_command
-from ..meeting import INTERFACE, LOOPBACK
-from ..meeting.addresses import addresses, candidates
+from ..meeting.addresses import INTERFACE, LOOPBACK, addresses, candidates
 from ..types import Launch
 
 _PACKAGES = ("torch", "torchvision", "numpy", "horovod", "mpi4py")

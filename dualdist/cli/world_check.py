@@ -35,7 +35,8 @@ from ..backends.store import meet
 from ..errors import ConfigurationError
 from ..launch import DeviceView, choose_devices, detect, shared_devices
 from ..launch.environment import read_settings
-from ..meeting import Gather, find_addresses, interface_of, mpi, own_node
+from ..meeting import mpi
+from ..meeting.addresses import Gather, find_addresses, interface_of, own_node
 from ..meeting.mpi import limited_start
 from ..types import Launch
 from .exec import cores_by_node, numa_node

@@ -24,7 +24,7 @@ from ..collectives.objects import on_all_ranks
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt
 from ..launch import ELASTIC_DIR
 from ..lifecycle import init, shutdown
-from ..meeting import LauncherProcess, find_launcher_process
+from ..meeting.boards import LauncherProcess, find_launcher_process
 from ..world.context import current
 from ..world.ranks import rank
 from .state import ObjectState, State, commits_made

@@ -14,50 +14,7 @@ from ..errors import ConfigurationError
 from ..launch.environment import RENDEZVOUS
 from ..types import Launch
 from . import mpi
-from .addresses import (
-    INTERFACE,
-    LOOPBACK,
-    Addresses,
-    Gather,
-    check_interfaces,
-    find_addresses,
-    interface_of,
-    own_node,
-)
-from .boards import (
-    ADVICE,
-    Board,
-    HttpBoard,
-    LauncherProcess,
-    LaunchersBoard,
-    PublishedBoard,
-    find_launcher_process,
-    given_board,
-    has_first_host,
-    one_host_board,
-    slurm_board,
-)
-from .member import Meeting
-from .server import connected
-
-__all__ = (
-    "ADVICE",
-    "INTERFACE",
-    "LOOPBACK",
-    "Addresses",
-    "Board",
-    "Gather",
-    "LauncherProcess",
-    "Meeting",
-    "PublishedBoard",
-    "check_interfaces",
-    "connected",
-    "find_addresses",
-    "find_board",
-    "find_launcher_process",
-    "interface_of",
-    "own_node",
-)
+from .boards import Board, HttpBoard, LaunchersBoard, given_board, has_first_host, one_host_board, slurm_board
 
 
 def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board:

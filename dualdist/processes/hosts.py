@@ -16,7 +16,7 @@ from pathlib import Path
 from ..backends import TRANSPORTS, transport_named
 from ..errors import ConfigurationError
 from ..launch.detect import host_names, node_counts
-from ..meeting import INTERFACE
+from ..meeting.addresses import INTERFACE
 
 # The variables by which the processes of `dualdist run` and `spawn` choose their backend, transport and network.
 

@@ -24,8 +24,7 @@ from ..backends.horovod.installed import CHILDREN_FOLDER, is_installed
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN, nodes, topology
 from ..launch.environment import copied_variables, exportable, process_variables, without_launchers
-from ..meeting import INTERFACE, LOOPBACK, interface_of
-from ..meeting.addresses import reserved_port
+from ..meeting.addresses import INTERFACE, LOOPBACK, interface_of, reserved_port
 from ..meeting.http_store import HttpStore, horovods_scopes
 from ..meeting.server import MeetingServer
 from .agent import ENDED, ENDING_SIGNALS, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of

@@ -35,8 +35,8 @@ from ..backends.base import Backend, Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
 from ..launch.environment import add_copies, read_settings, remove_copies, torchrun_variables
-from ..meeting import mpi, own_node
-from ..meeting.addresses import reserved_port
+from ..meeting import mpi
+from ..meeting.addresses import own_node, reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
 from .dump import Dump

@@ -59,7 +59,7 @@ print("all right")
 WITHOUT_MEMORY = """\
 import sys, torch, dualdist as hvd
 from dualdist.backends import shared_memory
-from dualdist.meeting import own_node
+from dualdist.meeting.addresses import own_node
 from dualdist.world.process_sets import channel_of
 
 def make_memory(size):

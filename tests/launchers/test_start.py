@@ -18,7 +18,7 @@ import multiprocessing, os, pathlib, signal, sys
 import torch.distributed
 import dualdist as hvd
 from dualdist.backends import torch_groups
-from dualdist.meeting import Meeting
+from dualdist.meeting.member import Meeting
 from dualdist.world import context
 
 def end(*arguments, **options):

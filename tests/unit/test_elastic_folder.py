@@ -11,7 +11,7 @@ import pytest
 from dualdist.elastic import loop
 from dualdist.elastic.loop import folder_of_commits, make_private, remove_abandoned
 from dualdist.errors import CheckpointError
-from dualdist.meeting import LauncherProcess
+from dualdist.meeting.boards import LauncherProcess
 
 OWN = LauncherProcess(os.getpid(), int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]))
 ENDED = LauncherProcess(OWN.pid, OWN.start_time - 1)

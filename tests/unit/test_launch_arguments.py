@@ -8,7 +8,8 @@ import pytest
 
 from dualdist.errors import ConfigurationError
 from dualdist.launch import detect, launch_from
-from dualdist.meeting import Meeting, find_board
+from dualdist.meeting import find_board
+from dualdist.meeting.member import Meeting
 
 TORCHRUN = {
     "RANK": "1",

@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 
 from dualdist.backends.store import StoreBoard, open_store
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
-from dualdist.meeting import Board, Meeting
-from dualdist.meeting.boards import FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
+from dualdist.meeting.boards import Board, FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
+from dualdist.meeting.member import Meeting
 from dualdist.meeting.server import MeetingServer, connected, reach
 from dualdist.types import Launch
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.meeting import Meeting
 from dualdist.meeting.boards import first_host, slurm_board
+from dualdist.meeting.member import Meeting
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
 

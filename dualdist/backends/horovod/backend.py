@@ -30,8 +30,10 @@ from ...errors import BackendUnavailableError, ConfigurationError, HorovodIntern
 from ...executor import Patience, in_thread, wait_for
 from ...launch import DeviceView, Place, nodes, topology
 from ...launch.environment import names_of_copies
-from ...meeting import LOOPBACK, Meeting, PublishedBoard, check_interfaces, interface_of, own_node
+from ...meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
+from ...meeting.boards import PublishedBoard
 from ...meeting.http_store import HttpStore, horovods_scopes
+from ...meeting.member import Meeting
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from ..store import SharedStore, meet, open_store

@@ -27,7 +27,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from ...errors import BackendUnavailableError
 from ...launch import detect
-from ...meeting import Meeting, mpi
+from ...meeting import mpi
+from ...meeting.member import Meeting
 from ...types import Launch
 from ..store import open_store
 from .group import NAME, MpiProcessGroup, closed_communicators
