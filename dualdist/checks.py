@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, cast
@@ -34,6 +34,11 @@ def shown(value: Any) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def shown_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+    """Return "rank 0" or "ranks 0, 1"."""
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def text_of(error: BaseException) -> str:

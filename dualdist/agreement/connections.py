@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..checks import shown_ranks
 from ..errors import HorovodInternalError, StallError
 from ..meeting.server import connected
 from ..process_exit import has_failed
@@ -150,8 +151,8 @@ class AddressExchange:
         self._check_start(cause)
         ranks = sorted(self._ranks[place] for place in missing)
         text = (
-            f"Rank {self._ranks[self._place]} could not connect to rank{'s' * (len(ranks) > 1)} "
-            f"{', '.join(map(str, ranks))} of {list(self._ranks)}: {cause}. Look at their output."
+            f"Rank {self._ranks[self._place]} could not connect to {shown_ranks(ranks)} of {list(self._ranks)}: "
+            f"{cause}. Look at their output."
         )
         # Without the store, rank 0 has ended.
         with contextlib.suppress(RuntimeError):

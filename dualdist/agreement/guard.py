@@ -13,11 +13,10 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import ParamSpec, TypeVar
 
-from ..checks import add_note
+from ..checks import add_note, shown_ranks
 from ..errors import HorovodInternalError, StallError
 from .call import Call
 from .connections import Connections
-from .matching import shown_ranks
 from .watch import GAVE_UP, WatchedChannel, logger
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from ..backends.base import Group
+from ..checks import shown_ranks
 from .call import Call
 from .call_kinds import Data, WhenJoined
 from .connections import Connections
@@ -122,11 +123,6 @@ def agree(
 def _digest(identity: Hashable) -> bytes:
     """Return a digest of `Call.identity`. Unequal ones have other digests."""
     return hashlib.blake2b(repr(identity).encode(), digest_size=16).digest()
-
-
-def shown_ranks(members: Sequence[int]) -> str:
-    """Return "rank 0" or "ranks 0, 1"."""
-    return f"rank {members[0]}" if len(members) == 1 else f"ranks {', '.join(map(str, members))}"
 
 
 # The messages of errors that the members raise because their calls do not match.

@@ -25,9 +25,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ..checks import shown_ranks
 from ..types import Settings
 from .call import LONGEST_TEXT, Call, Record
-from .matching import shown_ranks
 from .usage import Report, Usage, combined, lines, shares
 
 # Questions between ranks that are answered at any time, such as what a rank is doing.

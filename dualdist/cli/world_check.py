@@ -32,6 +32,7 @@ import torch
 from .. import accelerator
 from ..backends import choose, load
 from ..backends.store import meet
+from ..checks import shown_ranks
 from ..errors import ConfigurationError
 from ..launch import DeviceView, choose_devices, detect, shared_devices
 from ..launch.environment import read_settings
@@ -570,10 +571,7 @@ def _where(processes: Sequence[ProcessFacts]) -> str:
     hosts: dict[str, list[int]] = {}
     for process in processes:
         hosts.setdefault(process.host, []).append(process.rank)
-    shown = [
-        f"{host} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
-        for host, ranks in list(hosts.items())[:8]
-    ]
+    shown = [f"{host} ({shown_ranks(ranks)})" for host, ranks in list(hosts.items())[:8]]
     return ", ".join(shown) + (f" and {len(hosts) - 8} other hosts" if len(hosts) > 8 else "")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 from .. import process_exit
+from ..checks import shown_ranks
 from ..errors import ConfigurationError
 from ..executor import in_time
 from ..launch.detect import detect
@@ -298,17 +299,13 @@ def waited(
     """
     who = "This process" if rank is None else f"Rank {rank}"
     if missing:
-        others = f"{_named('rank', missing)}, which did not arrive or {_are(missing)} stopped, in {call}."
+        others = f"{shown_ranks(missing)}, which did not arrive or {_are(missing)} stopped, in {call}."
     else:
         others = f"another rank in {call}."
         if missing_here:
-            named = _named("local rank", missing_here)
+            named = shown_ranks(missing_here, "local rank")
             others += f" On {socket.gethostname()}, {named} did not arrive or {_are(missing_here)} stopped."
     return f"{who} waited {seconds:.0f} s for {others} {ADVICE}"
-
-
-def _named(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _are(numbers: Sequence[int]) -> str:

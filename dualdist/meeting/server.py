@@ -32,6 +32,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+from ..checks import shown_ranks
+
 
 def connected(address: str, port: int, seconds: float) -> socket.socket:
     """Return a connection to a host's name or address, which has the timeout `seconds`. Raises OSError.
@@ -422,8 +424,7 @@ class _Meeting:
 
 def not_arrived(rank: int, ranks: Sequence[int], seconds: float, advice: str) -> str:
     """Return the text of the error of `rank`, which has waited so many seconds for `ranks`."""
-    others = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return f"Rank {rank} waited {seconds:.0f} s for {others}, which did not arrive. {advice}"
+    return f"Rank {rank} waited {seconds:.0f} s for {shown_ranks(ranks)}, which did not arrive. {advice}"
 
 
 async def _receive(reader: asyncio.StreamReader) -> list[Any]:
