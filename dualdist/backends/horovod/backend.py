@@ -402,14 +402,11 @@ class HorovodBackend(Backend):
                 f"`transport` must be gloo for Horovod here, but is 'mpi' instead: it needs MPI, and {lacking}. Start "
                 "with a launcher that starts MPI (mpirun, srun --mpi=pmix) and a Horovod built for it, or choose gloo."
             )
-        if transport == "gloo" and not hvd.gloo_built():
+        options = {"gloo": "", "nccl": "HOROVOD_GPU_OPERATIONS=NCCL "}
+        if transport in options and not cls.built()[f"{transport}_built"]:
             raise BackendUnavailableError(
-                "`transport` is 'gloo', but Horovod was built without Gloo. Rebuild it with dualdist install-horovod."
-            )
-        if transport == "nccl" and not hvd.nccl_built():
-            raise BackendUnavailableError(
-                "`transport` is 'nccl', but Horovod was built without NCCL. "
-                "Rebuild it with HOROVOD_GPU_OPERATIONS=NCCL dualdist install-horovod."
+                f"`transport` is {transport!r}, but Horovod was built without it. Rebuild it with "
+                f"{options[transport]}dualdist install-horovod."
             )
 
     def _open_store(self, env: Mapping[str, str]) -> SharedStore:
@@ -537,16 +534,8 @@ class HorovodBackend(Backend):
 
     @classmethod
     def built(cls) -> Mapping[str, bool | int]:
-        names = (
-            "mpi_built",
-            "gloo_built",
-            "nccl_built",
-            "ddl_built",
-            "ccl_built",
-            "cuda_built",
-            "rocm_built",
-        )
-        return {name: getattr(hvd, name)() for name in names}
+        libraries = ("mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm")
+        return {f"{name}_built": getattr(hvd, f"{name}_built")() for name in libraries}
 
     def facts(self) -> Mapping[str, bool | int]:
         mpi = bool(hvd.mpi_enabled())
