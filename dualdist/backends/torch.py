@@ -122,16 +122,6 @@ def _shown(host: str) -> str:
     return host.rpartition("-")[0] or host
 
 
-def _step_seconds(transport: str, settings: Settings) -> float | None:
-    """Return how long a step of the start may take; None if torch has a timeout. MPI has none for a communicator."""
-    return settings.start_timeout_seconds if transport == "mpi" else None
-
-
-def _preferred_transport(launch: Launch) -> str:
-    """Return the fastest transport that the machine and the launcher offer. Starts nothing."""
-    return device_transport() or ("mpi" if launch.starts_mpi else "gloo")
-
-
 def _start_mpi(launch: Launch, required: bool) -> bool:
     """Start MPI and return whether it can be used. Raises BackendUnavailableError when it is `required` but cannot."""
     from . import mpi
@@ -193,7 +183,7 @@ class TorchBackend(Backend):
             return cls._adopt(transport, env, settings)
         if transport is not None:
             cls.check(transport, launch)
-        chosen = transport or _preferred_transport(launch)
+        chosen = transport or device_transport() or ("mpi" if launch.starts_mpi else "gloo")
         if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
             chosen = "gloo"
         views = accelerator.visible(by_uuid=TRANSPORTS[transport_named(chosen)].needs_gpus)
@@ -282,7 +272,9 @@ class TorchBackend(Backend):
                 accelerator.bind(self.device)
             return step()
 
-        return self._meeting.wait_for(in_thread(run), _step_seconds(self.transport, self._settings))
+        # torch has timeouts of its own, but MPI has none for a new communicator.
+        seconds = self._settings.start_timeout_seconds if self.transport == "mpi" else None
+        return self._meeting.wait_for(in_thread(run), seconds)
 
     def finish_start(self) -> None:
         super().finish_start()

@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,8 +227,10 @@ def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str]
     found: dict[str, str] = {}
     set_by: dict[str, str] = {}
     ignored = []
-    for row in _given(args):
+    for row in TUNING:
         given = getattr(args, row.dest)
+        if given in (None, False):
+            continue
         if backend not in row.backends:
             ignored.append(row.flags[0])
             continue
@@ -246,10 +248,6 @@ def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str]
                 )
             set_by[name] = row.flags[0]
     return found, ignored
-
-
-def _given(args: argparse.Namespace) -> Iterable[Tuning]:
-    return (row for row in TUNING if getattr(args, row.dest) not in (None, False))
 
 
 _PIPE_CODE = 141

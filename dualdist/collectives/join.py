@@ -72,11 +72,7 @@ def barrier(process_set: ProcessSetLike = global_process_set) -> None:
 
 @planned(call_kinds.BARRIER)
 def _plan_barrier(*, process_set: ProcessSetLike) -> Plan[None]:
-    return Plan(channel_of(process_set), make_call(call_kinds.BARRIER, None), _do_nothing)
-
-
-def _do_nothing(group: Group, verdict: Verdict) -> None:
-    pass
+    return Plan(channel_of(process_set), make_call(call_kinds.BARRIER, None), lambda group, verdict: None)
 
 
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
