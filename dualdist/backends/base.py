@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, HorovodInternalError
+from ..meeting import server
 from ..meeting.member import Meeting
 from ..process_exit import never_delete, skip_destructors_at_exit
 from ..types import Launch, Max, Min, Product, Settings, Sum
@@ -52,8 +52,6 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 _GROUPS = 3
 """How many groups of Gloo connect all ranks: two of dualdist, and torch's default group."""
-_SPARE = 256
-"""For agreements, the start, data files and the like."""
 
 
 def allow_open_files(size: int) -> None:
@@ -62,18 +60,12 @@ def allow_open_files(size: int) -> None:
     Rank 0 has one more connection to each rank while the world starts. Raises ConfigurationError if the hard limit is
     too low.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/dev/fd")) + (_GROUPS + 1) * size + _SPARE
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed - _SPARE:
+    needed, allowed = server.allow_open_files((_GROUPS + 1) * size)
+    if allowed < needed - server.SPARE_FILES:
         raise ConfigurationError(
-            f"The hard limit of open files must be at least {needed} for {size} ranks, but is {hard} instead. Raise it "
-            "on this host (ulimit -Hn, LimitNOFILE of systemd, docker run --ulimit nofile)."
+            f"The hard limit of open files must be at least {needed} for {size} ranks, but is {allowed} instead. Raise "
+            "it on this host (ulimit -Hn, LimitNOFILE of systemd, docker run --ulimit nofile)."
         )
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-    )
 
 
 # How tensors are combined, in each backend's own terms.

@@ -59,7 +59,7 @@ def find_launcher_process(variable: str) -> LauncherProcess:
         with contextlib.suppress(OSError):
             entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if any(entry.startswith(prefix) for entry in entries):
-                pid = int(_status(pid)[1])
+                pid = int(process_status(pid)[1])
                 continue
         return LauncherProcess(pid, _start_time(pid))
 
@@ -73,10 +73,10 @@ def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
 
 
 def _start_time(pid: int) -> int:
-    return int(_status(pid)[19])
+    return int(process_status(pid)[19])
 
 
-def _status(pid: int) -> list[str]:
+def process_status(pid: int) -> list[str]:
     """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 

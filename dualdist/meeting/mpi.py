@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 from .. import process_exit
@@ -29,7 +28,7 @@ from ..executor import in_time
 from ..launch.detect import detect
 from ..process_exit import at_exit
 from ..types import Launch
-from .boards import ADVICE, PublishedBoard, job_digest, rising
+from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
 
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 #
@@ -76,8 +75,7 @@ def _runs(address: str) -> bool:
         probe.connect(address)
         process, user, _ = _PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         # A process that was forked from a dead rank keeps its socket.
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        return user == os.getuid() and state not in "TtZX"
+        return user == os.getuid() and process_status(process)[0] not in "TtZX"
     return False
 
 

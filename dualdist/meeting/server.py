@@ -20,7 +20,6 @@ import errno
 import hmac
 import json
 import os
-import queue
 import resource
 import secrets
 import selectors
@@ -33,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from ..checks import shown_ranks
+from ..executor import in_time
 
 
 def connected(address: str, port: int, seconds: float) -> socket.socket:
@@ -93,22 +93,13 @@ def _address(host: str, seconds: float) -> str:
     """Return an address of `host`. Raises gaierror without one within `seconds`."""
     if ":" in host or host.replace(".", "").isdecimal():
         return host
-    found: queue.SimpleQueue[str | socket.gaierror] = queue.SimpleQueue()
-
-    def look_up() -> None:
-        try:
-            found.put(socket.gethostbyname(host))
-        except (OSError, UnicodeError) as error:
-            found.put(socket.gaierror(socket.EAI_NONAME, getattr(error, "strerror", str(error))))
-
-    # In a thread: name servers that do not answer hold it up for longer.
-    threading.Thread(target=look_up, daemon=True).start()
-    with contextlib.suppress(queue.Empty):
-        answer = found.get(timeout=seconds)
-        if isinstance(answer, str):
-            return answer
-        raise answer
-    raise socket.gaierror(socket.EAI_AGAIN, "no name server has answered")
+    try:
+        # In a thread: name servers that do not answer hold it up for longer.
+        return in_time(lambda: socket.gethostbyname(host), seconds)
+    except TimeoutError:
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server has answered") from None
+    except (OSError, UnicodeError) as error:
+        raise socket.gaierror(socket.EAI_NONAME, getattr(error, "strerror", str(error))) from None
 
 
 def _socket_for(host: str) -> socket.socket:
@@ -199,8 +190,8 @@ _FAREWELL_SECONDS = 3.0
 """How long a server that closes waits until its last messages are sent."""
 _SHORTAGE_SECONDS = 1.0
 """How long to accept no connections when too many files are open."""
-_SPARE_FILES = 256
-"""For other files that this process opens while it serves."""
+SPARE_FILES = 256
+"""For what this process opens besides the connections to other ranks: for agreements, data files and the like."""
 _BACKLOG = 4096
 
 
@@ -222,7 +213,7 @@ class MeetingServer:
         """What serves them: asyncio keeps no references to tasks."""
         self._farewell = b""
         self.port = port
-        _allow_open_files(size)
+        allow_open_files(size)
         with contextlib.ExitStack() as undo:
             self._listeners = []
             for host in hosts:
@@ -434,13 +425,18 @@ async def _receive(reader: asyncio.StreamReader) -> list[Any]:
     return _unpacked(await reader.readexactly(length))
 
 
-def _allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files if the connections of `size` ranks need it, as far as possible."""
+def allow_open_files(more: int) -> tuple[int, int]:
+    """Raise this process's limit of open files, as far as possible, if it needs `more` besides those that are open.
+
+    Returns the number that it needs, with `SPARE_FILES`, and the number that it may have.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/dev/fd")) + size + _SPARE_FILES
-    needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    needed = len(os.listdir("/dev/fd")) + more + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return needed, needed
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return needed, allowed
 
 
 def _listener(host: str, port: int) -> socket.socket:

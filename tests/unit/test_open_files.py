@@ -27,7 +27,7 @@ class Limits:
 
 def limits_after(monkeypatch: pytest.MonkeyPatch, size: int, soft: int, hard: int) -> tuple[int, int]:
     limits = Limits(soft, hard)
-    monkeypatch.setattr("dualdist.backends.base.resource", limits)
+    monkeypatch.setattr("dualdist.meeting.server.resource", limits)
     allow_open_files(size)
     return limits.now
 
