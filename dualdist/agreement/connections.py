@@ -24,6 +24,7 @@ from typing import Any
 
 from ..checks import shown_ranks
 from ..errors import HorovodInternalError, StallError
+from ..meeting.boards import rising
 from ..meeting.server import connected
 from ..process_exit import has_failed
 
@@ -113,14 +114,13 @@ class AddressExchange:
         """Return what the members at `places` have published. Waits for them. Raises HorovodInternalError."""
         missing = sorted(places)
         keys = [f"{self._key}/{place}" for place in missing]
-        pause, longest = _POLL_SECONDS
+        pauses = rising(*_POLL_SECONDS)
         # Not Store.wait: after a timeout, TCPStore prints warnings.
         while not self._store.check(keys):
             self.check(
                 place for place, key in zip(missing, keys, strict=True) if not self._store.check([key])
             )
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+            time.sleep(next(pauses))
         endpoints = map(json.loads, self._store.multi_get(keys))
         return {
             place: (host, port, bytes.fromhex(token))

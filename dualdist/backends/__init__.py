@@ -64,6 +64,11 @@ def transport_named(backend: str) -> str:
     return next((name for name, known in TRANSPORTS.items() if backend in known.others), backend)
 
 
+def needs_gpus(backend: str) -> bool:
+    """Return whether torch's backend called `backend` needs a GPU for each process. An unknown one does not."""
+    return TRANSPORTS.get(transport_named(backend), Transport()).needs_gpus
+
+
 def check_transport(transport: str | None) -> None:
     """Raise ConfigurationError unless `transport` is None or the name of a transport."""
     if transport is not None and transport_named(transport) not in tuple(TRANSPORTS):  # it may be unhashable

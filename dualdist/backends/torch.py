@@ -28,7 +28,7 @@ from ..launch import DeviceView, choose_devices, shared_devices
 from ..meeting.addresses import own_node
 from ..meeting.member import Meeting
 from ..types import Launch, Settings
-from . import TRANSPORTS, transport_named
+from . import needs_gpus, transport_named
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from .store import SharedStore, StoreBoard, connect_again, meet, open_store
 from .torch_groups import DefaultGroup, TorchGroups, abort_process_group, config_text, gloo_interface
@@ -90,7 +90,7 @@ def agreed_transport(offers: Sequence[Offer], rank: int) -> str:
         hosts = {name: _hosts(offers, name) for name in sorted({offer.transport for offer in offers})}
         said = "; ".join(f"{name} on {', '.join(names)}" for name, names in hosts.items())
         logger.warning("All ranks use %s, because their fastest transports differ: %s.", transport, said)
-    if TRANSPORTS[transport_named(transport)].needs_gpus:
+    if needs_gpus(transport):
         _check_devices(offers, transport)
     return transport
 
@@ -186,7 +186,7 @@ class TorchBackend(Backend):
         chosen = transport or device_transport() or ("mpi" if launch.starts_mpi else "gloo")
         if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
             chosen = "gloo"
-        views = accelerator.visible(by_uuid=TRANSPORTS[transport_named(chosen)].needs_gpus)
+        views = accelerator.visible(by_uuid=needs_gpus(chosen))
         offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
         seconds = settings.start_timeout_seconds
         with contextlib.ExitStack() as undo, wrapped():
@@ -220,13 +220,13 @@ class TorchBackend(Backend):
         board = StoreBoard(Launch("torch", *place), env, dist.distributed_c10d._get_default_store())
         seconds = settings.start_timeout_seconds
         device = adopted_device(transport)
-        needs_gpus = transport in TRANSPORTS and TRANSPORTS[transport].needs_gpus
-        offer = Offer(own_node(), None, accelerator.visible(by_uuid=needs_gpus), transport, is_asked=False)
+        views = accelerator.visible(by_uuid=needs_gpus(transport))
+        offer = Offer(own_node(), None, views, transport, is_asked=False)
         with contextlib.ExitStack() as undo:
             meeting = Meeting(board, *place, seconds)
             undo.callback(meeting.close, started=False)
             shared = open_store(meeting, env, seconds, offer.to_text())
-            if needs_gpus and device is None:
+            if needs_gpus(transport) and device is None:
                 offers = [Offer.from_text(text) for text in shared.messages]
                 device = bind_device(transport, offers, dist.get_rank())
             undo.pop_all()
@@ -238,7 +238,7 @@ class TorchBackend(Backend):
     @classmethod
     def check(cls, transport: str, launch: Launch) -> None:
         family = transport_named(transport)
-        if TRANSPORTS[family].needs_gpus and device_transport() != family:
+        if needs_gpus(family) and device_transport() != family:
             built = (
                 "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
             )

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from .. import accelerator
 from ..errors import HorovodInternalError, StallError
 from ..launch import DeviceView, choose_devices
-from . import TRANSPORTS, transport_named
+from . import needs_gpus, transport_named
 
 
 @contextlib.contextmanager
@@ -191,14 +191,13 @@ def device_transport() -> str | None:
     """Return the transport that torch has for this machine's accelerator; None without either."""
     kind = accelerator.kind()
     transport = dist.Backend.default_device_backend_map.get(kind) if kind else None
-    if transport is None or transport not in TRANSPORTS or not TRANSPORTS[transport].needs_gpus:
-        return None
-    return transport if dist.is_backend_available(transport) else None
+    is_usable = transport is not None and needs_gpus(transport) and dist.is_backend_available(transport)
+    return transport if is_usable else None
 
 
 def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch.device | None:
     """Choose this rank's device, and make it the current one. None if `transport` needs no devices."""
-    index = choose_devices(views)[rank] if TRANSPORTS[transport_named(transport)].needs_gpus else None
+    index = choose_devices(views)[rank] if needs_gpus(transport) else None
     if index is None:
         return None
     device = torch.device(str(accelerator.kind()), index)
@@ -208,7 +207,7 @@ def bind_device(transport: str, views: Sequence[DeviceView], rank: int) -> torch
 
 def config_of(transport: str) -> dict[str, str]:
     """Return {type of device: torch's backend for it} for `transport`."""
-    if TRANSPORTS[transport_named(transport)].needs_gpus:
+    if needs_gpus(transport):
         return {"cpu": _CPU, str(accelerator.kind()): transport}
     return {"cpu": _MPI if transport == "mpi" else transport}
 
@@ -229,7 +228,7 @@ def adopted_device(transport: str) -> torch.device | None:
 
     None if it needs no devices, or if the program has not used any.
     """
-    if transport not in TRANSPORTS or not TRANSPORTS[transport].needs_gpus:
+    if not needs_gpus(transport):
         return None
     bound: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
     return bound or accelerator.current_device()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__
-from ..backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load
+from ..backends import BACKENDS, DISTRIBUTED_BACKENDS, TRANSPORTS, choose, load, needs_gpus
 from ..errors import ConfigurationError
 from ..launch import LAUNCHERS, detect
 from ..launch.environment import without_launchers
@@ -270,7 +270,7 @@ def _missing(transport: str) -> str | None:
     """Return what two processes need for `transport` and do not have here, None if they have everything."""
     from .. import accelerator
 
-    if TRANSPORTS[transport].needs_gpus and accelerator.count() < _PROCESSES:
+    if needs_gpus(transport) and accelerator.count() < _PROCESSES:
         return f"{transport} needs a GPU for each of {_PROCESSES} processes"
     return "no mpirun on PATH" if TRANSPORTS[transport].needs_mpi and not shutil.which("mpirun") else None
 
