@@ -332,9 +332,8 @@ class Channel:
         watched = self._watched = watch.add_channel(
             name, data.ranks, lambda: [request.call for request in list(pending)]
         )
-        data.find_cause = lambda: str(
-            watched.fail()
-        )  # without `self`: the group must be freed with its last user
+        # Without `self`: the group must be freed with its last user.
+        data.find_cause = lambda: str(watched.fail())
         self._usage = watch.usage
         self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)

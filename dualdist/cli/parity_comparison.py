@@ -26,9 +26,8 @@ _EVERYWHERE = (WEIGHTS, REDUCED, SETTINGS, NEW_WEIGHTS)
 _COMPARED = (WEIGHTS, BUFFERS, BATCH, LOSS, OWN, REDUCED, SETTINGS, NEW_WEIGHTS, NEW_BUFFERS)
 _OF_LAYERS = ("torch", "cuda")  # the random generators that dropout uses
 _SETTING = 1e-9  # settings that differ by less are equal: they are numbers of Python
-_FLOOR = (
-    0.05  # a tensor counts as this part of the largest of its kind, or more: what should be zero is rounding
-)
+_FLOOR = 0.05
+"""A tensor counts as this part of the largest of its kind, or more: what should be zero is rounding."""
 _WIRE = 2e-2  # more than bfloat16 changes
 _ROUNDING, _GROWTH = 1e-5, 30
 """Differences that begin below the first, and grow by less than the second from value to value, are of rounding."""
@@ -99,13 +98,10 @@ def difference(left: Any, right: Any, floor: float = 0.0) -> float:
         return 0.0
     size = math.inf
     if isinstance(left, list) and isinstance(right, list):
-        if all(
-            "float" in value[3] or "complex" in value[3] for value in (left, right)
-        ):  # tokens have no distance
+        # Tokens have no distance. The least is that of another dtype, or sign of zero.
+        if all("float" in value[3] or "complex" in value[3] for value in (left, right)):
             norm = max(left[1], right[1], floor) or 1.0
-            size = max(
-                math.dist(left[2], right[2]) / norm, 2**-60
-            )  # the least: another dtype, or sign of zero
+            size = max(math.dist(left[2], right[2]) / norm, 2**-60)
     elif all(isinstance(value, int | float) for value in (left, right)):
         size = abs(left - right) / max(abs(left), abs(right))
     return size if math.isfinite(size) else math.inf

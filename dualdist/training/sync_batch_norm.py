@@ -159,9 +159,8 @@ def _statistics(input: torch.Tensor, eps: float, process_set: ProcessSet) -> _St
             f"{count} instead."
         )
     if input.is_cuda:
-        same_mean, unbiased = own.new_zeros(
-            2, channels
-        )  # the kernel takes the dtype of the first for that of all
+        # The kernel takes the dtype of the first for that of all.
+        same_mean, unbiased = own.new_zeros(2, channels)
         mean, invstd = torch.batch_norm_gather_stats_with_counts(
             input, means, spreads, same_mean, unbiased, 1.0, eps, counts.view(-1)
         )
@@ -214,9 +213,8 @@ class _Normalize(torch.autograd.Function):
         scale = None if weight is None else weight.to(found.mean.dtype)
         if input.is_cuda:
             grad = grad.contiguous(memory_format=_layout(input))
-            scale = (
-                torch.ones_like(found.mean) if scale is None else scale
-            )  # channels last: one must be there
+            # With channels last, one must be there.
+            scale = torch.ones_like(found.mean) if scale is None else scale
         own, grad_weight, grad_bias = _sums(grad, input, found, scale)
         grad_input = None
         if ctx.needs_input_grad[0]:

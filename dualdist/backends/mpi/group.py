@@ -65,9 +65,8 @@ class ClosedCommunicators:
         """
         ranks, tokens, known = zip(*map(json.loads, messages), strict=True)
         closed_by = dict(zip(ranks, map(frozenset, known), strict=True))
-        for label in sorted(
-            self._communicators
-        ):  # by token: MPI_Comm_free is collective, so all use one order
+        # By token: MPI_Comm_free is collective, so all use one order.
+        for label in sorted(self._communicators):
             if all(label.token in closed_by.get(rank, ()) for rank in label.ranks):
                 self._communicators.pop(label).Free()
         return Label(tokens[0], tuple(ranks))

@@ -103,9 +103,8 @@ class Memory:
         return None
 
     def _release(self, start: int, num_bytes: int) -> None:
-        if (
-            os.getpid() == self._process_id
-        ):  # not in a forked process, which would take the memory from its parent
+        # Not in a forked process, which would take the memory from its parent.
+        if os.getpid() == self._process_id:
             self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
             self._released.append((start, num_bytes))
 
