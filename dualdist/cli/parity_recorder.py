@@ -36,6 +36,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import dualdist
 
 from ..backends import HOROVOD_BACKENDS
+from ..checkpoint.contents import without_wrappers
+from ..collectives.wire import dtype_name
 from ..compat import install
 from ..launch.detect import detect
 from . import parity_comparison as stages
@@ -66,7 +68,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
     """Return [hash, norm, sketch, dtype], and the 16-bit dtype that could hold all values, or None."""
     flat = _flat(tensor)
-    dtype = _name_of(flat.dtype)
+    dtype = dtype_name(flat.dtype)
     known = hashlib.blake2b(f"{dtype}{list(tensor.shape)}".encode(), digest_size=8)
     known.update(flat.view(torch.uint8).numpy().data)
     # In numpy, whose operations on small arrays are the fastest, and use one thread.
@@ -78,10 +80,6 @@ def fingerprint(tensor: torch.Tensor, finds_narrow: bool = False) -> list[Any]:
         norm = math.sqrt(numpy.dot(numbers, numbers))
         found = [known.hexdigest(), norm, signed.reshape(WIDTH, -1).sum(1).tolist(), dtype]
     return [*found, _narrow(flat) if finds_narrow else None]
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -186,14 +184,18 @@ class Recorder:
         return self.names.get(key) or f"parameter {list(self.params).index(key)}"
 
     def buffers(self) -> dict[str, Any]:
-        return {_short(name): fingerprint(it) for root in self.roots for name, it in root.named_buffers()}
+        return {
+            without_wrappers(name): fingerprint(it)
+            for root in self.roots
+            for name, it in root.named_buffers()
+        }
 
     def begin(self, root: torch.nn.Module | None) -> None:
         """Record the names in a new model, and the weights and buffers with which training begins."""
         if root is not None and not any(root is known for known in self.roots):
             self.roots.append(root)
             for name, tensor in root.named_parameters():
-                short = _short(name)
+                short = without_wrappers(name)
                 taken = short in self.names.values()
                 self.names.setdefault(id(tensor), f"{len(self.roots)}:{short}" if taken else short)
         if self.params and not self.has_begun:
@@ -204,7 +206,7 @@ class Recorder:
     @_timed
     def see_collective(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         shown = [f"{name}={value}" for name, value in arguments.items() if name in _SHOWN]
-        shown += [f"{_name_of(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
+        shown += [f"{dtype_name(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
         text = f"{function.__name__}({', '.join(shown)})"
         # Until the next forward, it belongs to the step before.
         self.add(stages.COLLECTIVE, {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
@@ -303,11 +305,6 @@ class Recorder:
         while len(list(self.folder.glob("rank-*.json"))) < self.size and time.monotonic() < deadline:
             time.sleep(0.02)  # no event tells that a process of another rank has written its file
         raise SystemExit(0)
-
-
-def _short(name: str) -> str:
-    """Return the name of a parameter without what wrappers have added."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
 def _plain(value: Any) -> Any:
