@@ -247,4 +247,4 @@ def differences(folder: Path, parts: Parts, objects: Objects) -> tuple[Parts, li
 def _place(entry: Any) -> torch.Tensor | None:
     """Return what DCP overwrites with the value that `entry` describes."""
     is_tensor = isinstance(entry, TensorStorageMetadata)
-    return torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
