@@ -36,9 +36,9 @@ def shown(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def shown_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
+def shown_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 0" or "ranks 0, 1"."""
-    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def text_of(error: BaseException) -> str:

@@ -301,7 +301,7 @@ def waited(
     else:
         others = f"another rank in {call}."
         if missing_here:
-            named = shown_ranks(missing_here, "local rank")
+            named = f"local {shown_ranks(missing_here)}"
             others += f" On {socket.gethostname()}, {named} did not arrive or {_are(missing_here)} stopped."
     return f"{who} waited {seconds:.0f} s for {others} {ADVICE}"
 

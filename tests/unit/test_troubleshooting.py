@@ -38,12 +38,11 @@ PASSED_ON = """
     backends/horovod/group.py: str(error)
     backends/mpi/work.py: self._problem
     backends/mpi/work.py: problem
-    backends/torch_group.py: text
+    backends/torch_interface.py: text
     checkpoint/catalog.py: self._rejected[path]
     checkpoint/manager.py: '%s'
     checkpoint/manager.py: problem
     checkpoint/sharded.py: text
-    checkpoint/transfer.py: text_of(failure)
     checkpoint/transfer.py: problem
     checks.py: str(error)
     cli/parity.py: '\\n  '.join([error, *_where(Path(folder), cell.size)])
