@@ -11,7 +11,7 @@ import contextlib
 import copy
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from ..errors import CheckpointError
 from .torch_interface import adopted_config, wrapped
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_OF_GROUP = re.compile(r"param_groups\.\d+\.\w+")
+_OF_GROUP = re.compile(r"param_groups\.(\d+)\.(.+)")
+_AMBIGUOUS = re.compile(r"param_groups\.\d+\.[^.]+")
+"""A hyperparameter of a group, or of a parameter with a number for a name."""
 Objects = Mapping[str, torch.nn.Module | torch.optim.Optimizer]
 Parts = dict[str, Any]
 
@@ -123,48 +125,36 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parts_of(objects: Objects, *, by_group: bool = False) -> Parts:
-    """Return the parts of this rank, which share memory with `objects`, as a checkpoint names them.
+def parts_of(objects: Objects) -> tuple[Parts, Parts]:
+    """Return the parts of this rank as a checkpoint names them, and the hyperparameters by the number of their group.
 
-    Those of an optimizer without state are of the state before its first step, and it stays without.
-    by_group: with the hyperparameters also by the number of their group, if no parameter has a number for a name.
+    The parts share memory with `objects`. Those of an optimizer without state are of the state before its first step,
+    and it stays without. The second are none of an optimizer whose parameters have numbers for names.
     Raises CheckpointError if the model of an optimizer is missing.
     """
     parts: Parts = {}
+    by_group: Parts = {}
     for name, value in objects.items():
         if isinstance(value, torch.nn.Module):
             named: Mapping[str, Any] = get_model_state_dict(value)
         else:
             is_new, model = not value.state, _model_of(name, value, objects)
             with _undoing_first_step(value):
-                nested: Any = get_optimizer_state_dict(model, value)
-            named = {
-                f"state.{param}.{key}": part
-                for param, own in nested["state"].items()
-                for key, part in own.items()
-            }
-            by_parameter = _by_parameter(nested["param_groups"])
-            named |= by_parameter
-            if by_group and not any(map(_OF_GROUP.fullmatch, by_parameter)):  # of parameters named 0, 1, ...
-                for number, group in enumerate(nested["param_groups"]):
-                    named |= {f"param_groups.{number}.{key}": part for key, part in group.items()}
+                named = get_optimizer_state_dict(model, value, options=_FLAT)
+                groups: Any = get_optimizer_state_dict(model, value)["param_groups"]
+            if not any(map(_AMBIGUOUS.fullmatch, named)):
+                by_group |= {
+                    f"{name}.param_groups.{number}.{key}": part
+                    for number, group in enumerate(groups)
+                    for key, part in group.items()
+                }
             if is_new:
                 value.state.clear()
                 for key, part in named.items():
                     if key.endswith(".step") and isinstance(part, torch.Tensor):
                         part.zero_()
         parts |= {f"{name}.{key}": part for key, part in named.items()}
-    return parts
-
-
-def _by_parameter(groups: Iterable[Mapping[str, Any]]) -> Parts:
-    return {
-        f"param_groups.{param}.{key}": part
-        for group in groups
-        for param in group["params"]
-        for key, part in group.items()
-        if key != "params"
-    }
+    return parts, by_group
 
 
 def copied(parts: Parts) -> Parts:
@@ -177,7 +167,7 @@ def copied(parts: Parts) -> Parts:
 
 
 def set_parts(objects: Objects, parts: Parts) -> None:
-    """Load `parts` into the objects: all those that `parts_of` names, and hyperparameters of groups, which win."""
+    """Load all `parts` into the objects. Hyperparameters saved by group replace those saved by parameter."""
     for name, value in objects.items():
         named = {
             key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")
@@ -186,14 +176,25 @@ def set_parts(objects: Objects, parts: Parts) -> None:
             set_model_state_dict(value, named)
         else:
             model = _model_of(name, value, objects)
-            groups: dict[str, Parts] = {}
-            for key in [key for key in named if _OF_GROUP.fullmatch(key)]:
-                _, number, own = key.split(".")
-                if f"param_groups.{number}.params" in named or number in groups:
-                    groups.setdefault(number, {})[own] = named.pop(key)
-            named |= _by_parameter(groups.values())
             with _undoing_first_step(value):
-                set_optimizer_state_dict(model, value, named, options=_FLAT)
+                set_optimizer_state_dict(model, value, named | _by_parameter(named), options=_FLAT)
+
+
+def _by_parameter(named: Parts) -> Parts:
+    """Return the hyperparameters that `named` has by group under the names of the parameters in the group."""
+    found: dict[str, Parts] = {}
+    for key, part in named.items():
+        if match := _OF_GROUP.fullmatch(key):
+            found.setdefault(match[1], {})[match[2]] = part
+    renamed: Parts = {}
+    for group in found.values():
+        for param in group.pop("params", ()):
+            for key, part in group.items():
+                own = named.get(f"param_groups.{param}.{key}")
+                if isinstance(own, torch.Tensor) and isinstance(part, torch.Tensor):
+                    part = part.to(own.device)
+                renamed[f"param_groups.{param}.{key}"] = part
+    return renamed
 
 
 def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> torch.nn.Module:
@@ -206,36 +207,45 @@ def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> 
     )
 
 
-def differences(folder: Path, parts: Parts, objects: Objects) -> tuple[Parts, list[str]]:
+def differences(folder: Path, parts: Parts, objects: Objects, known: Set[str]) -> tuple[Parts, list[str]]:
     """Return what `PartGroup.read` is to overwrite with what `folder` has, and what does not match.
 
-    The first are the `parts` of the same shape, and hyperparameters by group if `folder` has them only so.
+    The first are the `parts` of the same shape, and hyperparameters by group where `folder` has none by parameter.
+    known: the names of the parts of all ranks.
     """
     try:
         saved = dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
     except OSError as error:
         raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
     by_group: Parts = {}
+    missing: set[str] = set()
     for name in [name for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)]:
-        prefix = f"{name}.param_groups."
-        if f"{prefix}0.params" in saved:
-            names = [key for key in saved if _OF_GROUP.fullmatch(key.removeprefix(f"{name}."))]
+        prefix = f"{name}."
+        own = {key for key in parts if key.startswith(f"{prefix}param_groups.")}
+        found = own & saved.keys()
+        if f"{prefix}param_groups.0.params" in saved:
+            found = {key for key in found if not _AMBIGUOUS.fullmatch(key.removeprefix(prefix))}
+            names = [
+                key for key in saved if _OF_GROUP.fullmatch(key.removeprefix(prefix)) and key not in found
+            ]
             groups = {key: saved.pop(key) for key in names}
-            if not any(key.startswith(prefix) for key in saved):
+            if not found:
                 by_group |= {key: _place(entry) for key, entry in groups.items()}
-                parts = {key: part for key, part in parts.items() if not key.startswith(prefix)}
+                parts = {key: part for key, part in parts.items() if key not in own}
+        elif not found:
+            missing |= own
     tensors = {name: entry.size for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-    own = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
-    others = (parts.keys() & saved.keys()) & (own.keys() ^ tensors.keys())
+    owned = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    others = (parts.keys() & saved.keys()) & (owned.keys() ^ tensors.keys())
     shapes = [
         f"{name}: {tuple(tensors[name])} instead of {tuple(part.shape)}"
-        for name, part in own.items()
+        for name, part in owned.items()
         if tensors.get(name, part.shape) != part.shape
     ]
     fitting = (parts.keys() & saved.keys()) - others - {text.split(": ")[0] for text in shapes}
     kinds = {
-        "missing": sorted(own.keys() - saved.keys()),
-        "unexpected": sorted(tensors.keys() - parts.keys()),
+        "missing": sorted(missing | owned.keys() - saved.keys()),
+        "unexpected": sorted(tensors.keys() - known),
         "of another kind": sorted(others),
         "of another shape": shapes,
     }

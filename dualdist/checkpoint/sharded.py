@@ -122,22 +122,26 @@ class Shards:
         """Begin to save, and return `finish` for the parts, or for copies of them. Collective over the world."""
         folder = from_writer(lambda: self._catalog.begin(step))
         parts: Parts = {}
+        by_group: Parts = {}
 
-        def check() -> None:
+        def check() -> list[Any]:
             if not folder.is_dir():
                 raise CheckpointError(
                     f"`directory` must be on a file system that all ranks share, but rank {self._rank} does not see "
                     f"{folder}."
                 )
-            own = self._torch.parts_of(self._objects, by_group=True)
-            parts.update(self._torch.copied(own) if asynchronous else own)
+            for found, place in zip(self._torch.parts_of(self._objects), (parts, by_group), strict=True):
+                place.update(self._torch.copied(found) if asynchronous else found)
+            return [names for key, names in by_group.items() if key.endswith(".params")]
 
         try:
-            outcomes(check)
+            first, *others = outcomes(check)
         except CheckpointError:
             if self._rank == 0:
                 self._catalog.remove(folder)
             raise
+        if all(names == first for names in others):  # else the groups of the ranks would replace each other
+            parts |= by_group
         return functools.partial(self.finish, folder, parts)
 
     @contextlib.contextmanager
@@ -213,9 +217,14 @@ class Shards:
         parts: Parts = {}
         read: Parts = {}
 
+        def names() -> list[str]:
+            parts.update(self._torch.parts_of(self._objects)[0])
+            return list(parts)
+
+        known = set().union(*outcomes(names))
+
         def compare() -> None:
-            parts.update(self._torch.parts_of(self._objects))
-            fitting, mismatches = self._torch.differences(folder, parts, self._objects)
+            fitting, mismatches = self._torch.differences(folder, parts, self._objects, known)
             read.update(fitting)
             text = f"it has {' and '.join(mismatches)} parts" if mismatches else ""
             report_mismatches([text] * bool(text), folder, strict=strict)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +227,80 @@ def test_hyperparameters_reach_their_group_when_parameters_have_numbers_for_name
         manager.restore(tmp_path / ("ours/step-000000000" if program == "ours" else "theirs"))
     rates = [float(group["lr"]) for group in empty.param_groups]
     assert rates == [0.1, pytest.approx(0.2), 0.3]
+
+
+@everywhere
+def test_hyperparameters_with_other_characters_in_their_names_are_loaded(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def made(rate: float) -> tuple[Any, Any]:
+        model = torch.nn.Linear(2, 2)
+        groups = [{"params": list(model.parameters()), "lr": rate, "no-decay": rate, "layer.name": rate}]
+        return model, torch.optim.SGD(groups)
+
+    (model, optimizer), (fresh, empty) = made(0.1), made(0.5)
+    net, sgd = get_state_dict(model, optimizer)
+    dcp.save({"net": net, "sgd": sgd}, checkpoint_id=tmp_path / "theirs")
+    dcp.save({"net": net}, checkpoint_id=tmp_path / "weights")
+    with managed(tmp_path / "new", {"net": fresh, "sgd": empty}) as manager:
+        with pytest.raises(hvd.CheckpointError, match=r"missing \(sgd\.param_groups\.bias\.dampening"):
+            manager.restore(tmp_path / "weights")
+        manager.restore(tmp_path / "theirs")
+    (group,) = empty.param_groups
+    assert [group[name] for name in ("lr", "no-decay", "layer.name")] == [0.1] * 3
+
+
+class Nested(torch.optim.SGD):
+    """Has values in a container in its state."""
+
+    def __init__(self, params: Any, contain: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.contain = contain
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state.setdefault(param, {"kept": self.contain(param.detach() + hvd.rank())})
+        return super().step(closure)
+
+
+@everywhere
+def test_state_in_dictionaries_is_saved_and_in_tuples_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = Nested(model.parameters(), lambda value: {"a": value.clone(), "b": {"c": value + 1}})
+    optimizer.step()
+    with managed(tmp_path / "dict", {"net": model, "sgd": optimizer}) as manager:
+        manager.step()
+        expected = hvd.broadcast_object(optimizer.state[model.bias]["kept"]["b"]["c"].tolist(), 0)
+        optimizer.state[model.bias]["kept"]["b"]["c"].zero_()
+        assert manager.restore_latest() is not None
+        assert optimizer.state[model.bias]["kept"]["b"]["c"].tolist() == expected
+    optimizer = Nested(model.parameters(), lambda value: (value,))
+    optimizer.step()
+    with managed(tmp_path / "tuple", {"net": model, "sgd": optimizer}, every_steps=None) as manager:
+        with pytest.raises(hvd.CheckpointError, match="NotImplementedError"):
+            manager.save()
+
+
+@everywhere
+def test_each_rank_may_have_other_layers(tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any]:
+        model = torch.nn.ModuleDict({f"stage{hvd.rank()}": torch.nn.Linear(2, 2)})
+        return model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + hvd.rank()), momentum=0.9)
+
+    (model, optimizer), (fresh, empty) = made(), made()
+    model[f"stage{hvd.rank()}"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for group in empty.param_groups:
+        group["lr"] = 1
+    with managed(tmp_path, {"net": model, "sgd": optimizer}) as manager:
+        manager.step()
+    with managed(tmp_path, {"net": fresh, "sgd": empty}) as manager:
+        manager.restore_latest()
+    assert empty.param_groups[0]["lr"] == 0.1 * (1 + hvd.rank())
+    assert weights(fresh) == weights(model)
+    momenta = [own.state[own.param_groups[0]["params"][0]]["momentum_buffer"] for own in (empty, optimizer)]
+    assert torch.equal(*momenta)
 
 
 @everywhere
