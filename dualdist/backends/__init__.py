@@ -44,6 +44,8 @@ class Transport:
     """Whether each process needs a GPU of its own."""
     needs_mpi: bool = False
     """Whether a launcher that starts MPI must start the processes."""
+    comes_with_torch: bool = True
+    """Whether no other package is needed, such as torch_npu."""
     others: tuple[str, ...] = ()
     """Names of torch's other backends that are the same transport."""
 
@@ -52,8 +54,8 @@ TRANSPORTS = {
     # torch/distributed/distributed_c10d.py of 2.15; ncclx is that of torchcomms
     "nccl": Transport(needs_gpus=True, others=("nccl2", "nccl-legacy", "nccl-lazy", "ncclx")),
     "xccl": Transport(needs_gpus=True),
-    "hccl": Transport(needs_gpus=True),
-    "cncl": Transport(needs_gpus=True),
+    "hccl": Transport(needs_gpus=True, comes_with_torch=False),
+    "cncl": Transport(needs_gpus=True, comes_with_torch=False),
     "gloo": Transport(),
     "mpi": Transport(needs_mpi=True, others=("mpi4py",)),
 }

@@ -242,7 +242,8 @@ class TorchBackend(Backend):
             built = (
                 "" if dist.is_backend_available(transport) else f", since torch is built without {transport}"
             )
-            kind = dist.Backend.backend_capability.get(family, ["matching"])[0].upper()
+            kinds = dist.Backend.backend_capability.get(family)
+            kind = kinds[0].upper() if kinds else "fitting"
             raise BackendUnavailableError(
                 f"`transport` is {transport!r}, but no {kind} device is usable{built}. Choose gloo."
             )

@@ -116,9 +116,10 @@ def _sections(
         launch = detect(env)
         yield _launch(launch)
         cells = {
-            f"{backend}+{transport}": _problem(backend, transport, launch)
+            f"{backend}+{name}": problem
             for backend in DISTRIBUTED_BACKENDS
-            for transport in TRANSPORTS
+            for name, known in TRANSPORTS.items()
+            if (problem := _problem(backend, name, launch)) is None or known.comes_with_torch
         }
         found, chosen["why"] = choose(backend, transport, launch, env)
         chosen["backend"] = found.name
