@@ -21,9 +21,7 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 
 
 def scaled(lr: float, factor: float | None = None, *, rule: str = "linear") -> float:
-    """Return the learning rate for a batch that is `factor` times as large as the batch that `lr` was chosen for.
-
-    Local.
+    """Return the learning rate for a batch `factor` times as large as the one that `lr` was chosen for. Local.
 
     Args:
         lr: the learning rate for one process.
@@ -43,9 +41,7 @@ def scaled(lr: float, factor: float | None = None, *, rule: str = "linear") -> f
 def warmup(
     optimizer: Optimizer, steps: int, factor: float | None = None, *, then: LRScheduler | None = None
 ) -> LRScheduler:
-    """Return a scheduler that raises the learning rate linearly from 1/`factor` of its value to its full value.
-
-    Local.
+    """Return a scheduler that raises the learning rate linearly from 1/`factor` of its value to its full value. Local.
 
     Args:
         optimizer: its learning rate is the value at the end of the warm-up.

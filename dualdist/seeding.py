@@ -49,14 +49,14 @@ def seed_everything(seed: int, *, rank_offset: bool | int = False) -> int:
 
 
 def worker_init_fn(offset: int | None = None) -> Callable[[int], None]:
-    """Return a `worker_init_fn` for DataLoader that gives every worker of every rank different random numbers.
+    """Return a `worker_init_fn` for DataLoader that gives every worker of every rank other random numbers. Local.
 
     torch seeds the workers from the generator of the process. If all ranks have the same seed, worker 0 of each rank
     would crop and flip in the same way. If the seed of the process is set, the numbers are reproducible.
 
     offset: a number that differs between the ranks. None: the rank, read now because workers may not know it.
 
-    Local. Raises NotInitializedError without an offset, before `init()`.
+    Raises NotInitializedError without an offset, before `init()`.
     """
     return functools.partial(_seed_worker, rank() if offset is None else integer("offset", offset, least=0))
 

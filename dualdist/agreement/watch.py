@@ -268,7 +268,7 @@ class WatchedChannel:
         self.agreed = 0
         """How many calls the members have agreed on."""
         self._record: Record | None = None
-        """The record of the current call, if this object makes it: where calls need no agreement of their own."""
+        """The current call's record. Set only for channels without agreements."""
 
     @property
     def process_set(self) -> str:

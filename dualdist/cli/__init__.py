@@ -26,7 +26,7 @@ _COMMANDS = {
     "report": "show how the ranks of a run spent their time, and for which rank the others waited",
     "run": "start a command in several processes, on one or more hosts",
 }
-"""name of the subcommand, and of its module with _ for - -> what it does."""
+"""Subcommand -> what it does. Its module has the same name, with `_` instead of `-`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

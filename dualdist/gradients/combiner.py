@@ -85,7 +85,7 @@ class SyncOptions:
 
 
 alive: weakref.WeakSet[Combiner] = weakref.WeakSet()
-"""The combiners that exist. It must not change during a loop over it, and the garbage collector may change it."""
+"""The combiners that exist. Copy it before a loop: the garbage collector may remove members."""
 
 
 def combiners_of(params: Sequence[torch.Tensor]) -> list[Combiner]:

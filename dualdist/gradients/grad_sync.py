@@ -239,7 +239,7 @@ class GradSync(Combiner):
 
     def _handle_single(self, index: int) -> None:
         passes, has_failed = self._passes, self._arrivals.has_failed
-        # Look before this pass is counted: only the passes of the failed backward decide what it has completed.
+        # Count what the failed backward completed before adding this pass.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
             if has_failed:
