@@ -193,8 +193,8 @@ def _check_joined(**given: str | int | None) -> None:
 def shutdown() -> None:
     """Leave the world. Runs automatically when the process ends.
 
-    Call it on every rank: ranks that stay cannot complete a collective. It does nothing if no world is joined, or if
-    this process was forked from one that had joined it.
+    Collective: call it on every rank, because ranks that stay cannot complete another call. It does nothing if no world
+    is joined, or if this process was forked from one that had joined it.
     """
     if not is_forked():
         forget_world()

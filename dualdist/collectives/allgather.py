@@ -84,8 +84,7 @@ def allgather_async(
 ) -> int:
     """Start an `allgather` and return a handle; `synchronize` returns the new tensor. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allgather`.
+    Collective like `allgather`, with the same arguments, shapes and errors.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
     return plan.then(lambda outputs: outputs[0]).submit()
@@ -101,8 +100,7 @@ def grouped_allgather(
 ) -> tuple[torch.Tensor, ...]:
     """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allgather`. The tensors may differ in shape and dtype.
+    Collective like `allgather`, with the same arguments, shapes and errors. The tensors may differ in shape and dtype.
     """
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
     return plan.run(Allgather, process_set, gradient)
@@ -114,8 +112,7 @@ def grouped_allgather_async(
 ) -> int:
     """Start a `grouped_allgather` and return a handle; `synchronize` returns the tuple of new tensors.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allgather`. Not differentiable.
+    Collective like `allgather`, with the same arguments, shapes and errors. Not differentiable.
     """
     return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit()
 

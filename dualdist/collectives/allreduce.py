@@ -126,8 +126,7 @@ def allreduce_async(
 
     `tensor` must not change until then.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`.
+    Collective like `allreduce`, with the same arguments, shapes and errors.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, process_set=process_set)
@@ -146,8 +145,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce `tensor` in place over the ranks and return it. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`.
+    Collective like `allreduce`, with the same arguments, shapes and errors.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
@@ -166,8 +164,7 @@ def allreduce_async_(
 ) -> int:
     """Start an `allreduce_` and return a handle; `synchronize` returns `tensor` itself. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`.
+    Collective like `allreduce`, with the same arguments, shapes and errors.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
@@ -192,8 +189,8 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Return `tensors` reduced over the ranks, as one operation; differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`. The tensors may differ in shape and dtype, but not in device.
+    Collective like `allreduce`, with the same arguments, shapes and errors. The tensors may differ in shape
+    and dtype, but not in device.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(
@@ -221,8 +218,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start a `grouped_allreduce` and return a handle; `synchronize` returns the tuple of new tensors.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`. Not differentiable.
+    Collective like `allreduce`, with the same arguments, shapes and errors. Not differentiable.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(tensors, reduction, name, average=average, grouped=True, process_set=process_set)
@@ -241,8 +237,7 @@ def grouped_allreduce_(
 ) -> tuple[torch.Tensor, ...]:
     """Reduce `tensors` in place, as one operation, and return them as a tuple (as Horovod does).
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`. Not differentiable.
+    Collective like `allreduce`, with the same arguments, shapes and errors. Not differentiable.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(
@@ -263,8 +258,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start a `grouped_allreduce_` and return a handle; `synchronize` returns the tuple of `tensors`.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `allreduce`. Not differentiable.
+    Collective like `allreduce`, with the same arguments, shapes and errors. Not differentiable.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce(

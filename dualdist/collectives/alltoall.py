@@ -73,8 +73,7 @@ def alltoall_async(
 ) -> int:
     """Start an `alltoall` and return a handle; `synchronize` always returns (rows, number of rows from each rank).
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `alltoall`. Not differentiable.
+    Collective like `alltoall`, with the same arguments, shapes and errors. Not differentiable.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
     return plan.then(lambda result: (result[0], _on_device_of(splits, result[1]))).submit()

@@ -116,8 +116,7 @@ def broadcast_async(
 ) -> int:
     """Start a `broadcast` and return a handle; `synchronize` returns the new tensor. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `broadcast`.
+    Collective like `broadcast`, with the same arguments, shapes and errors.
     """
     return plan_broadcast(tensor, root_rank, name, process_set=process_set).submit()
 
@@ -131,8 +130,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrite `tensor` with rank `root_rank`'s and return it. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `broadcast`.
+    Collective like `broadcast`, with the same arguments, shapes and errors.
     """
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).run()
 
@@ -146,8 +144,7 @@ def broadcast_async_(
 ) -> int:
     """Start a `broadcast_` and return a handle; `synchronize` returns `tensor` itself. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `broadcast`.
+    Collective like `broadcast`, with the same arguments, shapes and errors.
     """
     return plan_broadcast(tensor, root_rank, name, in_place=True, process_set=process_set).submit()
 

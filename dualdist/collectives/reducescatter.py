@@ -103,8 +103,7 @@ def reducescatter_async(
 ) -> int:
     """Start a `reducescatter` and return a handle; `synchronize` returns the new tensor. Not differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `reducescatter`.
+    Collective like `reducescatter`, with the same arguments, shapes and errors.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, process_set=process_set)
@@ -125,8 +124,8 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Return `reducescatter` of each of `tensors`, as one operation; differentiable.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `reducescatter`. The tensors may differ in shape and dtype.
+    Collective like `reducescatter`, with the same arguments, shapes and errors. The tensors may differ in shape
+    and dtype.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(
@@ -147,8 +146,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start a `grouped_reducescatter` and return a handle; `synchronize` returns the tuple of new tensors.
 
-    Collective: every member of `process_set` must call it. Shapes, arguments
-    and errors are those of `reducescatter`. Not differentiable.
+    Collective like `reducescatter`, with the same arguments, shapes and errors. Not differentiable.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(tensors, reduction, name, grouped=True, process_set=process_set)

@@ -97,7 +97,7 @@ def launcher_name() -> str:
 
 
 def launch_info() -> Launch:
-    """Return what the launcher's environment variables say about this process. Local; works before `init()`.
+    """Return what the launcher's environment variables say about this process. Local. It works before `init()`.
 
     Raises ConfigurationError if the variables contradict each other.
     """
