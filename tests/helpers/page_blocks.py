@@ -3,7 +3,7 @@
     python page_blocks.py PAGE
 
 The namespace has `hvd` and `torch`. The world is joined unless the first block calls init(). A comment may be on the
-line before a block: after `<!-- needs: ... -->` and `<!-- fragment -->` the block is compiled but not run. The code in
+line before a block: after `<!-- needs: ... -->` and `<!-- fragment -->` the block is not run. The code in
 `<!-- before: ... -->` runs before the block; readers of the page do not see it.
 """
 
@@ -49,7 +49,7 @@ def blocks(page: str) -> list[Block]:
                 textwrap.dedent(match["text"]),
                 page.count("\n", 0, match.start("text")),
                 not comment.startswith(("needs:", "fragment")),
-                comment.removeprefix("before:") if comment.startswith("before:") else "",
+                comment.removeprefix("before:").strip() if comment.startswith("before:") else "",
             )
         )
     return found
@@ -68,10 +68,9 @@ def run(page: Path) -> None:
         dualdist.init()
     namespace: dict[str, Any] = {"__name__": "__main__", "hvd": dualdist, "torch": torch}
     for block in found:
-        code = compile("\n" * block.line + block.text, str(page), "exec")
         if block.runs:
-            exec(textwrap.dedent(block.before), namespace)
-            exec(code, namespace)
+            exec(block.before, namespace)
+            exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
 
 
 if __name__ == "__main__":

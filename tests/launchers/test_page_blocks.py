@@ -23,11 +23,22 @@ from ..helpers.page_blocks import blocks
 from ..helpers.world import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-WITH_PYTHON = [page for page in PAGES if page.parent != ROOT and "```python\n" in page.read_text()]
+IN_PYTHON = {
+    page: [block for block in blocks(page.read_text()) if block.language == "python"]
+    for page in PAGES
+    if page.parent != ROOT
+}
+RUN = [page for page, found in IN_PYTHON.items() if any(block.runs for block in found)]
 SHELL = ("sh", "bash", "console")
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_all_blocks_in_python_compile() -> None:
+    for page, found in IN_PYTHON.items():
+        for block in found:
+            compile("\n" * block.line + block.text, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_blocks_in_python_run_in_a_world_of_one(page: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
         forked([sys.executable, page_blocks.__file__, str(page)]),
