@@ -25,6 +25,9 @@ from ..helpers.world import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # mypy reads all of torch when its cache is empty
 
+_WRITTEN = ("__pycache__", "build", "dist", "runs")
+"""Folders that builds and runs leave behind."""
+
 OTHERS = sysconfig.get_path("purelib")
 """The folder of torch and the other packages of this environment."""
 
@@ -85,6 +88,18 @@ WRONG = {
 """Each statement, and the kind of error that mypy reports for it."""
 
 
+def is_source(path: Path) -> bool:
+    """Return whether a file or folder belongs to the sources, by its path below ROOT."""
+    parts = path.relative_to(ROOT).parts
+    return not any(part in _WRITTEN or part.startswith(".") or part.endswith(".egg-info") for part in parts)
+
+
+def sources_in(folder: str) -> set[str]:
+    """Return the paths below ROOT of the source files in a folder."""
+    files = (path for path in (ROOT / folder).rglob("*") if is_source(path) and path.is_file())
+    return {str(file.relative_to(ROOT)) for file in files}
+
+
 @dataclass(frozen=True)
 class Installed:
     """An environment with the wheel, and with the other packages of this one."""
@@ -116,8 +131,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Con
     """The wheel in an empty environment, built without a network from the source distribution."""
     folder = tmp_path_factory.mktemp("installed")
     sources = folder / "sources"  # a copy: setuptools leaves build/ behind, and takes old files from it
-    ignored = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info", "build", "dist", "runs")
-    shutil.copytree(ROOT, sources, ignore=ignored)
+    shutil.copytree(
+        ROOT,
+        sources,
+        ignore=lambda parent, names: [name for name in names if not is_source(Path(parent, name))],
+    )
     distribute = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", distribute, folder], cwd=sources, check=True, capture_output=True)
     (source_distribution,) = folder.glob("dualdist-*.tar.gz")
@@ -141,12 +159,7 @@ def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: In
     with tarfile.open(installed.source_distribution) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("benchmarks", "ci", "docs", "dualdist", "examples", "tests"):
-        files = {
-            str(file.relative_to(ROOT))
-            for file in (ROOT / folder).rglob("*")
-            if file.is_file() and file.suffix != ".pyc"
-        }
-        assert files - names == set()
+        assert sources_in(folder) - names == set()
     assert names >= {path.name for path in ROOT.glob("*.md")} | {
         "LICENSE",
         "mkdocs.yml",
@@ -158,8 +171,7 @@ def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: In
 def test_the_wheel_has_the_files_of_the_package_and_nothing_else(installed: Installed) -> None:
     with zipfile.ZipFile(installed.wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    package = (file for file in (ROOT / "dualdist").rglob("*") if file.is_file() and file.suffix != ".pyc")
-    assert names == {str(file.relative_to(ROOT)) for file in package}
+    assert names == sources_in("dualdist")
     assert {"dualdist/py.typed", "dualdist/cli/install_horovod.sh"} <= names
 
 
