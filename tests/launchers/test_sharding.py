@@ -15,6 +15,7 @@ import dualdist
 from ..helpers import foreign_checkpoints, sharded_training
 from ..helpers.requirements import need_modules
 from ..helpers.run_command import Run
+from ..helpers.script_launch import SECONDS
 from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
 
 SIZE = 4
@@ -68,7 +69,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
 def test_another_package_loads_our_checkpoint_and_we_theirs(package: str, tmp_path: Path) -> None:
     need_modules("lightning" if package == "fabric" else package)
     work = getattr(foreign_checkpoints, f"of_{package}")
-    for mine, theirs, ours in dualdist.spawn(work, (str(tmp_path),), nprocs=2, backend="torch", timeout=100):
+    for mine, theirs, ours in dualdist.spawn(work, (str(tmp_path),), nprocs=2, backend="torch", timeout=SECONDS):
         assert theirs == mine
         assert ours == mine
 
