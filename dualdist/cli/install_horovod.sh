@@ -1,11 +1,5 @@
 #!/usr/bin/env bash
-# Builds Horovod for PyTorch from its source against the torch of this environment, and installs it. Variables:
-#
-#   PYTHON                    the interpreter of another environment
-#   HOROVOD_WITHOUT_MPI=1     leaves the MPI controller out: no MPI is needed
-#   HOROVOD_GPU_OPERATIONS    NCCL builds for GPUs that this machine lacks
-#   HOROVOD_CUDA_HOME, HOROVOD_NCCL_HOME   where CUDA's toolkit and NCCL are
-#   HOROVOD_SOURCE            Horovod's source distribution (tar.gz), if it is at hand; else pip downloads it
+# Builds and installs Horovod for the interpreter $PYTHON. install_horovod.py shows its other variables.
 set -euo pipefail
 
 version=0.28.1
@@ -17,12 +11,10 @@ problem() { say "$*" >&2; problems=1; }
 problems=0
 
 # What is here? Every problem is told before the first one ends the run.
-python=$(command -v "${PYTHON:-python}" || command -v "${PYTHON:-python3}" || true)
+python=$PYTHON
 command -v "${CXX:-c++}" >/dev/null || problem "no C++ compiler (${CXX:-c++}); install one: apt-get install g++"
 command -v make >/dev/null || problem "no make; install it: apt-get install make"
-if [[ -z $python ]]; then
-    problem "no ${PYTHON:-python}; activate the environment that has torch, or set PYTHON to its interpreter"
-elif ! "$python" -m pip --version >/dev/null 2>&1; then
+if ! "$python" -m pip --version >/dev/null 2>&1; then
     problem "no pip in $python; install it: $python -m ensurepip"
 elif ! "$python" >"$work/facts" 2>"$work/error" <<'EOF_PYTHON'
 import pathlib, re, sys, sysconfig

@@ -111,6 +111,7 @@ def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: 
         env={
             **os.environ,
             "HOROVOD_SOURCE": str(source),
+            "PYTHON": "/nonexistent/python",  # the build is for the interpreter that runs dualdist
             "XDG_CACHE_HOME": str(tmp_path),
         },
         capture_output=True,
@@ -121,3 +122,4 @@ def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: 
     assert (
         f"HOROVOD_SOURCE={source} is not the source distribution of Horovod 0.28.1; set it to" in ended.stderr
     )
+    assert "/nonexistent/python" not in ended.stderr
