@@ -9,7 +9,7 @@
 The learning rate grows with the number of processes, and is warmed up over the first epochs. Labels are smoothed; norms
 and biases do not decay; averaged weights are validated, too. --checkpoint-dir saves each epoch, and resumes.
 It was run with --synthetic and with a folder of a few images, not with all of ImageNet.
-Needs `pip install 'dualdist[examples]'`.
+Needs `pip install '.[examples]'`.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def read_data() -> tuple[Any, Any, int]:
 @torch.no_grad()
 def accuracy_of(model: nn.Module) -> float:
     """Return the share of validation images that are classified right. Collective: one rank takes each image."""
-    hvd.broadcast_parameters(
-        dict(model.named_buffers()), root_rank=0
-    )  # batch norm's statistics differ by rank
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # batch norm's differ between ranks
     model.eval()
     correct = hvd.metrics.Mean()
     for images, labels in val_loader:
@@ -118,6 +116,7 @@ state: dict[str, Any] = {
     "optimizer": optimizer,
     "scheduler": scheduler,
     "ema": ema,
+    "sampler": sampler,
     "epoch": 0,
 }
 
@@ -127,7 +126,7 @@ manager = (
 if manager:
     manager.restore_latest()
 for epoch in range(state["epoch"], epochs):
-    sampler.set_epoch(epoch)  # another order in each epoch
+    sampler.set_epoch(epoch)  # another order in each epoch; in a resumed one, `loader` yields only the rest
     model.train()
     losses = hvd.metrics.Mean()
     for images, labels in loader:
@@ -141,6 +140,7 @@ for epoch in range(state["epoch"], epochs):
         scheduler.step()
         ema.update_parameters(model)
         losses.update(loss, len(labels))
+        sampler.advance(len(labels))
         if manager:
             manager.step()
     mean, accuracy, averaged = losses.compute(), accuracy_of(model), accuracy_of(ema)
