@@ -6,7 +6,7 @@
     mpirun -np 2 python examples/cifar10.py --data-dir ~/data       # also srun -n 2, and dualdist run -np 2
 
 On a CPU it learns some of the images only, in half a minute. --epochs 30 --images 50000 learns all of them.
-Needs `pip install 'dualdist[examples]'`.
+Needs `pip install '.[examples]'`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def make_resnet() -> nn.Module:
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader[Any]) -> tuple[float, float]:
     """Return loss and accuracy over all test images. Collective: exactly one rank evaluates each image."""
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # batch norm's differ between ranks
     model.eval()
     losses, correct = hvd.metrics.Mean(), hvd.metrics.Mean()
     for images, labels in loader:
