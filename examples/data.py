@@ -49,23 +49,25 @@ def digits(folder: Path | None = None) -> Data:
     return Data(train, val, 10, shifted)
 
 
-def downloaded(name: str, views: Callable[..., Any], folder: Path) -> Data:
-    """Return torchvision's data set `name`, downloaded by one process of each host. Collective.
+def downloaded(name: str, place: str, views: Callable[..., Any], folder: Path) -> Data:
+    """Return torchvision's data set `name`, which is in `place` below `folder`, and downloaded if absent. Collective.
 
-    Raises RuntimeError on every rank when a host cannot download it.
+    Rank 0 downloads it first, because the hosts may share the folder. Then one process of each host does if it is
+    absent there. Raises RuntimeError on every rank when a host cannot download it.
     """
     from torchvision import datasets
 
-    dataset, problem = getattr(datasets, name), None
-    if hvd.local_rank() == 0:
-        try:
-            dataset(folder, download=True)
-        except (OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            problem = f"{name} cannot be downloaded to {folder}: {reason.rstrip('. ')}"
-    if problems := list(filter(None, hvd.allgather_object(problem))):
-        place = IN_DATA_DIR[name.lower()].partition(" ")[0]
-        raise RuntimeError(f"{problems[0]}. Copy {place} there from a machine with a network.")
+    dataset = getattr(datasets, name)
+    for downloads in (hvd.rank() == 0, hvd.local_rank() == 0):
+        problem = None
+        if downloads:
+            try:
+                dataset(folder, download=True)
+            except (OSError, RuntimeError) as error:
+                reason = " ".join(str(error).split())
+                problem = f"{name} cannot be downloaded to {folder}: {reason.rstrip('. ')}"
+        if problems := list(filter(None, hvd.allgather_object(problem))):  # waits for all ranks
+            raise RuntimeError(f"{problems[0]}. Copy {place} there from a machine with a network.")
     train, val = (dataset(folder, train=part, transform=to_tensor()) for part in (True, False))
     return Data(train, val, 10, views)
 
@@ -97,8 +99,8 @@ def to_tensor(*first: nn.Module) -> nn.Module:
 
 DATA: dict[str, Callable[[Path], Data]] = {
     "digits": digits,
-    "mnist": functools.partial(downloaded, "MNIST", shifted),
-    "cifar10": functools.partial(downloaded, "CIFAR10", mirrored),
+    "mnist": functools.partial(downloaded, "MNIST", "MNIST/raw", shifted),
+    "cifar10": functools.partial(downloaded, "CIFAR10", "cifar-10-batches-py", mirrored),
     "imagefolder": imagefolder,
     "fake": fake,
 }
