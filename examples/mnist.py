@@ -6,7 +6,7 @@
     mpirun -np 2 python examples/mnist.py                  # also srun -n 2, and dualdist run -np 2
 
 MNIST is downloaded to --data-dir. If that fails, the script says why, and learns scikit-learn's digits instead.
-Needs `pip install 'dualdist[examples]'`.
+Needs `pip install '.[examples]'`.
 """
 
 from __future__ import annotations

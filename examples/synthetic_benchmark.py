@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 examples/synthetic_benchmark.py --model resnet101 --fp16-allreduce
 
 On a GPU the defaults are Horovod's. On a CPU they are smaller, so that it takes less than a minute.
-Needs `pip install 'dualdist[examples]'`.
+Needs `pip install '.[examples]'`.
 """
 
 from __future__ import annotations

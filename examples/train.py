@@ -14,7 +14,7 @@ The default data, scikit-learn's handwritten digits, needs no download. Other da
     python examples/train.py --checkpoint-dir runs/first     # run it again: it resumes, also in mid-epoch
 
 It resumes with any number of processes. Choose --batch-size so that the number of images per step stays the same.
-Data sets and models are in data.py. Needs `pip install 'dualdist[examples]'`.
+Data sets and models are in data.py. Needs `pip install '.[examples]'`.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class TorchBackend(Backend):
         if transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             raise BackendUnavailableError(
                 "`transport` is 'mpi', but mpi4py is not installed. "
-                "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+                "Install MPI and mpi4py (pip install mpi4py), or choose gloo."
             )
 
     def new_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:

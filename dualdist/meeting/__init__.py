@@ -43,5 +43,5 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     raise ConfigurationError(
         f"World size is {launch.describe('size')}, but no address of rank 0 is known, and nothing shows that all "
         "processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or install mpi4py (pip install "
-        "'dualdist[mpi]') and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)."
+        "mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)."
     )

@@ -50,7 +50,7 @@ def require(launch: Launch) -> None:
     if library is None:
         raise BackendUnavailableError(
             "`transport` is 'mpi', but mpi4py is not usable here. "
-            "Install MPI and mpi4py (pip install 'dualdist[mpi]'), or choose gloo."
+            "Install MPI and mpi4py (pip install mpi4py), or choose gloo."
         )
     if _is_single_threaded(library):
         raise BackendUnavailableError(
