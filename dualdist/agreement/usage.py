@@ -188,8 +188,7 @@ def write(report: Report, where: str) -> None:
     try:
         if where == "1":
             shares = ", ".join(f"{kind.replace('_', ' ')} {100 * report[kind]:.1f} %" for kind in KINDS)
-            line = f"dualdist: rank {report['rank']}, {report['seconds']:.1f} s: {shares}\n"
-            sys.stderr.write(line)
+            sys.stderr.write(f"dualdist: rank {report['rank']}, {report['seconds']:.1f} s: {shares}\n")
         else:
             path = Path(where)
             path.mkdir(parents=True, exist_ok=True)

@@ -100,15 +100,18 @@ def parse_cell(text: str, size: int) -> Cell:
     launcher = launcher or _DEFAULTS.get(backend, "")
     python = Path(variables.pop("python", sys.executable)).expanduser()
     python = python / "bin" / "python" if python.is_dir() else python
-    problem = f"The cell {text!r} must have"
     for value, known in ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS)):
         if value not in known:
-            raise ConfigurationError(f"{problem} one of {', '.join(known)}, but has {value!r} instead.")
+            raise ConfigurationError(
+                f"The cell {text!r} must have one of {', '.join(known)}, but has {value!r} instead."
+            )
     program = shutil.which(python)
     if program is None:
-        raise ConfigurationError(f"{problem} an interpreter or environment, but has {python} instead.")
+        raise ConfigurationError(
+            f"The cell {text!r} must have an interpreter or environment, but has {python} instead."
+        )
     if (number := int(given or size)) < 1:
-        raise ConfigurationError(f"{problem} at least 1 process, but has {number} instead.")
+        raise ConfigurationError(f"The cell {text!r} must have at least 1 process, but has {number} instead.")
     return Cell(text, backend, transport, launcher, number, os.path.abspath(program), variables)
 
 
@@ -142,8 +145,9 @@ def execute(args: argparse.Namespace) -> int:
             raise ConfigurationError(f"`--{option}` must be a file in a folder that exists, but is {file}.")
     is_time = args.timeout is None or 0 < args.timeout < threading.TIMEOUT_MAX
     if args.steps < 1 or not 0 <= args.tolerance < math.inf or not is_time:
-        text = "`--steps` must be at least 1, `--tolerance` at least 0, and `--timeout` a positive number of seconds."
-        raise ConfigurationError(text)
+        raise ConfigurationError(
+            "`--steps` must be at least 1, `--tolerance` at least 0, and `--timeout` a positive number of seconds."
+        )
     if not args.is_module and not Path(args.command[0] if args.command else "").is_file():
         raise ConfigurationError(
             f"SCRIPT must be a file, but {' '.join(args.command[:1]) or 'nothing'} is none. A module needs -m."

@@ -71,8 +71,9 @@ def plan_broadcast_parameters(
     named = [(name, tensor) for name, tensor in _named(params) if name not in extra]
     for name, tensor in named:
         if torch.nn.parameter.is_lazy(tensor):
-            rule = "initialized, but has no shape yet"
-            raise ValueError(f"`params[{name!r}]` must be {rule}. Run a forward of the model first.")
+            raise ValueError(
+                f"`params[{name!r}]` must be initialized, but has no shape yet. Run a forward of the model first."
+            )
         check_tensor(tensor, f"params[{name!r}]")
     tensors = [_unexpanded(tensor) for _, tensor in named]
     described = [
