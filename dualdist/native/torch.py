@@ -20,8 +20,8 @@ __all__ = ("DistributedDataParallel", "process_group")
 def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessGroup:
     """Return a process group of torch.distributed over the ranks of `process_set`.
 
-    For the whole world it is torch's default group. For another set it is a new group each time. Collective over
-    the world then. Ranks outside the set get torch.distributed.GroupMember.NON_GROUP_MEMBER.
+    For the whole world it is torch's default group. Collective over the world for another set: each call makes a new
+    group, and ranks outside the set get torch.distributed.GroupMember.NON_GROUP_MEMBER.
 
     Raises BackendUnavailableError in a script of Horovod under dualdist.compat, which has no default group, and
     NotInitializedError before `init()`.
