@@ -16,31 +16,30 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "examples",
-    "benchmarks",
-    "tests/selection.py",
-)
+SHOWN = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks", "examples")
 LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".sbatch": "sh"}
 
 
 def on_files(files: Files, config: Any) -> None:
     """Add a page for each file and folder of SHOWN."""
     for name in SHOWN:
-        top = ROOT / name
-        found = [top, *sorted(top.rglob("*"))] if top.is_dir() else [top]
-        for path in found:
-            if path == top or is_shown(path):
-                files.append(File.generated(config, page_of(path), content=text_of(path)))
+        for path in with_contents(ROOT / name):
+            files.append(File.generated(config, page_of(path), content=text_of(path)))
 
 
-def is_shown(path: Path) -> bool:
-    """Return whether a file or folder of a folder is shown: not what running it has written."""
-    return path.suffix in LANGUAGES or (path.is_dir() and path.name != "__pycache__")
+def with_contents(path: Path) -> Iterator[Path]:
+    """Yield a file or folder, and what is shown of the folder."""
+    yield path
+    for inner in shown(path) if path.is_dir() else []:
+        yield from with_contents(inner)
+
+
+def shown(folder: Path) -> list[Path]:
+    """Return the files and folders of a folder, without what running it has written."""
+    found = sorted(folder.iterdir())
+    return [
+        path for path in found if path.suffix in LANGUAGES or (path.is_dir() and path.name != "__pycache__")
+    ]
 
 
 def page_of(path: Path) -> str:
@@ -50,20 +49,19 @@ def page_of(path: Path) -> str:
         return "overview.md"  # mkdocs takes a README.md for an index.md
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
-    return name if path.suffix == ".md" else f"{name}/index.md" if path.is_dir() else f"{name}.md"
+    if path.suffix == ".md":
+        return name
+    return f"{name}/index.md" if path.is_dir() else f"{name}.md"
 
 
 def text_of(path: Path) -> str:
     """Return the Markdown of the page for a file or folder."""
     if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if is_shown(one))
-        return f"# {path.name}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+        return f"# {path.name}\n\n" + "".join(f"- [{inner.name}]({inner.name})\n" for inner in shown(path))
     text = path.read_text()
-    return (
-        text
-        if path.suffix == ".md"
-        else f"# {path.name}\n\n~~~~{LANGUAGES.get(path.suffix, '')}\n{text}~~~~\n"
-    )
+    if path.suffix == ".md":
+        return text
+    return f"# {path.name}\n\n~~~~{LANGUAGES[path.suffix]}\n{text}~~~~\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -81,29 +79,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 class PublicNames(griffe.Extension):
-    """Corrects what griffe reads from the sources."""
+    """Makes dualdist.allreduce the function, and not the module of the same name: collectives/allreduce.py."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Make dualdist.allreduce the function, and not the module of the same name: collectives/allreduce.py.
-
-        Methods without a docstring get that of the method which they override.
-        """
         for name, member in list(pkg.members.items()):
             if isinstance(member, griffe.Alias) and member.target_path.startswith(pkg.path):
                 home = pkg.modules_collection[member.target_path]
                 if isinstance(home, griffe.Module) and name in home.members:
                     pkg.set_member(name, griffe.Alias(name, home[name]))
-        for one in classes(pkg):
-            for base in one.mro():
-                for name, member in one.members.items():
-                    if not member.is_alias and member.docstring is None and name in base.members:
-                        member.docstring = base.members[name].docstring
-
-
-def classes(owner: griffe.Module) -> Iterator[griffe.Class]:
-    """Yield the classes of a module and of the modules in it."""
-    for member in owner.members.values():
-        if isinstance(member, griffe.Class):
-            yield member
-        elif isinstance(member, griffe.Module):
-            yield from classes(member)
