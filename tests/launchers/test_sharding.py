@@ -69,7 +69,9 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
 def test_another_package_loads_our_checkpoint_and_we_theirs(package: str, tmp_path: Path) -> None:
     need_modules("lightning" if package == "fabric" else package)
     work = getattr(foreign_checkpoints, f"of_{package}")
-    for mine, theirs, ours in dualdist.spawn(work, (str(tmp_path),), nprocs=2, backend="torch", timeout=SECONDS):
+    for mine, theirs, ours in dualdist.spawn(
+        work, (str(tmp_path),), nprocs=2, backend="torch", timeout=SECONDS
+    ):
         assert theirs == mine
         assert ours == mine
 
