@@ -65,7 +65,7 @@ ONLY_WITH_ALL = (
     r"launchers/test_mpis\.py::.*(-3\]|wheel|, gloo)",
     r"launchers/test_part_of_world\.py::.*\[(all-|reversed-|split-torch|list-horovod)",
     r"launchers/test_process_sets_of_hosts\.py::.*(torch|horovodrun)",
-    r"launchers/test_sharding\.py::.*\[(srun|mpirun|horovod-mpi|fabric)",
+    r"launchers/test_sharding\.py::.*\[(srun|mpirun|horovod-mpi|fabric|False)",
     r"launchers/test_start\.py::.*(\[torch-file-before|a_wait_after_the_start)",
     r"launchers/test_stopped_process_set\.py::.*\[mpirun",
     r"launchers/test_stopped_start\.py::.*\[(torch-gloo|torch-mpi-d|.*\.backends)",
