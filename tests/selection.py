@@ -56,7 +56,7 @@ ONLY_WITH_ALL = (
     r"integration/test_((sharded_)?checkpoint_kills|installed)\.py",
     r"integration/test_torch_suite\.py::test_results.*(over_mpi|\[3\])",
     r"launchers/test_bench\.py::test_(step|contestant_that_fails|interrupted_bench|collectives)",
-    r"launchers/test_checkpoint\.py::.*(requeued.*\[srun\]|code_of_the_saved.*all but)",
+    r"launchers/test_checkpoint\.py::.*(requeued.*\[dualdist run\]|code_of_the_saved.*all but)",
     r"launchers/test_doctor_world\.py::.*\[(srun|dualdist run)\]",
     r"launchers/test_endings\.py::.*(keeps_the_error|has_stopped.*(mpirun-torch|shutdown))",
     r"launchers/test_examples\.py::.*\[mpirun\]",
