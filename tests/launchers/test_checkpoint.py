@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -103,13 +104,16 @@ def preempt(
             watched = Watched(pids)
             for pid in pids:
                 if to == ALL or (to == LAUNCHER) == (pid == launcher.pid):
-                    os.kill(pid, number)
+                    # The launcher, which is first, may have ended the others by now.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
             lines += [line.decode() for line in launcher.stdout]
             code = launcher.wait(60)
             assert watched.left() == [], "".join(lines)
         finally:
             for pid in started_by(mark):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     assert f"Signal {int(number)} ({signal.strsignal(number)}) ended the run after step " in "".join(lines)
     resumed = finish([*command, *TRAINING, "compare", str(folder), *workers], variables)
     assert resumed.code == 0 and "equal after " in resumed.output, "".join(lines) + resumed.output
