@@ -53,10 +53,10 @@ def _measured(member: Member, model: Model, hook: Any) -> dict[str, float]:
             wall.append(1e3 * (time.perf_counter() - wall_began))
             cpu.append(1e3 * (time.process_time() - cpu_began))
     # While the model's shared memory is still mapped.
-    return {"ms": statistics.median(wall), "CPU ms": statistics.median(cpu), "peak MB": _peak_megabytes()}
+    return {"ms": statistics.median(wall), "CPU ms": statistics.median(cpu), "peak MB": peak_megabytes()}
 
 
-def _peak_megabytes() -> float:
+def peak_megabytes() -> float:
     """Return the greatest resident memory so far. Of shared memory with several users, each has an equal part."""
     status, rollup = Path("/proc/self/status").read_text(), Path("/proc/self/smaps_rollup").read_text()
     counted_whole, counted_in_parts = _kilobytes("RssShmem", status), _kilobytes("Pss_Shmem", rollup)

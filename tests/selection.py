@@ -53,7 +53,7 @@ ONLY_WITH_ALL = (
     # patterns of tests that take long and differ little from one that runs by default
     r".*\[(.*-)?(torch-mpi|horovod-gloo|horovod-mpi)-3(-.*)?\]",
     r"behaviours/test_hook_threads\.py::.*-mpi-2[-\]]",
-    r"integration/test_((sharded_)?checkpoint_kills|installed)\.py",
+    r"integration/test_((sharded_)?checkpoint_kills|deaths|installed)\.py",
     r"integration/test_torch_suite\.py::test_results.*(over_mpi|\[3\])",
     r"launchers/test_bench\.py::test_(step|contestant_that_fails|interrupted_bench|collectives)",
     r"launchers/test_checkpoint\.py::.*(requeued.*\[dualdist run\]|code_of_the_saved.*all but)",
