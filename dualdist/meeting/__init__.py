@@ -1,9 +1,9 @@
 """How the ranks of a job meet before any backend runs, and who is missing. Imports no torch.
 
-A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py, mpi.py, pmi.py) is where the
-ranks find its address, and `find_board` chooses the board of a launcher. Each rank connects to the server (member.py),
-and the ranks gather texts through it. While they start, the server reports a rank that ends to all others. A server in
-rank 0 closes when the `init()` of rank 0 has ended.
+A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py, mpi.py, export.py) is where
+the ranks find its address, and `find_board` chooses the board of a launcher. Each rank connects to the server
+(member.py), and the ranks gather texts through it. While they start, the server reports a rank that ends to all others.
+A server in rank 0 closes when the `init()` of rank 0 has ended.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
         return one_host_board(launch, env)
     if has_first_host(env):
         return slurm_board(launch.rank, env)
+    otherwise = (
+        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
+        if may_start_mpi
+        else "use a launcher that serves PMI or PMIx (mpirun, or srun --mpi=pmix)"
+    )
     raise ConfigurationError(
         f"World size is {launch.describe('size')}, but no address of rank 0 is known, and nothing shows that all "
-        "processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or install mpi4py (pip install "
-        "mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)."
+        f"processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or {otherwise}."
     )
