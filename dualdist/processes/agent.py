@@ -11,6 +11,9 @@ file imports the standard library alone. See agent_connection.py for the launche
 The launcher grants a number of bytes of output. When the agent has sent that many, it stops reading from the processes
 until it receives another grant. Meanwhile their writes block, as in a shell's pipe. The launcher always reads what an
 agent sends, so it always learns that a process has ended.
+
+If rank 0 is not on the launcher's host, its agent asks for a piece of the launcher's standard input (INPUT), and for
+the next one when rank 0's pipe has taken it. If rank 0 does not read, one piece waits, and the agent asks for no more.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import fcntl
 import json
 import os
+import queue
 import select
 import selectors
 import signal
@@ -32,9 +36,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-STARTED, STDOUT, STDERR, RESULT, ENDED = range(5)
+STARTED, STDOUT, STDERR, RESULT, ENDED, INPUT = range(6)
 HEADER = struct.Struct("!BII")
 """(kind of message, index of the process, length of the data that follows)"""
 
@@ -95,6 +99,11 @@ class Agent:
         """How many bytes of output the launcher has granted in total, and how many were sent to it."""
         self._held = False
         """Whether the agent does not read the processes' output, because the grant is used up."""
+        self._stdin: IO[bytes] | None = None
+        """The pipe to the standard input of the first process, if the launcher sends what is written to it."""
+        self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        """The piece of the launcher's standard input that has arrived; an empty one is its end."""
+        self._sending = threading.Lock()
         self._wake_reader, self._wake_writer = os.pipe()
         self._leaving = threading.Lock()
 
@@ -102,10 +111,12 @@ class Agent:
         """Start the processes and return when none is left."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._take_signals()
-        _write_all(self._request["token"].encode())
+        _write_all(1, self._request["token"].encode())
         for index in range(len(self._request["processes"])):
             self._start(index)
         self._thread(self._listen)
+        if self._stdin is not None:
+            self._thread(partial(self._pass_input, self._stdin))
         while self._running:
             self._pass_on()
         self._end_rest(_GRACE_SECONDS)
@@ -139,7 +150,6 @@ class Agent:
         if self._request["output"] is not None:
             streams = list(zip((STDOUT, STDERR), self._request["output"], strict=True))
         argv = [_bytes(argument) for argument in process["argv"]]
-        stdin = self._request["stdin"]
         files = [] if self._task is None else [self._task, *os.pipe()]
         reader, passed = files[1:2], [files[0], files[2]] if files else []
         try:
@@ -147,7 +157,7 @@ class Agent:
                 [*argv, *(b"%d" % file for file in passed)],
                 env=env,
                 cwd=_bytes(self._request["cwd"]),
-                stdin=subprocess.DEVNULL if index or stdin is None else stdin,
+                stdin=subprocess.DEVNULL if index else self._request["stdin"],
                 stdout=streams[0][1],
                 stderr=streams[1][1],
                 start_new_session=True,
@@ -159,6 +169,7 @@ class Agent:
             self._report(ENDED, index, {"code": code, "time": time.monotonic(), "error": _error_text(error)})
             return
         self._running[child.pid] = (index, child)
+        self._stdin = self._stdin or child.stdin
         self._pipes[index] = []
         for (kind, _), pipe in zip(streams, (child.stdout, child.stderr), strict=True):
             if pipe is not None:
@@ -219,7 +230,7 @@ class Agent:
         except BlockingIOError:
             return 0
         if data:
-            _write_all(HEADER.pack(kind, index, len(data)) + data)
+            self._send(kind, index, data)
             self._sent += len(data)
             return len(data)
         if not self._held:
@@ -254,13 +265,32 @@ class Agent:
                 )
 
     def _report(self, kind: int, index: int, facts: dict[str, Any]) -> None:
-        data = json.dumps(facts).encode()
-        _write_all(HEADER.pack(kind, index, len(data)) + data)
+        self._send(kind, index, json.dumps(facts).encode())
+
+    def _send(self, kind: int, index: int, data: bytes) -> None:
+        """Send a message to the launcher. Two threads do this."""
+        with self._sending:
+            _write_all(1, HEADER.pack(kind, index, len(data)) + data)
+
+    def _pass_input(self, stdin: IO[bytes]) -> None:
+        """Ask for pieces of the launcher's standard input and write them to `stdin`, until the end of either.
+
+        Runs in its own thread, because a write blocks while the process does not read.
+        """
+        with contextlib.suppress(BrokenPipeError), stdin:
+            for data in iter(self._next_input, b""):
+                _write_all(stdin.fileno(), data)
+
+    def _next_input(self) -> bytes:
+        """Ask for a piece and wait for it."""
+        self._send(INPUT, 0, b"")
+        return self._input.get()
 
     def _listen(self) -> None:
         """Follow the launcher's commands: an empty line (it is alive), or a command with numbers.
 
-        'grant BYTES', 'signal NUMBER' (pass it on), 'end NUMBER GRACE' (as `_end_rest`), or 'kill'.
+        'grant BYTES', 'signal NUMBER' (pass it on), 'end NUMBER GRACE' (as `_end_rest`), 'kill', or 'input BYTES' and
+        then this number of bytes.
 
         The alarm, which ends the agent, is put off by each of them.
         """
@@ -280,6 +310,8 @@ class Agent:
                 self._thread(partial(self._end_rest, grace, number))
             elif words[:1] == [b"kill"]:
                 self._end_rest(0.0)
+            elif words[:1] == [b"input"]:
+                self._input.put(sys.stdin.buffer.read(int(words[1])))
         self.leave()
 
     def leave(self) -> NoReturn:
@@ -433,10 +465,10 @@ def _bytes(text: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _write_all(data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(1, view) :]
+        view = view[os.write(descriptor, view) :]
 
 
 def _prctl(option: int, value: int) -> None:

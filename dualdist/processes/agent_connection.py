@@ -6,6 +6,7 @@ The agent reads its request from the standard input, so `ps` shows neither the e
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -27,9 +28,9 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from . import agent
-from .agent import ENDED, ENDING_SIGNALS, HEADER, PASSED_SIGNALS, RESULT, STARTED, STDERR, STDOUT
+from .agent import ENDED, ENDING_SIGNALS, HEADER, INPUT, PASSED_SIGNALS, RESULT, STARTED, STDERR, STDOUT
 
-LOST = max(STARTED, STDOUT, STDERR, RESULT, ENDED) + 1
+LOST = max(STARTED, STDOUT, STDERR, RESULT, ENDED, INPUT) + 1
 """The kind of event that reports the loss of a process's host."""
 
 AGENT_COMMAND = (
@@ -47,6 +48,8 @@ _BEAT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
 """How often an agent on another host gets a sign of life, and after how long without one it ends its processes."""
 _LAST_ERRORS_SECONDS = 1.0
 """How long to wait for ssh's exit, and its last error message, after the end of its output."""
+_FOREGROUND_SECONDS = 1.0
+"""How often to try to read from the terminal while this process is in its background."""
 _CHUNK = 1 << 16
 _READ_BYTES = 1 << 20
 """Size of a read from the agent, and of the pipe to it."""
@@ -83,7 +86,8 @@ class HostJob:
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
     stdin: int | None = None
-    """The open file for the standard input of the first process; None: it is empty, as that of the others."""
+    """The open file for the standard input of the first process. Its content is sent to another host. None: the input
+    is empty, as that of the others."""
     window: int = 1 << 20
     """How many bytes of output the agent may send before the launcher has taken any."""
 
@@ -143,7 +147,7 @@ class AgentConnection:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=[*(job.output or ()), *([] if job.stdin is None else [job.stdin])],
+                pass_fds=[*(job.output or ()), *([job.stdin] if job.local and job.stdin is not None else [])],
                 bufsize=0,
             )
         finally:
@@ -172,6 +176,12 @@ class AgentConnection:
                 view = memoryview(data)
                 while view:
                     view = view[stream.write(view) :]
+
+    def _send_input(self) -> None:
+        """Send a piece of the standard input, or its end. Runs in its own thread, because a read may block."""
+        assert self.job.stdin is not None
+        data = _read_input(self.job.stdin)
+        self._outbox.put(b"input %d\n%b" % (len(data), data))
 
     def grant(self) -> None:
         """Let the agent send as many more bytes of output as were read since the last grant."""
@@ -267,6 +277,8 @@ class AgentConnection:
             if kind in (STDOUT, STDERR, RESULT):
                 self._taken += length
                 yield Event(kind, self.job.processes[index].rank, self.job.host, data)
+            elif kind == INPUT:
+                threading.Thread(target=self._send_input, name="dualdist-input", daemon=True).start()
             else:
                 yield self._event(kind, index, json.loads(data))
         del self._buffer[:end]
@@ -301,7 +313,7 @@ def _first_message(job: HostJob, token: str) -> bytes:
         "silence": 0 if job.local else _SILENCE_SECONDS,
         "launcher": job.launcher,
         "output": job.output,
-        "stdin": job.stdin,
+        "stdin": subprocess.DEVNULL if job.stdin is None else job.stdin if job.local else subprocess.PIPE,
         "window": job.window,
         "task": None if job.task is None else len(job.task),
         "processes": processes,
@@ -313,6 +325,21 @@ def _first_message(job: HostJob, token: str) -> bytes:
 
 def _portable(env: Mapping[str, str]) -> dict[str, str]:
     return {portable(name): portable(value) for name, value in env.items()}
+
+
+def _read_input(descriptor: int) -> bytes:
+    """Return the next bytes of the standard input; none at its end, and if it cannot be read, as under nohup.
+
+    In the background of a terminal, wait: a read would stop the whole process, unless this thread blocks SIGTTIN.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN])
+    while True:
+        try:
+            return os.read(descriptor, _CHUNK)
+        except OSError as error:
+            if error.errno != errno.EIO or not os.isatty(descriptor):
+                return b""
+        time.sleep(_FOREGROUND_SECONDS)
 
 
 # All processes of a job: starting them on every host, waiting for events, and ending them everywhere.

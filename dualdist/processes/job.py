@@ -63,7 +63,7 @@ class RunOptions:
     descriptors: tuple[int, int] | None = None
     """The open files for the processes' output on this host; None: it is sent to the launcher."""
     stdin: int | None = None
-    """The open file for rank 0's standard input, if rank 0 is on this host. Without it, it is empty, as for others."""
+    """The open file for the standard input of rank 0. None: it is empty, as that of the others."""
 
     @property
     def ssh_options(self) -> list[str]:
@@ -120,7 +120,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
                 launcher=address if remote else None,
                 task=options.task,
                 output=None if host in remote else options.descriptors,
-                stdin=options.stdin if host == slots[0].host and host in local else None,
+                stdin=options.stdin if host == slots[0].host else None,
                 window=window,
             )
             for host in processes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from dualdist.processes import agent_connection
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
 from ..helpers.world import ROOT
 
+RUN = (sys.executable, "-m", "dualdist", "run")
 STALE = {
     "RANK": "7",
     "WORLD_SIZE": "9",
@@ -103,7 +106,7 @@ def test_options_set_the_variables_of_the_processes(run: Run, monkeypatch: pytes
 def started_by_a_shell(command: str, text: str = "") -> subprocess.CompletedProcess[str]:
     """Run `command` with `text` as its standard input. In it, RUN is `python -m dualdist run`."""
     return subprocess.run(
-        command.replace("RUN", f"{sys.executable} -m dualdist run"),
+        command.replace("RUN", shlex.join(RUN)),
         shell=True,
         cwd=ROOT,
         input=text,
@@ -113,15 +116,95 @@ def started_by_a_shell(command: str, text: str = "") -> subprocess.CompletedProc
     )
 
 
-def test_rank_0_has_the_standard_input_of_the_launcher() -> None:
-    ended = started_by_a_shell("RUN -np 2 sh -c 'echo $DUALDIST_RANK read $(cat)'", "some text")
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("hosts_of_job", ["localhost:2", "hostA:1,localhost:1"])
+def test_rank_0_has_the_standard_input_of_the_launcher(hosts_of_job: str) -> None:
+    ended = started_by_a_shell(f"RUN -H {hosts_of_job} sh -c 'echo $DUALDIST_RANK read $(cat)'", "some text")
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["[1,0]<stdout>:0 read some text", "[1,1]<stdout>:1 read"]
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-"])
-def test_standard_files_that_are_closed_are_empty(closed: str) -> None:
-    ended = started_by_a_shell(f"RUN -np 2 sh -c 'cat; echo out; echo err >&2' {closed}", "some text\n")
+@pytest.mark.usefixtures("hosts")
+def test_standard_input_of_any_length_reaches_rank_0_unchanged(tmp_path: Path) -> None:
+    content = secrets.token_bytes(1_000_003) + b"\n\n"
+    (tmp_path / "content").write_bytes(content)
+    ended = started_by_a_shell(f"cat {tmp_path}/content | RUN -H hostA:1 sha256sum")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"[1,0]<stdout>:{hashlib.sha256(content).hexdigest()}  -\n"
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_job_ends_although_its_standard_input_does_not() -> None:
+    ended = started_by_a_shell("yes | RUN -H hostA:1,localhost:1 head -c 2")
+    assert (ended.returncode, ended.stdout) == (0, "[1,0]<stdout>:y\n"), ended.stderr
+    reader, writer = os.pipe()
+    command = [*RUN, "-H", "hostA:1,localhost:1", "true"]
+    assert subprocess.run(command, cwd=ROOT, stdin=reader, timeout=60).returncode == 0
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.usefixtures("hosts")
+def test_little_is_read_of_the_standard_input_if_rank_0_does_not_read_it(tmp_path: Path) -> None:
+    wait_until_the_pipe_is_full = python("""
+    import fcntl, sys, termios
+    size = fcntl.fcntl(0, fcntl.F_GETPIPE_SZ)
+    while int.from_bytes(fcntl.ioctl(0, termios.FIONREAD, bytes(4)), sys.byteorder) < size:
+        pass
+    """)
+    command = [*RUN, "-H", "hostA:1", *wait_until_the_pipe_is_full]
+    with (tmp_path / "content").open("w+b") as content:
+        content.truncate(100 << 20)
+        assert subprocess.run(command, cwd=ROOT, stdin=content, timeout=60).returncode == 0
+        assert os.lseek(content.fileno(), 0, os.SEEK_CUR) <= 2 << 16  # two pieces
+
+
+IN_THE_BACKGROUND = """
+import fcntl, os, signal, sys, termios, time, types
+from dualdist.cli import main
+from dualdist.processes import agent_connection
+
+def sleep(seconds):  # until the user puts the command in the foreground
+    os.tcsetpgrp(0, os.getpgrp())
+
+fcntl.ioctl(0, termios.TIOCSCTTY)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os.setpgid(0, 0)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+agent_connection.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+sys.exit(main(["run", "-H", "hostA:1", "cat"]))
+"""
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_launcher_in_the_background_reads_the_terminal_when_it_is_in_the_foreground() -> None:
+    typed, terminal = os.openpty()
+    os.write(typed, b"some text\n\x04")
+    ended = subprocess.run(
+        python(IN_THE_BACKGROUND),
+        cwd=ROOT,
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout) == (0, b"[1,0]<stdout>:some text\n")
+    os.close(typed)
+    os.close(terminal)
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize(
+    ("closed", "hosts_of_job"),
+    [
+        *((closed, "localhost:2") for closed in (">&-", "2>&-", "<&-", "<&- >&-", "<&- >&- 2>&-")),
+        ("<&-", "hostA:2"),
+    ],
+)
+def test_standard_files_that_are_closed_are_empty(closed: str, hosts_of_job: str) -> None:
+    command = f"RUN -H {hosts_of_job} sh -c 'cat; echo out; echo err >&2' {closed}"
+    ended = started_by_a_shell(command, "some text\n")
     assert ended.returncode == 0, ended.stderr
     files = closed.split()
     assert ended.stdout.count("out\n") == (0 if ">&-" in files else 2)
@@ -340,20 +423,9 @@ def test_a_signal_to_the_launcher_ends_every_process_on_every_host(
 
 @pytest.mark.usefixtures("hosts")
 def test_a_launcher_that_is_killed_leaves_nothing_running(families: Families) -> None:
-    launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "dualdist",
-            "run",
-            "-H",
-            "localhost:1,hostA:1",
-            *python(FAMILY + "signal.pause()"),
-        ],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-    )
+    command = [*RUN, "-H", "hostA:1,localhost:1", *python(FAMILY + "signal.pause()")]
+    with open("/dev/zero", "rb") as input_that_nobody_reads:
+        launcher = subprocess.Popen(command, cwd=ROOT, stdin=input_that_nobody_reads, stdout=subprocess.PIPE)
     try:
         assert launcher.stdout is not None
         for _ in range(2):  # until both have started
