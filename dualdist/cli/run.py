@@ -23,7 +23,7 @@ from typing import Any
 from .. import __version__
 from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
-from ..launch import DUALDIST_RUN
+from ..launch import DUALDIST_RUN, detect
 from ..processes.hosts import Host, backend_variables, find_allocation, parse_hosts, read_hostfile
 from ..processes.job import RunOptions, run_job
 from ..processes.starters import DEFAULT_STARTER, STARTERS
@@ -299,6 +299,7 @@ def execute(args: argparse.Namespace) -> int:
     """Run the job that `args` describes; return its exit code. Raises ConfigurationError when it cannot start."""
     refuse(args.refused)
     options = _options(args, os.environ)
+    _warn_of_copies(os.environ)
     try:
         return run_job(options, os.environ)
     except BrokenPipeError:
@@ -309,6 +310,19 @@ def execute(args: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"dualdist run: {error}; all processes have ended.\n")
         return 1
+
+
+def _warn_of_copies(env: Mapping[str, str]) -> None:
+    """Warn, in the first of several tasks, that each of them starts a world of its own."""
+    with contextlib.suppress(ConfigurationError):  # the processes do not inherit these variables
+        launch = detect(env)
+        if launch.rank == 0 and launch.size > 1:
+            sys.stderr.write(
+                f"dualdist run: {launch.launcher} started {launch.size} tasks ({launch.sources['size']}), and each "
+                "copy of `dualdist run` in them has a world of its own: they train separately, and write to the same "
+                "files. Start one copy (`srun --ntasks=1 dualdist run ...`, `mpirun -np 1 dualdist run ...`), or "
+                "leave `dualdist run` out (`srun python train.py`).\n"
+            )
 
 
 def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:

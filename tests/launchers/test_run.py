@@ -465,6 +465,33 @@ def test_several_hosts_join_one_world_on_every_backend(
         assert ended.written(rank).decode() == f"{numbers} {backend} dualdist run {total:.1f}\n"
 
 
+@pytest.mark.parametrize(
+    ("launcher", "rank_from", "size_from", "rank", "size", "times"),
+    [
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", 0, 2, 1),
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", 1, 2, 0),
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", 0, 1, 0),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", 0, 3, 1),
+    ],
+)
+def test_the_first_of_several_tasks_warns_that_each_has_a_world_of_its_own(
+    launcher: str,
+    rank_from: str,
+    size_from: str,
+    rank: int,
+    size: int,
+    times: int,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(rank_from, str(rank))
+    monkeypatch.setenv(size_from, str(size))
+    ended = run("-np", "1", "true")
+    assert ended.code == 0
+    said = f"dualdist run: {launcher} started {size} tasks ({size_from}), and each copy of `dualdist run` in them has"
+    assert (ended.errors.count(said), ended.errors.count("\n")) == (times, times)
+
+
 def test_modules_in_the_current_folder_do_not_replace_those_of_python(tmp_path: Path) -> None:
     for name in ("enum", "json", "socket", "selectors"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')\n")
