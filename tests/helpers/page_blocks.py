@@ -36,6 +36,10 @@ class Block:
     """The number of lines before its first one, in the page."""
     runs: bool
     before: str
+    needs: str
+    """What running it needs, or ''."""
+    introduction: str
+    """What readers see before it: the title of the page, and its section up to here."""
 
 
 def blocks(page: str) -> list[Block]:
@@ -43,6 +47,7 @@ def blocks(page: str) -> list[Block]:
     found = []
     for match in _FENCE.finditer(page):
         comment = (match["comment"] or "").strip().removeprefix("<!--").removesuffix("-->").strip()
+        section = re.split(r"^#+ ", _FENCE.sub("", page[: match.start()]), flags=re.MULTILINE)[-1]
         found.append(
             Block(
                 match["language"],
@@ -50,6 +55,8 @@ def blocks(page: str) -> list[Block]:
                 page.count("\n", 0, match.start("text")),
                 not comment.startswith(("needs:", "fragment")),
                 comment.removeprefix("before:").strip() if comment.startswith("before:") else "",
+                comment.removeprefix("needs:").strip() if comment.startswith("needs:") else "",
+                f"{page.partition(chr(10))[0]}\n{section}",
             )
         )
     return found
