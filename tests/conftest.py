@@ -20,6 +20,7 @@ IN_WORLD = re.compile(rf"\[(?:.*-)?({'|'.join(WORLDS)})(?:-.*)?\]$")
 GROUPS = {
     "launchers/test_matrix.py": "Slurm",
     "launchers/test_cluster_examples.py": "Slurm",
+    "launchers/test_page_blocks.py": "Slurm",
     "launchers/test_slurm_steps.py": "Slurm",
     "launchers/test_start_with.py": "Slurm",
     "launchers/test_sharding.py": "Slurm",
