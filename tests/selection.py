@@ -63,7 +63,7 @@ ONLY_WITH_ALL = (
     r"launchers/test_frameworks\.py::.*(horovod\]|(fabric|ignite)-torch\]|averages|compiled|metrics)",
     r"launchers/test_hosts\.py::.*(horovodrun with t|dualdist run with h|torchrun with h.* over)",
     r"launchers/test_mpis\.py::.*(-3\]|wheel|, gloo)",
-    r"launchers/test_page_blocks\.py::.*\[(DUALDIST_S|sbatch --r|srun --k|torchrun --s)",
+    r"launchers/test_page_blocks\.py::.*\[(DUALDIST_S|sbatch --r|srun --k|torchrun .*(compat|restarts))",
     r"launchers/test_part_of_world\.py::.*\[(all-|reversed-|split-torch|list-horovod)",
     r"launchers/test_process_sets_of_hosts\.py::.*(torch|horovodrun)",
     r"launchers/test_sharding\.py::.*\[(srun|mpirun|horovod-mpi|fabric|False)",

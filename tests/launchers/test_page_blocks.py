@@ -1,4 +1,4 @@
-"""The code in docs/ and README.md: blocks in Python run in a world of one, and command lines are those that exist.
+"""The code in docs/ and README.md: blocks in Python run in a world of one, and command lines are run where possible.
 
 test_minimal.py runs the block of README.md.
 """
@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from dualdist import cli
 
 from ..helpers import page_blocks
 from ..helpers.forks import BIN, forked
-from ..helpers.page_blocks import blocks
+from ..helpers.page_blocks import Block, blocks
 from ..helpers.requirements import need_modules, need_programs
 from ..helpers.script_launch import finish
 from ..helpers.world import ROOT
@@ -38,7 +38,8 @@ STARTS = r"(?:\w+=\S+ )*(?:python|torchrun|horovodrun|mpirun|mpiexec|srun|sbatch
 """How command lines begin that the tests run."""
 PRESENT = ("", "Horovod", "Slurm")
 """What the tests have of what command lines need."""
-HELLO = blocks((ROOT / "docs" / "start.md").read_text())[0].text
+FIRST_PAGE = ROOT / "docs" / "start.md"
+HELLO = blocks(FIRST_PAGE.read_text())[0].text
 """A script that prints rank and size. It takes the place of each script that a command line names."""
 
 
@@ -72,15 +73,19 @@ class Line:
     """Whether it is in the text of the page and may be a part of a line."""
 
 
+def shell_lines(block: Block) -> Iterator[Line]:
+    """Yield the command lines of a block for a shell; of others none."""
+    for line in block.text.replace("\\\n", "").splitlines() if block.language in SHELL else ():
+        text, _, comment = re.split(r"(^|\s+)#|$", line, maxsplit=1)
+        needs = re.search(r"\bneeds (.+)", comment)
+        if text:
+            yield Line(text, needs[1] if needs else block.needs)
+
+
 def command_lines(page: str) -> Iterator[Line]:
     """Yield the lines of blocks for a shell, the first column of tables, and each `dualdist ...` of the text."""
     for block in blocks(page):
-        if block.language in SHELL:
-            for line in block.text.replace("\\\n", "").splitlines():
-                text, _, comment = re.split(r"(^|\s+)#|$", line, maxsplit=1)
-                needs = re.search(r"\bneeds (.+)", comment)
-                if text:
-                    yield Line(text, needs[1] if needs else block.needs)
+        yield from shell_lines(block)
     text = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.DOTALL | re.MULTILINE)
     yield from map(Line, re.findall(rf"^\| `({STARTS}[^`]*\.py)`", text, re.MULTILINE))
     for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text):
@@ -123,13 +128,13 @@ def account(line: Line) -> str | None:
         return "marked"
     if re.match(rf"{STARTS}|export |ip ", line.text):
         return "run"
-    return "parsed" if next(commands(line.text), None) else None
+    return "parsed" if re.match(r"(\w+=\S+ )*dualdist ", line.text) else None
 
 
 def accounts(how: str) -> dict[str, str]:
-    """Return the command lines that are accounted for in a way: one for each shape, by its shape."""
+    """Return the command lines that are accounted for in a way: the first of each shape, by its shape."""
     found: dict[str, str] = {}
-    for page in PAGES:
+    for page in (FIRST_PAGE, *PAGES):
         for line in command_lines(page.read_text()):
             if not line.is_part and account(line) == how:
                 shape = re.sub(r"[\w/]+\.py\b.*", "train.py", " ".join(line.text.split()))
@@ -201,11 +206,24 @@ def size_of(text: str) -> int:
     return 2 if re.match("srun|sbatch", text) else 1
 
 
+def outputs(page: str) -> dict[str, str]:
+    """Return what a page shows below each command line that is run: one part of a block for each line of a block."""
+    found: dict[str, str] = {}
+    for command, output in itertools.pairwise(blocks(page)):
+        lines = [line for line in shell_lines(command) if account(line) == "run"]
+        if lines and output.language == "text":
+            found |= {line.text: part for line, part in zip(lines, output.text.split("\n\n"), strict=True)}
+    return found
+
+
+OUTPUTS = outputs(FIRST_PAGE.read_text())
+
+
 @pytest.mark.parametrize("text", accounts("run").values(), ids=accounts("run"))
 def test_a_command_line_runs(text: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    words = set(text.split())
-    need_modules(*{"horovod"} & {word.removesuffix("run") for word in words})
-    need_programs(*{"mpirun", "mpiexec", "ip"} & words)
+    words = set(re.findall(r"[\w.-]+", text))
+    need_modules(*["horovod"] * ("horovodrun" in words), *["horovod", "mpi4py"] * ("mpirun" in words))
+    need_programs(*{"mpiexec", "ip", "openssl"} & words)
     variables = {**VARIABLES, "PATH": prepare(tmp_path, text)}
     if words & {"srun", "sbatch"}:
         variables |= request.getfixturevalue("slurm").environment | {"SLURM_NTASKS": str(size_of(text))}
@@ -218,6 +236,9 @@ def test_a_command_line_runs(text: str, tmp_path: Path, request: pytest.FixtureR
         size = size_of(text)
         ranks = re.findall(r"rank (\d+) of (\d+)", output)
         assert sorted(ranks) == [(str(rank), str(size)) for rank in range(size)], output
+        if text in OUTPUTS:
+            lines = r"rank \d+ of \d+: [\w ]+, \w+ over \w+"
+            assert sorted(re.findall(lines, output)) == sorted(re.findall(lines, OUTPUTS[text]))
 
 
 def test_torchrun_and_horovodrun_accept_lines_that_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +247,9 @@ def test_torchrun_and_horovodrun_accept_lines_that_are_marked(monkeypatch: pytes
     need_modules("horovod")
     from horovod.runner.launch import parse_args
 
-    parsers = {
-        "torchrun": lambda words: get_args_parser().parse_args(words),
-        "horovodrun": lambda words: parse_args(),
+    parsers: dict[str, Callable[[list[str]], object]] = {
+        "torchrun": get_args_parser().parse_args,
+        "horovodrun": lambda _: parse_args(),
     }
     parsed = set()
     for text in accounts("marked").values():
