@@ -50,6 +50,11 @@ def test_every_variable_in_the_code_is_on_the_page() -> None:
     assert variables(ENVIRONMENT) == IN_CODE
 
 
+def test_every_variable_of_dualdist_on_a_page_is_in_the_code() -> None:
+    named = {name for page in PAGES for name in variables(page.read_text())}
+    assert {name for name in named - IN_CODE if name.startswith("DUALDIST_")} == set()
+
+
 def test_every_variable_of_the_launchers_is_on_the_page() -> None:
     rows = [(row.rank, row.size, row.local_rank, row.local_size, *row.markers) for row in LAUNCHERS]
     rows += [(*row.starts_mpi, *row.elastic, *row.restarts) for row in LAUNCHERS]
