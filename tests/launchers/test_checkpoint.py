@@ -150,7 +150,7 @@ def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
     launcher: str, slurm: Slurm, tmp_path: Path
 ) -> None:
     """The script signals the step as `sbatch --signal=USR1@90` does before the time limit."""
-    step = ("srun", *DUALDIST_RUN) if launcher == "dualdist run" else SRUN
+    step = ("srun", "-n", "1", *DUALDIST_RUN) if launcher == "dualdist run" else SRUN
     training = shlex.join([*step, *TRAINING])
     script, log, saved = tmp_path / "job.sh", tmp_path / "log", tmp_path / "saved"
     script.write_text(
