@@ -38,8 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs",
         type=int,
-        default=50,
-        help="random programs in each world of tests/parity/test_programs.py and test_mutations.py",
+        help="random programs in each world of tests/parity/test_programs.py and test_mutations.py; "
+        "by default 25, with --all 50",
     )
     parser.addoption(
         "--program-seed", type=int, help="run this program of tests/parity/test_mutations.py alone"
@@ -52,6 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.programs is None:
+        config.option.programs = 50 if config.option.all else 25
     config.addinivalue_line(
         "markers", "core: the tests that a contributor runs first; see tests/selection.py"
     )

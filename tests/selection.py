@@ -45,32 +45,40 @@ CORE = """
 """Files of behaviours that say most. They and the matrix of launchers are what a contributor runs first."""
 CORE_WORLDS = {"local-1", "torch-gloo-3", "torch-mpi-2", "horovod-gloo-2"}
 
-NEW_INTERPRETERS = ("launchers/test_matrix.py", "launchers/test_minimal.py")
+NEW_INTERPRETERS = tuple(
+    f"launchers/test_{name}.py"
+    for name in ("matrix", "minimal", "parity_command", "run_function", "spawn", "unchanged_scripts")
+)
 """Files whose processes are new interpreters with --all, as a user's are. Others start forks (helpers/forks.py)."""
 
 
 ONLY_WITH_ALL = (
     # patterns of tests that take long and differ little from one that runs by default
     r".*\[(.*-)?(torch-mpi|horovod-gloo|horovod-mpi)-3(-.*)?\]",
+    r"behaviours/test_checkpoint\.py::.*workers_of_a_loader.*\[(torch|horovod)-.*(spawn|forkserver)\]",
+    r"behaviours/test_compile\.py::.*\[horovod-.*-(all(gather|toall)|broadcast|grouped|reduce)",
     r"behaviours/test_hook_threads\.py::.*-mpi-2[-\]]",
     r"integration/test_((sharded_)?checkpoint_kills|deaths|installed)\.py",
     r"integration/test_torch_suite\.py::test_results.*(over_mpi|\[3\])",
     r"launchers/test_bench\.py::test_(step|contestant_that_fails|interrupted_bench|collectives)",
-    r"launchers/test_checkpoint\.py::.*(requeued.*\[dualdist run\]|code_of_the_saved.*all but)",
+    r"launchers/test_checkpoint\.py::.*(requeued.*\[dualdist run\]|saved_run.*(all but|all-10|launcher-15))",
     r"launchers/test_doctor_world\.py::.*\[(srun|dualdist run)\]",
     r"launchers/test_endings\.py::.*(keeps_the_error|has_stopped.*(mpirun-torch|shutdown))",
     r"launchers/test_examples\.py::.*\[mpirun\]",
+    r"launchers/test_exec\.py::test_a_script_for_torchrun.*\[(horovodrun|dualdist run|.*variables)\]",
     r"launchers/test_frameworks\.py::.*(horovod\]|(fabric|ignite)-torch\]|averages|compiled|metrics)",
     r"launchers/test_hosts\.py::.*(horovodrun with t|dualdist run with h|torchrun with h.* over)",
     r"launchers/test_mpis\.py::.*(-3\]|wheel|, gloo)",
     r"launchers/test_page_blocks\.py::.*\[(DUALDIST_S|sbatch --r|srun --k|torchrun .*(compat|restarts))",
+    r"launchers/test_parity_command\.py::.*(hangs.*@(run|mpirun)\]|three_ranks.*@mpirun\])",
     r"launchers/test_part_of_world\.py::.*\[(all-|reversed-|split-torch|list-horovod)",
     r"launchers/test_process_sets_of_hosts\.py::.*(torch|horovodrun)",
     r"launchers/test_sharding\.py::.*\[(srun|mpirun|horovod-mpi|fabric|False)",
+    r"launchers/test_sharding\.py::.*\[(torch-mpi|horovod-gloo)-(hybrid|replicated|tensor_parallel\]|with_shared)",
     r"launchers/test_start\.py::.*(\[torch-file-before|a_wait_after_the_start)",
     r"launchers/test_stopped_process_set\.py::.*\[mpirun",
     r"launchers/test_stopped_start\.py::.*\[(torch-gloo|torch-mpi-d|.*\.backends)",
-    r"parity/test_mutations\.py::.*(\[local-1-|naive.*\[horovod)",
+    r"parity/test_mutations\.py::.*(\[local-1-|naive.*\[horovod|\[horovod.*-module\])",
 )
 
 

@@ -122,9 +122,9 @@ def _take_over(request: _Request) -> None:
 
 def _run(arguments: list[str]) -> int:
     """Do what `python ARGUMENTS` does; return the exit code."""
-    if arguments[0] == "-u":
-        del arguments[0]
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        if arguments.pop(0) == "-u":  # the others are flags of this process, too
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     is_module, is_text = arguments[0] == "-m", arguments[0] == "-c"
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dualdist.cli import main
+from dualdist.processes.agent_connection import AGENT_COMMAND
 
+from ..helpers.forks import forked
 from ..helpers.namespace_hosts import Network, running_network
 from ..helpers.process_watch import Watched
 from ..helpers.run_command import Ended, Families, Run
@@ -28,6 +31,15 @@ def network() -> Iterator[Network]:
     """Two hosts; see helpers/namespace_hosts.py."""
     with running_network() as hosts:
         yield hosts
+
+
+@pytest.fixture
+def python(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The Python of the processes that this one starts: a fork, unless the file is in NEW_INTERPRETERS with --all."""
+    (chosen,) = forked([sys.executable])
+    assert AGENT_COMMAND[0] == sys.executable  # which stays as it is: agents do not import torch
+    monkeypatch.setattr(sys, "executable", chosen)
+    return chosen
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ def pickled_wrapper() -> bytes:
     return pickle.dumps(hvd.DistributedDataParallel(nn.Linear(1, 1)))
 
 
+@pytest.mark.usefixtures("python")
 def test_a_copy_evaluates_without_a_world_and_does_not_train_alone() -> None:
     (data,) = hvd.spawn(pickled_wrapper, nprocs=1, timeout=100)
     made: Any = pickle.loads(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
 def test_a_script_meets_by_itself_under_every_launcher(name: str) -> None:
     launcher = LAUNCHERS[name]
     need_programs(*launcher[:1])
-    ended = finish([*launcher, sys.executable, torchrun_script.__file__, torchrun_script.METHOD], forks=False)
+    ended = finish([*launcher, sys.executable, torchrun_script.__file__, torchrun_script.METHOD])
     assert ended.code == 0, ended.output
     expected = WORLDS[2 if launcher else 1]
     assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in expected], ended.output
@@ -84,7 +85,7 @@ def test_a_script_meets_by_itself_under_every_launcher(name: str) -> None:
 def test_processes_of_two_nodes_of_slurm_meet_by_themselves(slurm: Slurm, before: tuple[str, ...]) -> None:
     script = (torchrun_script.__file__, torchrun_script.METHOD)
     command = ("srun", "-N", "2", "-n", "3", sys.executable, *before, *script)
-    ended = finish(command, slurm.environment, forks=False)
+    ended = finish(command, slurm.environment, forks=not before)
     assert ended.code == 0, ended.output
     assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in WORLDS[3]], (
         ended.output
@@ -120,7 +121,7 @@ def test_mpiexec_of_mpich_on_two_hosts(
 ) -> None:
     need_programs("mpiexec.hydra")
     start = (*_MPIEXEC, sys.executable, *before, torchrun_script.__file__, *arguments)
-    ended = finish(network.hosts[0].command(*start), forks=False)
+    ended = finish(network.hosts[0].command(*start), forks=not before)
     assert ended.code == 0, ended.output
     assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
 
@@ -134,9 +135,11 @@ def test_mpiexec_of_mpich_leaves_mpi_to_the_script(network: Network, tmp_path: P
     assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
 
 
-def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network) -> None:
+def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network, tmp_path: Path) -> None:
     need_programs("mpiexec.hydra")
-    waits = 'if [ $PMI_RANK = 2 ]; then exec sleep 100; fi; exec "$@"'
+    os.mkfifo(tmp_path / "pipe")
+    # mpiexec waits for its last process, which reads until the others have ended.
+    waits = f'if [ $PMI_RANK = 2 ]; then exec cat {tmp_path}/pipe; fi; exec "$@" 9> {tmp_path}/pipe'
     command = network.hosts[0].command(*_MPIEXEC, "sh", "-c", waits, "sh", *EXEC, "--", "true")
     ended = finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False)
     assert ended.code != 0
@@ -218,7 +221,7 @@ def test_a_trainer_of_lightning_joins_all_processes(
         "trainer.fit(model := BoringModel())\n"
         "write(1, f'rank {trainer.global_rank} of {trainer.world_size}: {model.layer.weight.sum()}\\n'.encode())\n"
     )
-    ended = finish([*LAUNCHERS[launcher], sys.executable, *before, str(script)], forks=False)
+    ended = finish([*LAUNCHERS[launcher], sys.executable, *before, str(script)], forks=not before)
     assert ended.code == 0, ended.output
     found = re.findall(r"rank (\d) of 2: (\S+)", ended.output)
     assert sorted(rank for rank, _ in found) == ["0", "1"], ended.output

@@ -11,6 +11,8 @@ from tests.helpers import framework_training as frameworks
 
 from ..helpers.requirements import need_modules
 
+pytestmark = pytest.mark.usefixtures("python")
+
 BACKENDS = ["torch", "horovod"]
 
 

@@ -14,6 +14,8 @@ from ..helpers.requirements import need_modules
 from ..helpers.run_command import Run
 from ..helpers.world import ROOT
 
+pytestmark = pytest.mark.usefixtures("python")
+
 CALLS = str(ROOT / "tests" / "helpers" / "horovod_calls.py")
 NAMES: dict[str, list[str]] = json.loads((ROOT / "tests" / "data" / "horovod_public_names.json").read_text())
 """Module -> its public names, from the installed Horovod 0.28.1."""

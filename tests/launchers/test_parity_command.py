@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from dualdist.cli import main
 
 from ..helpers import parity_script
+from ..helpers.forks import BIN
 from ..helpers.parity_script import FAULTY_STEP
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
@@ -24,8 +26,9 @@ TORCHRUN = "torch+gloo@torchrun"
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PATH", str(BIN), prepend=os.pathsep)
     monkeypatch.chdir(ROOT)
 
 

@@ -29,6 +29,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
     need_modules(*["horovod.torch"] * (backend == "horovod"))
@@ -36,7 +37,7 @@ def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
     assert [numbers for *numbers, _ in results] == [[rank, 2, rank, 2, "dualdist run"] for rank in range(2)]
 
 
-@pytest.mark.usefixtures("hosts")
+@pytest.mark.usefixtures("hosts", "python")
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_several_hosts_join_one_world(backend: str) -> None:
     results = hvd.run(

@@ -18,6 +18,8 @@ from ..helpers.run_command import Run
 from ..helpers.script_launch import SECONDS
 from ..helpers.world import MPIRUN, WORLD_KINDS, World, WorldKind
 
+pytestmark = pytest.mark.usefixtures("python")
+
 SIZE = 4
 SRUN = ("srun", "-N", "1", "-n", "{size}", "--overcommit")
 GLOO, MPI = ({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport} for transport in ("gloo", "mpi"))
@@ -59,10 +61,11 @@ def test_a_run_resumes_on_another_number_of_ranks_and_another_mesh(
     asynchronous: bool, tmp_path: Path
 ) -> None:
     """Steps 0 to 2 on two ranks, to 4 on three, to 6 on four with shards on pairs, and to 8 on one."""
-    spawn = functools.partial(dualdist.spawn, sharded_training.resumed, timeout=100)
     for number, size in enumerate((2, 3, 4, 1), 1):
-        for found in spawn((str(tmp_path), 2 * number, asynchronous), nprocs=size):
-            assert found == pytest.approx(sharded_training.alone(2 * number), rel=0, abs=1e-10)
+        arguments = (str(tmp_path), 2 * number, asynchronous)
+        wanted = pytest.approx(sharded_training.alone(2 * number), rel=0, abs=1e-10)
+        for found in dualdist.spawn(sharded_training.resumed, arguments, nprocs=size, timeout=100):
+            assert found == wanted
 
 
 @pytest.mark.parametrize("package", ["accelerate", "fabric"])
@@ -77,7 +80,7 @@ def test_another_package_loads_our_checkpoint_and_we_theirs(package: str, tmp_pa
 
 
 def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path, run: Run) -> None:
-    flags = ("examples/fsdp.py", "--checkpoint-dir", str(tmp_path), "--save-every", "2", "--batch", "16")
+    flags = ("examples/fsdp.py", "--checkpoint-dir", str(tmp_path), "--save-every", "2", "--batch", "8")
     first = run("-np", "2", sys.executable, *flags, "--steps", "2")
     second = run("-np", "4", sys.executable, *flags, "--steps", "10", "--shards", "2")
     assert (first.code, second.code) == (0, 0), first.errors + second.errors

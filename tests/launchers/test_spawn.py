@@ -37,6 +37,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
     need_modules(*["horovod.torch"] * (backend == "horovod"))

@@ -46,6 +46,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.usefixtures("python")
 def test_a_horovod_script_joins_one_world_and_can_join_it_again(run: Run) -> None:
     need_modules("horovod.torch")
     ended = run("-np", "2", *python(HOROVOD_SCRIPT))
@@ -56,7 +57,7 @@ def test_a_horovod_script_joins_one_world_and_can_join_it_again(run: Run) -> Non
     ]
 
 
-@pytest.mark.usefixtures("hosts")
+@pytest.mark.usefixtures("hosts", "python")
 @pytest.mark.parametrize("where", ["localhost:1,hostA:1", "hostA:1,hostB:1"])
 def test_a_horovod_script_joins_one_world_on_several_hosts(where: str, run: Run) -> None:
     need_modules("horovod.torch")
@@ -68,13 +69,14 @@ def test_a_horovod_script_joins_one_world_on_several_hosts(where: str, run: Run)
     ]
 
 
+@pytest.mark.usefixtures("python")
 def test_a_torch_script_joins_one_world(run: Run) -> None:
     ended = run("-np", "2", *python(TORCH_SCRIPT))
     assert ended.code == 0, ended.errors
     assert [ended.written(rank) for rank in range(2)] == [b"0 2 0 2 3.0\n", b"1 2 1 2 3.0\n"]
 
 
-@pytest.mark.usefixtures("hosts")
+@pytest.mark.usefixtures("hosts", "python")
 @pytest.mark.parametrize("where", ["localhost:1,hostA:1", "hostA:1,hostB:1"])
 def test_a_torch_script_joins_one_world_on_several_hosts(where: str, run: Run) -> None:
     ended = run("-H", where, *python(TORCH_SCRIPT))
@@ -116,6 +118,7 @@ def test_variables_that_the_user_sets_are_kept(run: Run) -> None:
     assert ended.written(0) == b"['node7', None, 'mpi']\n"
 
 
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("stack", ["horovod", "torch"])
 def test_functions_of_spawn_join_one_world_without_dualdist(stack: str) -> None:
     if stack == "horovod":
