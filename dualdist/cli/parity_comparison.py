@@ -8,7 +8,7 @@ nearest to the cause, to which lead the values before it, those of the other ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,11 @@ def compare(left: Record, right: Record, tolerance: float) -> Comparison:
             largest = max(largest, found.size)
     if first is not None and least is not None:
         is_rounding = least.size < _ROUNDING and first.size < _GROWTH * largest
-        cause = _because("rounding") if is_rounding else pair.cause(first, largest)
-    return Comparison(first, cause, least, largest, pair.notes(least), losses, sizes)
+        is_jump = first.stage in (OWN, REDUCED) and 0 < largest < _ROUNDING and first.size < _WIRE
+        other = "optimizer-state" if first.stage == NEW_WEIGHTS else "rounding-jump" if is_jump else "unknown"
+        causes = [_because("rounding")] if is_rounding else pair.causes(first)
+        cause = next(iter(causes), _because(other, stage=first.stage))
+    return Comparison(first, cause, least, largest, list(pair.notes(least)), losses, sizes)
 
 
 def difference(left: Any, right: Any, floor: float = 0.0) -> float:
@@ -112,9 +115,9 @@ class _Pair:
 
     def __init__(self, left: Record, right: Record) -> None:
         self.heads = [left["ranks"], right["ranks"]]
-        self.steps = min(left["steps"], right["steps"])
+        steps = min(left["steps"], right["steps"])
         self.sides: list[list[dict[Key, dict[str, Any]]]] = [
-            [{tuple(key): found for *key, found in rank["values"] if key[0] < self.steps} for rank in ranks]
+            [{tuple(key): found for *key, found in rank["values"] if key[0] < steps} for rank in ranks]
             for ranks in self.heads
         ]
         self.sizes = [len(side) for side in self.sides]
@@ -126,19 +129,20 @@ class _Pair:
         keys = dict.fromkeys(key for rank in ranks for key in rank if key[1] in _COMPARED)
         after = (REDUCED, SETTINGS, NEW_WEIGHTS, NEW_BUFFERS)
         # Stable: in a step as recorded, but all passes of both sides first.
-        for step, stage, number in sorted(keys, key=lambda key: (key[0], key[1] in after)):
-            key = step, stage, number
+        for key in sorted(keys, key=lambda key: (key[0], key[1] in after)):
+            step, stage, number = key
             if not self.same_size and stage == LOSS and number == 0 and step < len(losses):
                 yield Difference(*key, 0, "", difference(losses[step][0], losses[step][1]))
             for rank in range(self.sizes[0] if self.same_size else int(stage in _EVERYWHERE)):
                 pair = [side[rank].get(key) for side in self.sides]
                 if all(values is not None for values in pair):
                     yield from self._of_values(key, rank, *pair)
-                elif pair[0] or pair[1]:
+                elif any(pair):
                     yield Difference(*key, rank, "", math.inf)
 
     def _of_values(self, key: Key, rank: int, left: Any, right: Any) -> Iterator[Difference]:
-        norms = [value[1] for values in (left, right) for value in values.values() if _is_float(value)]
+        prints = [value for value in (*left.values(), *right.values()) if isinstance(value, list)]
+        norms = [value[1] for value in prints if "float" in value[3] and math.isfinite(value[1])]
         floor = _FLOOR * max(norms, default=0.0)
         for name in left | right:
             size = difference(left.get(name), right.get(name), floor)
@@ -159,40 +163,26 @@ class _Pair:
             found.append([sum(losses) / len(losses) if losses else None for losses in known])
         return found
 
-    def notes(self, least: Difference | None) -> list[str]:
-        """Return what a reader of the result should know."""
-        found = []
+    def notes(self, least: Difference | None) -> Iterator[str]:
+        """Yield what a reader of the result should know."""
         if not self.same_size:
             text = "processes: compared are only the mean loss, and rank 0's weights, reduced gradients and settings."
-            found.append(f"{self.sizes[0]} and {self.sizes[1]} {text}")
+            yield f"{self.sizes[0]} and {self.sizes[1]} {text}"
         left, right = (ranks[0] for ranks in self.heads)
         for name in ("threads", "torch", "device") if least else ():
             if left[name] != right[name]:
                 text = f"Left has {name} {left[name]} and right {right[name]}"
-                found.append(f"{text}, which can change the order of sums.")
-        return found + [f"The script's collectives differ first in {other}." for other in self.other_call()]
-
-    def other_call(self) -> Iterator[str]:
-        """Yield the first of the script's collectives that differs, if any does."""
-        calls: list[dict[Any, str]] = [{}, {}]
-        for found, side in zip(calls, self.sides if self.same_size else (), strict=False):
-            for rank, (step, stage, number) in (
-                (rank, key) for rank, keys in enumerate(side) for key in keys
-            ):
-                if stage == COLLECTIVE:
-                    found[step, rank, number] = side[rank][step, stage, number][""]
-        for step, rank, number in sorted(dict(calls[0].items() ^ calls[1].items()))[:1]:
-            left, right = (found.get((step, rank, number), "none") for found in calls)
-            yield f"step {step}, rank {rank}, call {number}: {left} on the left, {right} on the right"
-
-    def cause(self, first: Difference, largest: float) -> Cause:
-        """Return the probable cause of the first difference. largest: the size of the largest one before it."""
-        for find in _FINDERS[first.stage]:
-            if cause := find(self, first):
-                return cause
-        if first.stage in (OWN, REDUCED) and 0 < largest < _ROUNDING and first.size < _WIRE:
-            return _because("rounding-jump")
-        return _because("optimizer-state" if first.stage == NEW_WEIGHTS else "unknown", stage=first.stage)
+                yield f"{text}, which can change the order of sums."
+        ranks = enumerate(zip(*self.sides, strict=True)) if self.same_size else ()
+        calls = [
+            (key, rank, pair) for rank, pair in ranks for key in pair[0] | pair[1] if key[1] == COLLECTIVE
+        ]
+        for key, rank, pair in sorted(calls, key=lambda call: (call[0][0], call[1], call[0][2])):
+            left, right = (made.get(key, {"": "none"})[""] for made in pair)
+            if left != right:
+                text = f"differ first in step {key[0]}, rank {rank}, call {key[2]}"
+                yield f"The script's collectives {text}: {left} on the left, {right} on the right."
+                return
 
     def at(self, first: Difference, stage: str) -> list[dict[str, Any]]:
         """Return the values of a stage at the difference."""
@@ -224,37 +214,54 @@ class _Pair:
         sides = [side[min(first.rank, len(side) - 1)] for side in self.sides]
         return [sum(key[:2] == (first.step, LOSS) for key in side) for side in sides]
 
-    def of_absence(self, first: Difference) -> Cause | None:
-        if first.name or all(self.at(first, first.stage)):
-            return None
-        if min(made := self.passes(first)) == 0:
-            return _because("number-of-steps", step=first.step)
-        return _because("number-of-passes", left=made[0], right=made[1]) if made[0] != made[1] else None
+    # Each yields causes that explain the first difference, the most probable one first.
 
-    def of_early_step(self, first: Difference) -> Cause | None:
-        # A step with gradients of zero may change the optimizer's state alone, which shows in the first real step.
-        count = "early_changes" if first.stage == WEIGHTS else "early_steps"
-        early = [max(rank[count] for rank in ranks) for ranks in self.heads]
-        return _because("early-step", side=early[0] == 0) if bool(early[0]) != bool(early[1]) else None
+    def causes(self, first: Difference) -> Iterator[Cause]:
+        stage, side = first.stage, self.agreeing(first)
+        if stage in (WEIGHTS, NEW_WEIGHTS):
+            # A step with gradients of zero may change the optimizer's state alone, which shows in the first real step.
+            count = "early_changes" if stage == WEIGHTS else "early_steps"
+            early = [any(rank[count] for rank in ranks) for ranks in self.heads]
+            if early[0] != early[1]:
+                yield _because("early-step", side=early[1])
+        if stage in (BATCH, LOSS, OWN, REDUCED) and not first.name and not all(self.at(first, stage)):
+            left, right = self.passes(first)
+            if not left or not right:
+                yield _because("number-of-steps", step=first.step)
+            elif left != right:
+                yield _because("number-of-passes", left=left, right=right)
+        if stage in (WEIGHTS, BUFFERS):
+            kind = "no-broadcast" + "-of-buffers" * (stage == BUFFERS)
+            yield _because("initial-values") if side is None else _because(kind, side=1 - side)
+        elif stage == BATCH:
+            yield from self.of_batch(first, side)
+        elif stage in (LOSS, OWN, REDUCED):
+            yield from self.of_numbers(first, side)
+        elif stage == SETTINGS:
+            yield self.of_settings(first)
+        elif stage == NEW_BUFFERS:
+            if side is None and first.rank > 0 and first.name:
+                # Rank 0's are equal: on one side it sent them before a forward, so that the others' are nearer to them.
+                key = first.step, stage, 0
+                values = [
+                    [ranks[rank][key][first.name][2] for rank in (0, first.rank)] for ranks in self.sides
+                ]
+                side = int(math.dist(*values[1]) < math.dist(*values[0]))
+            if side is not None:
+                yield _because("no-broadcast-of-buffers", side=1 - side)
 
-    def of_initial(self, first: Difference) -> Cause | None:
-        if (side := self.agreeing(first)) is None:
-            return _because("initial-values")
-        return _because("no-broadcast" + "-of-buffers" * (first.stage == BUFFERS), side=1 - side)
-
-    def of_batch(self, first: Difference) -> Cause | None:
-        found = [[], []]  # type: list[list[Any]]
+    def of_batch(self, first: Difference, agreeing: int | None) -> Iterator[Cause]:
+        found: list[list[Any]] = [[], []]
         for values, side in zip(found, self.sides, strict=True):
             for (step, stage, number), batch in side[first.rank].items():
                 if stage == BATCH and (step, number) <= (first.step, first.number):
                     values.append([_bits(value) for value in batch.values()])
         repeats = [values[-1:] != [] and values[-1] in values[:-1] for values in found]
         if repeats[0] != repeats[1]:
-            return _because("set-epoch", side=repeats[1])
-        same = self.agreeing(first)
-        return _because("data-order") if same is None else _because("no-sampler", side=same)
+            yield _because("set-epoch", side=repeats[1])
+        yield _because("data-order") if agreeing is None else _because("no-sampler", side=agreeing)
 
-    def of_overflow(self, first: Difference) -> Cause | None:
+    def of_numbers(self, first: Difference, agreeing: int | None) -> Iterator[Cause]:
         for stages in ((LOSS, OWN), (REDUCED,)):
             found = [
                 [
@@ -266,25 +273,37 @@ class _Pair:
                 for side in self.sides
             ]
             if bool(found[0]) != bool(found[1]):
-                return _because("overflow", side=not found[0], rank=max(found)[0])
-        return None
+                yield _because("overflow", side=not found[0], rank=max(found)[0])
+        ratio, passes = self.ratio(first), max(self.passes(first))
+        if first.stage != REDUCED:
+            yield from self.of_modules()
+        elif agreeing is not None and self.same_size:
+            yield _because("no-reduction", side=1 - agreeing, name=first.name)
+        elif ratio is not None and _is_factor(ratio, *self.sizes):
+            yield _because("average-or-sum", side=ratio < 1)
+        if ratio is not None and _is_factor(ratio, passes):
+            yield _because("accumulation", side=ratio < 1, passes=passes)
+        if first.stage != REDUCED:
+            yield from self.of_random(first)
+        else:
+            narrow = [values.get(first.name, [None])[-1] for values in self.at(first, REDUCED)]
+            if first.size < _WIRE and narrow[0] != narrow[1]:
+                yield _because("wire-dtype", side=not narrow[0], dtype=narrow[0] or narrow[1])
+        if ratio is not None:
+            yield _because("scale", stage=first.stage, ratio=ratio)
 
-    def of_modules(self, first: Difference) -> Cause | None:
+    def of_modules(self) -> Iterator[Cause]:
         if not self.same_size:
-            return _because("global-batch")
+            yield _because("global-batch")
         left, right = (ranks[0]["modules"] for ranks in self.heads)
         names = [name for name in left | right if left.get(name) != right.get(name)]
         if any("SyncBatchNorm" in name for name in names):
             synced = [sum(made[name] for name in made if "SyncBatchNorm" in name) for made in (left, right)]
-            return _because("sync-batch-norm", left=synced[0], right=synced[1])
-        return _because("model", names=", ".join(names)) if names else None
+            yield _because("sync-batch-norm", left=synced[0], right=synced[1])
+        if names:
+            yield _because("model", names=", ".join(names))
 
-    def of_passes(self, first: Difference) -> Cause | None:
-        passes, ratio = max(self.passes(first)), self.ratio(first)
-        is_factor = ratio is not None and passes > 1 and _is_factor(ratio, passes)
-        return _because("accumulation", side=(ratio or 0) < 1, passes=passes) if is_factor else None
-
-    def of_random(self, first: Difference) -> Cause | None:
+    def of_random(self, first: Difference) -> Iterator[Cause]:
         left, right = (side[first.rank] for side in self.sides)
         names: list[str] = []
         seen: set[str] = set()  # generators that differed before, when the results were equal
@@ -294,52 +313,20 @@ class _Pair:
                 names = [name for name, state in left[key].items() if state != right[key].get(name)]
         names = [name for name in names if name not in seen]
         names = [name for name in names if name in _OF_LAYERS] or names
-        return _because("random-numbers", names=" and ".join(names)) if names else None
+        if names:
+            yield _because("random-numbers", names=" and ".join(names))
 
-    def of_reduction(self, first: Difference) -> Cause | None:
-        ratio = self.ratio(first)
-        if (side := self.agreeing(first)) is not None and self.same_size:
-            return _because("no-reduction", side=1 - side, name=first.name)
-        if ratio is not None and any(_is_factor(ratio, size) for size in self.sizes if size > 1):
-            return _because("average-or-sum", side=ratio < 1)
-        return None
-
-    def of_wire(self, first: Difference) -> Cause | None:
-        values = [values.get(first.name) for values in self.at(first, REDUCED)]
-        narrow = [value and value[4] for value in values]
-        if first.size < _WIRE and narrow[0] != narrow[1]:
-            return _because("wire-dtype", side=not narrow[0], dtype=narrow[0] or narrow[1])
-        return None
-
-    def of_scale(self, first: Difference) -> Cause | None:
-        ratio = self.ratio(first)
-        return None if ratio is None else _because("scale", stage=first.stage, ratio=ratio)
-
-    def of_settings(self, first: Difference) -> Cause | None:
+    def of_settings(self, first: Difference) -> Cause:
         left, right = (values.get(first.name) for values in self.at(first, SETTINGS))
         is_rate = first.name.startswith("lr of") and isinstance(left, float) and isinstance(right, float)
         if not is_rate or not left or not right:
             return _because("settings", name=first.name, left=left, right=right)
-        is_scaled = any(_is_factor(left / right, size) for size in self.sizes if size > 1)
-        by = " by the number of processes" * is_scaled
+        by = " by the number of processes" * _is_factor(left / right, *self.sizes)
         return _because("learning-rate", left=left, right=right, by=by)
-
-    def of_buffers(self, first: Difference) -> Cause | None:
-        side = self.agreeing(first)
-        if side is None and first.rank > 0 and first.name:
-            # Rank 0's are equal: on one side it sent them before a forward, so that the others' are nearer to them.
-            key = first.step, first.stage, 0
-            values = [[ranks[rank][key][first.name][2] for rank in (0, first.rank)] for ranks in self.sides]
-            side = int(math.dist(*values[1]) < math.dist(*values[0]))
-        return None if side is None else _because("no-broadcast-of-buffers", side=1 - side)
 
 
 def _bits(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, list) and "float" in value[3] and math.isfinite(value[1])
 
 
 def _is_finite(value: Any) -> bool:
@@ -347,26 +334,11 @@ def _is_finite(value: Any) -> bool:
     return number is None or math.isfinite(number)
 
 
-def _is_factor(ratio: float, number: int) -> bool:
-    """Whether `ratio` is `number` or its inverse, as far as rounding allows."""
-    return any(math.isclose(ratio, wanted, rel_tol=1e-2) for wanted in (number, 1 / number))
+def _is_factor(ratio: float, *numbers: int) -> bool:
+    """Whether `ratio` is one of the numbers above 1 or its inverse, as far as rounding allows."""
+    factors = [factor for number in numbers if number > 1 for factor in (number, 1 / number)]
+    return any(math.isclose(ratio, factor, rel_tol=1e-2) for factor in factors)
 
-
-# Stage that differs first -> what looks for its cause; the first that finds one counts.
-
-_COMPUTED = (_Pair.of_absence, _Pair.of_overflow, _Pair.of_modules, _Pair.of_passes, _Pair.of_random)
-_REDUCED = (_Pair.of_absence, _Pair.of_overflow, _Pair.of_reduction, _Pair.of_passes, _Pair.of_wire)
-_FINDERS: Mapping[str, Sequence[Callable[[_Pair, Difference], Cause | None]]] = {
-    WEIGHTS: (_Pair.of_early_step, _Pair.of_initial),
-    BUFFERS: (_Pair.of_initial,),
-    BATCH: (_Pair.of_absence, _Pair.of_batch),
-    LOSS: (*_COMPUTED, _Pair.of_scale),
-    OWN: (*_COMPUTED, _Pair.of_scale),
-    REDUCED: (*_REDUCED, _Pair.of_scale),
-    SETTINGS: (_Pair.of_settings,),
-    NEW_WEIGHTS: (_Pair.of_early_step,),
-    NEW_BUFFERS: (_Pair.of_buffers,),
-}
 
 _SIDES = ("left", "right")
 _CAUSES = """
