@@ -220,7 +220,7 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
     if has_failed or not all(rank["steps"] for rank in ranks):
         no_step = "a rank made no step of an optimizer after a backward"
         why = f"it ended with {code}" if has_failed else no_step
-        tail = next((rank["error"].splitlines() for rank in ranks if rank.get("error")), tail)[-_TAIL:]
+        tail = next((rank["error"].splitlines() for rank in ranks if rank["error"]), tail)[-_TAIL:]
         shown = "".join(f"\n  {line}" for line in tail)
         raise ConfigurationError(f"{cell.name} could not run: {why}. Its last output:{shown}")
     return {"cell": cell.name, "steps": steps, "seconds": time.monotonic() - began, "ranks": ranks}

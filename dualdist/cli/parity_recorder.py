@@ -20,7 +20,6 @@ import math
 import os
 import random
 import re
-import runpy
 import sys
 import time
 import traceback
@@ -39,6 +38,7 @@ from ..backends import HOROVOD_BACKENDS
 from ..checkpoint.contents import without_wrappers
 from ..collectives.wire import dtype_name
 from ..compat import install
+from ..compat.__main__ import run
 from ..launch.detect import detect
 from . import parity_comparison as stages
 
@@ -46,15 +46,6 @@ WIDTH = 16
 """Numbers in a sketch."""
 _LEAVE_SECONDS = 30
 """How long a rank that has recorded all steps waits for the others: one that leaves could break their last step."""
-
-_record: dict[str, Any] = {
-    "early_steps": 0,
-    "early_changes": 0,
-    "summing_error": 0.0,
-    "steps": [],
-    "values": [],
-}
-"""What is written, with the seconds of each step and of recording it. `values` is described in parity_comparison.py."""
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,6 +144,9 @@ class Recorder:
 
     def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
         self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
+        self.record: dict[str, Any] = {"rank": rank, "steps": [], "values": []}
+        """What is written, with the seconds of each step and of recording it. `values`: see parity_comparison.py."""
+        self.record |= {"early_steps": 0, "early_changes": 0, "summing_error": 0.0}
         self.params: dict[int, torch.Tensor] = {}
         """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
         self.names: dict[int, str] = {}
@@ -165,8 +159,8 @@ class Recorder:
         self.own_seconds, self.began = 0.0, time.monotonic()
 
     def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
-        step = len(_record["steps"]) if self.has_begun else -1
-        _record["values"].append([max(-1, step - steps_ago), stage, number, values])
+        step = len(self.record["steps"]) if self.has_begun else -1
+        self.record["values"].append([max(-1, step - steps_ago), stage, number, values])
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the gradients of parameters that an optimizer is given."""
@@ -241,8 +235,9 @@ class Recorder:
     @_timed
     def see_gradient(self, key: int, gradient: torch.Tensor) -> None:
         if self.in_backward:
-            if not _record["steps"]:
-                _record["summing_error"] = max(_record["summing_error"], _summing_error(gradient))
+            if not self.record["steps"]:
+                error = max(self.record["summing_error"], _summing_error(gradient))
+                self.record["summing_error"] = error
             self.own[self.name(key)] = fingerprint(gradient)
 
     @_timed
@@ -269,34 +264,34 @@ class Recorder:
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth = max(0, self.step_depth - 1)
         if self.step_depth == 0 and not self.has_backward:
-            _record["early_steps"] += 1
-            _record["early_changes"] += self.prints(self.params.values()) != self.before
+            self.record["early_steps"] += 1
+            self.record["early_changes"] += self.prints(self.params.values()) != self.before
         elif self.step_depth == 0:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self.add(stages.NEW_WEIGHTS, self.prints(params))
             self.add(stages.NEW_BUFFERS, self.buffers())
-            _record["steps"].append([time.monotonic() - self.began, self.own_seconds])
+            self.record["steps"].append([time.monotonic() - self.began, self.own_seconds])
             self.forwards = self.backwards = 0
             self.own_seconds, self.began = 0.0, time.monotonic()
-            if len(_record["steps"]) == self.steps:
+            if len(self.record["steps"]) == self.steps:
                 self.write(is_complete=True)
                 self.leave()
 
-    def write(self, is_complete: bool) -> None:
+    def write(self, is_complete: bool, error: str = "") -> None:
         """Write the record of this rank. A second call does nothing."""
         if self.has_ended:
             return
         self.has_ended = True
-        _record.update(
-            rank=self.rank,
+        self.record.update(
             is_complete=is_complete,
+            error=error,
             modules=Counter(type(module).__name__ for root in self.roots for module in root.modules()),
             threads=torch.get_num_threads(),
             torch=torch.__version__,
             device=str(next((tensor.device for tensor in self.params.values()), "none")),
         )
         part = self.folder / f"rank-{self.rank}.part"
-        part.write_text(json.dumps(_record))
+        part.write_text(json.dumps(self.record))
         part.rename(part.with_suffix(".json"))
 
     def leave(self) -> None:
@@ -379,19 +374,13 @@ def main(argv: Sequence[str]) -> None:
     if backend not in HOROVOD_BACKENDS:
         install()  # a script of Horovod runs on dualdist
     _hook(recorder, (importlib.import_module("horovod.torch"), dualdist, torch.distributed))
-    is_module = command[:1] == ["-m"]
-    sys.argv = command[is_module:]
     try:
-        if is_module:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        recorder.write(is_complete=True)
-    except BaseException as error:
-        is_end = isinstance(error, SystemExit) and not error.code
-        _record["error"] = "" if is_end else traceback.format_exc()
-        recorder.write(is_complete=is_end)
+        sys.exit(run(command))
+    except SystemExit as end:
+        recorder.write(is_complete=not end.code)
+        raise
+    except BaseException:
+        recorder.write(is_complete=False, error=traceback.format_exc())
         raise
     finally:
         groups = torch.distributed

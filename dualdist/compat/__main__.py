@@ -22,13 +22,16 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{USAGE}\n{description}")
         return 0
     as_module = argv[:1] == ["-m"]
-    target, *arguments = argv[as_module:] or [""]
-    if not target or target.startswith("-"):
+    if not argv[as_module:] or argv[as_module][:1] in ("", "-"):
         sys.stderr.write(USAGE)
         return 2
-    if as_module:
-        return _run_module(target, arguments)
-    return _run_script(target, arguments)
+    install()
+    return run(argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the script or module that `argv` names as `__main__`, as it is. Return the exit status."""
+    return _run_module(argv[1], argv[2:]) if argv[0] == "-m" else _run_script(argv[0], argv[1:])
 
 
 def _run_script(path: str, arguments: Sequence[str]) -> int:
@@ -37,7 +40,6 @@ def _run_script(path: str, arguments: Sequence[str]) -> int:
         return 2
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    install()
     sys.argv = [path, *arguments]
     script = ModuleType("__main__")
     script.__file__ = os.path.abspath(path)
@@ -49,7 +51,6 @@ def _run_script(path: str, arguments: Sequence[str]) -> int:
 
 
 def _run_module(name: str, arguments: Sequence[str]) -> int:
-    install()
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError:
