@@ -69,7 +69,6 @@ _LAUNCHERS = {
     "run": "{python} -m dualdist run -np {size} {python}",
 }
 """Launcher -> what starts the arguments of a Python in all processes."""
-_DEFAULTS = {"torch": "torchrun", "horovod": "horovodrun"}
 
 
 def _start(cell: Cell) -> list[str]:
@@ -97,7 +96,7 @@ def parse_cell(text: str, size: int) -> Cell:
             f"{text!r} instead. Write for example {_LEFT}."
         )
     backend, transport, launcher, given = found.groups()
-    launcher = launcher or _DEFAULTS.get(backend, "")
+    launcher = launcher or f"{backend}run"
     python = Path(variables.pop("python", sys.executable)).expanduser()
     python = python / "bin" / "python" if python.is_dir() else python
     for value, known in ((backend, DISTRIBUTED_BACKENDS), (transport, TRANSPORTS), (launcher, _LAUNCHERS)):
@@ -230,24 +229,22 @@ def _where(folder: Path, size: int) -> list[str]:
     """Return in which line each rank was at the deadline."""
     from ..world.dump import threads_in  # imports torch
 
-    files = [folder / f"stacks-{rank}" for rank in range(size)]
-    deadline, mains = time.monotonic() + _STACKS_SECONDS, dict[Path, Any]()
-    while len(mains) < size and time.monotonic() < deadline:
-        for file in filter(Path.exists, files):
+    deadline, places = time.monotonic() + _STACKS_SECONDS, dict[str, str]()
+    while len(places) < size and time.monotonic() < deadline:
+        for file in folder.glob("stacks-*"):
             for _, line, stack in threads_in(file.read_text()):
                 if any(place[0].endswith("parity_recorder.py") for place in stack):
-                    mains[file] = line
+                    places[file.name] = shown_place(line)
         time.sleep(0.02)  # no event tells that a process has written its file
-    known = [shown_place(mains[file]) if file in mains else None for file in files]
     absent = "it has not begun the script, has ended, or is stopped"
-    return [f"rank {rank}: {place or absent}" for rank, place in enumerate(known)]
+    return [f"rank {rank}: {places.get(f'stacks-{rank}', absent)}" for rank in range(size)]
 
 
 def _report(left: Record, right: Record, result: Comparison, tolerance: float) -> Iterator[str]:
     for side, record in (("left ", left), ("right", right)):
         head = record["ranks"][0]
         yield (
-            f"{side} {record['cell']}: {len(record['ranks'])} processes, {len(head['steps'])} steps, torch "
+            f"{side} {record['cell']}: {len(record['ranks'])} processes, {head['steps']} steps, torch "
             f"{head['torch']}, {head['threads']} threads, {record['seconds']:.1f} s"
         )
     first, least, cause = result.first, result.least, result.cause
@@ -287,7 +284,6 @@ def _as_json(left: Record, right: Record, result: Comparison, tolerance: float) 
         head = record["ranks"][0]
         found[side] = {name: record[name] for name in ("cell", "seconds")}
         found[side] |= {name: head[name] for name in ("torch", "threads", "device")}
-        found[side]["step_and_recording_seconds"] = head["steps"]
     # JSON has no infinities: they become null.
     return json.loads(json.dumps(found), parse_constant=lambda _: None)
 

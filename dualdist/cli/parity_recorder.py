@@ -126,17 +126,15 @@ _SHOWN = ("name", "op", "average", "root_rank", "src", "dst")
 """Their arguments that are recorded, besides tensors."""
 
 
-def _timed(record: Callable[..., None]) -> Callable[..., None]:
-    """Add the time that the method takes to `own_seconds`. Do nothing after the last step, and while compiling."""
+def _while_training(record: Callable[..., None]) -> Callable[..., None]:
+    """Let the method do nothing after the last step, and while compiling."""
 
     @functools.wraps(record)
-    def timed(self: Recorder, *args: Any) -> None:
+    def recorded(self: Recorder, *args: Any) -> None:
         if not self.has_ended and not torch.compiler.is_compiling():
-            began = time.monotonic()
             record(self, *args)
-            self.own_seconds += time.monotonic() - began
 
-    return timed
+    return recorded
 
 
 class Recorder:
@@ -144,8 +142,8 @@ class Recorder:
 
     def __init__(self, folder: Path, steps: int, rank: int, size: int) -> None:
         self.folder, self.steps, self.rank, self.size = folder, steps, rank, size
-        self.record: dict[str, Any] = {"rank": rank, "steps": [], "values": []}
-        """What is written, with the seconds of each step and of recording it. `values`: see parity_comparison.py."""
+        self.record: dict[str, Any] = {"rank": rank, "steps": 0, "values": []}
+        """What is written. `values`: see parity_comparison.py."""
         self.record |= {"early_steps": 0, "early_changes": 0, "summing_error": 0.0}
         self.params: dict[int, torch.Tensor] = {}
         """The parameters of optimizers by their ids; `names` has the names of those that a module has."""
@@ -156,10 +154,9 @@ class Recorder:
         self.own: dict[str, Any] = {}
         self.before: dict[str, Any] = {}
         """The weights before a step without a backward."""
-        self.own_seconds, self.began = 0.0, time.monotonic()
 
     def add(self, stage: str, values: dict[str, Any], number: int = 0, steps_ago: int = 0) -> None:
-        step = len(self.record["steps"]) if self.has_begun else -1
+        step = self.record["steps"] if self.has_begun else -1
         self.record["values"].append([max(-1, step - steps_ago), stage, number, values])
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -197,7 +194,7 @@ class Recorder:
             self.add(stages.BUFFERS, self.buffers())
             self.has_begun = True
 
-    @_timed
+    @_while_training
     def see_collective(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         shown = [f"{name}={value}" for name, value in arguments.items() if name in _SHOWN]
         shown += [f"{dtype_name(it.dtype)}{list(it.shape)}" for _, it in _tensors(arguments)]
@@ -206,7 +203,7 @@ class Recorder:
         self.add(stages.COLLECTIVE, {"": text}, self.collectives, steps_ago=int(self.forwards == 0))
         self.collectives += 1
 
-    @_timed
+    @_while_training
     def see_forward(self, module: torch.nn.Module, arguments: Any) -> None:
         self.depth += 1
         is_training = self.depth == 1 and torch.is_grad_enabled() and not self.in_backward
@@ -218,11 +215,11 @@ class Recorder:
             self.add(stages.RANDOM, _random_states(), self.forwards)
             self.forwards += 1
 
-    @_timed
+    @_while_training
     def see_forward_end(self) -> None:
         self.depth = max(0, self.depth - 1)
 
-    @_timed
+    @_while_training
     def see_backward(self, tensors: Any) -> None:
         self.begin(None)
         self.depth, self.own, self.has_backward = 0, {}, True
@@ -232,7 +229,7 @@ class Recorder:
         self.add(stages.OWN, self.own, self.backwards)
         self.backwards += 1
 
-    @_timed
+    @_while_training
     def see_gradient(self, key: int, gradient: torch.Tensor) -> None:
         if self.in_backward:
             if not self.record["steps"]:
@@ -240,7 +237,7 @@ class Recorder:
                 self.record["summing_error"] = error
             self.own[self.name(key)] = fingerprint(gradient)
 
-    @_timed
+    @_while_training
     def see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth += 1
         # Horovod's `step`, which reduces, calls that of the optimizer's class, which applies the gradients.
@@ -260,7 +257,7 @@ class Recorder:
         }
         self.add(stages.SETTINGS, settings)
 
-    @_timed
+    @_while_training
     def see_step_end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.step_depth = max(0, self.step_depth - 1)
         if self.step_depth == 0 and not self.has_backward:
@@ -270,10 +267,9 @@ class Recorder:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self.add(stages.NEW_WEIGHTS, self.prints(params))
             self.add(stages.NEW_BUFFERS, self.buffers())
-            self.record["steps"].append([time.monotonic() - self.began, self.own_seconds])
+            self.record["steps"] += 1
             self.forwards = self.backwards = 0
-            self.own_seconds, self.began = 0.0, time.monotonic()
-            if len(self.record["steps"]) == self.steps:
+            if self.record["steps"] == self.steps:
                 self.write(is_complete=True)
                 self.leave()
 

@@ -68,7 +68,7 @@ def record(size: int = 2) -> Record:
             "modules": {"Linear": 2, "BatchNorm1d": 1},
         }
         head |= {"threads": 1, "torch": "2.15", "python": "3.11", "device": "cpu", "rank": rank}
-        ranks.append(head | {"values": entries, "steps": [[1.0, 0.1]] * STEPS})
+        ranks.append(head | {"values": entries, "steps": STEPS})
     return {"cell": "cell", "steps": 100, "seconds": 1.0, "ranks": ranks}
 
 
