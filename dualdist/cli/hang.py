@@ -27,7 +27,6 @@ Call = dict[str, Any]
 
 _SAME_TIME = 60 * 10**9
 """Files that ranks have written because of one failure have dates that differ by less, in nanoseconds."""
-_NOWHERE = ("?", 0, "no function of the script")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +74,13 @@ def _pending(file: File) -> dict[str, list[Call]]:
 
 def _report(ranks: Mapping[int, File]) -> Iterator[str]:
     some = next(iter(ranks.values()))
-    absent = [rank for rank in range(some["size"]) if rank not in ranks]
     yield f"{len(ranks)} of {some['size']} ranks wrote a file at {_clock(some['time'])}: {some['why']}."
-    for rank in absent:
+    for rank in sorted(set(range(some["size"])) - set(ranks)):
         yield (
             f"Rank {rank} has no file of this time: its process has ended or is stopped, a thread keeps Python's "
             "global lock, or the file is on another host."
         )
-    behind = _behind(ranks, has_absent=bool(absent))
+    behind = _behind(ranks, has_absent=len(ranks) < some["size"])
     for rank, (call, waiting) in behind.items():
         file, called = ranks[rank], _moment(ranks[waiting[0]], call, "called")
         yield f"Rank {rank} is behind, on {file['host']}, process {file['process']}. It is {_position(file)}"
@@ -127,15 +125,13 @@ def _has_made(file: File, call: Call) -> bool:
 
 def _position(file: File) -> str:
     """Return the line of the script in which the main thread is."""
-    main = next((thread for thread in file["threads"] if thread["is_main"]), None)
-    if main is None:
-        return "in more threads than its file can have"
-    return shown_place(main["line"])
+    mains = [shown_place(thread["line"]) for thread in file["threads"] if thread["is_main"]]
+    return mains[0] if mains else "in more threads than its file can have"
 
 
 def shown_place(place: Sequence[Any] | None) -> str:
     """Return a line of a script, as (file, line, function), with its text."""
-    name, number, function = place or _NOWHERE
+    name, number, function = place or ("?", 0, "no function of the script")
     return f"in {function} at {name}:{number}: {linecache.getline(name, number).strip()}"
 
 
@@ -164,10 +160,10 @@ def _write_traces(ranks: Mapping[int, File], folder: Path) -> None:
     first: dict[str, int] = {}
     for file in ranks.values():
         oldest = {call["channel"]: call["number"] for call in reversed(file["calls"]) if call["number"]}
-        first = {name: max(number, first.get(name, 1)) for name, number in (first | oldest).items()}
+        first |= {name: max(number, first.get(name, 1)) for name, number in oldest.items()}
     for rank, file in ranks.items():
-        made = [call for call in file["calls"] if call["kind"] != "join" and call["number"]]
-        calls = [call for call in made if call["number"] >= first[call["channel"]]]
+        made = [call for call in file["calls"] if call["number"] >= first.get(call["channel"], 1)]
+        calls = [call for call in made if call["kind"] != "join"]
         sets = {name: str(channel["ranks"]) for name, channel in file["channels"].items()}
         trace = {
             "version": "2.10",

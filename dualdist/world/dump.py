@@ -85,18 +85,15 @@ class Dump:
         if outcome.done() and outcome.exception() is not None:
             logger.warning("This rank's last calls could not be written: %r", outcome.exception())
             return ""
-        folder = self._folders()[-1]
+        folder = self._path()
         return (
             f"Each rank has written its last calls and stacks to {folder} on its host: read them with `dualdist hang "
             f"{folder}`."
         )
 
-    def _folders(self) -> list[Path]:
-        """Return the folder of the files, after the one that holds those of all jobs if there is one."""
-        if self._folder is not None:
-            return [Path(self._folder)]
-        base = Path(tempfile.gettempdir(), f"dualdist-{os.getuid()}")
-        return [base, base / self._world]
+    def _path(self) -> Path:
+        """Return the folder of the files: the given one, or this job's in that of all jobs."""
+        return Path(self._folder or Path(tempfile.gettempdir(), f"dualdist-{os.getuid()}", self._world))
 
     def _write(self, why: str, asked: int) -> None:
         watch = self._watch
@@ -116,12 +113,12 @@ class Dump:
             "threads": _stacks(),
         }
         with self._writing:
-            base, *rest = self._folders()
-            folder = rest[0] if rest else base
-            _make_private(base)
-            if not folder.exists():
+            folder = self._path()
+            if self._folder is None:
+                _make_private(folder.parent)
                 with contextlib.suppress(FileNotFoundError):  # another rank removes them, too
-                    for oldest in sorted(base.iterdir(), key=os.path.getmtime)[: 1 - _MOST_FOLDERS]:
+                    jobs = [] if folder.exists() else sorted(folder.parent.iterdir(), key=os.path.getmtime)
+                    for oldest in jobs[: 1 - _MOST_FOLDERS]:
                         shutil.rmtree(oldest, ignore_errors=True)
             _make_private(folder)
             path = folder / f"rank-{watch.rank}.part"
