@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -47,8 +47,6 @@ class Usage:
         """What `values` was at the start, and when `take` was called last."""
         self.last_report: Report | None = None
         """What `combined` has returned last."""
-        self._next: Any = None
-        """DataLoader's function that gives the next batch, while it is measured."""
 
     def add(self, record: Record, since: int = 0) -> None:
         """Add a call for which the script has waited. since: when it began to wait, if not at once."""
@@ -65,11 +63,11 @@ class Usage:
         if _is_of_the_script():
             self._data += time.time_ns() - since
 
-    def measure_loading(self) -> None:
-        """Until `stop`, count how long DataLoaders take for the next batch."""
+    def measure_loading(self) -> Callable[[], None]:
+        """From now on, count how long DataLoaders take for the next batch. Returns the function that ends this."""
         from torch.utils.data import dataloader
 
-        former = self._next = dataloader._BaseDataLoaderIter.__next__
+        former = dataloader._BaseDataLoaderIter.__next__
 
         @functools.wraps(former)
         def timed(iterator: Any) -> Any:
@@ -81,14 +79,7 @@ class Usage:
                     self._loading += time.time_ns() - since - (self._waiting + self._data - busy)
 
         dataloader._BaseDataLoaderIter.__next__ = timed  # type: ignore[assignment, method-assign]
-
-    def stop(self) -> None:
-        """Undo `measure_loading`."""
-        former, self._next = self._next, None
-        if former is not None:
-            from torch.utils.data import dataloader
-
-            dataloader._BaseDataLoaderIter.__next__ = former  # type: ignore[method-assign]
+        return functools.partial(setattr, dataloader._BaseDataLoaderIter, "__next__", former)
 
     def take(self, rank: int, size: int) -> Report:
         """Return the shares of the time since the last `take`, which add up to 1."""

@@ -88,16 +88,12 @@ _OF_DDP = (
     "torch.save(model.state_dict(), ...) writes names without `module.`; load_state_dict accepts both",
     "backward() decides whether gradients are averaged, not forward(); a forward in evaluation copies no buffers",
 )
-_WITHOUT_EFFECT = ("find_unused_parameters", "static_graph")
 _EXEC = (
     "not changed: backend, rank or size are not certain. Write hvd.init(), which gets them from the launcher, or start "
     "this file as it is by `dualdist exec`"
 )
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
 _SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
-_STARTERS = ("spawn", "start_processes", "Process")
-_STARTING_PACKAGES = ("torch", "multiprocessing")
-"""Functions that start processes which no launcher knows, and the packages that have them."""
 
 _VARIABLES = {
     variable: (number, row.name)
@@ -397,9 +393,7 @@ def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
 
 def _use(source: Source, node: Any, module: str, name: str) -> Iterator[Finding]:
     """Yield the change of a use of Horovod's MODULE.NAME, or of the module, through a module that is imported."""
-    root = node
-    while isinstance(root, ast.Attribute):
-        root = root.value
+    root = next(part for part in ast.walk(node) if isinstance(part, ast.Name))
     imported = source.meaning(root.id)
     is_renamed = imported == root.id  # `import horovod.torch`, which becomes `import dualdist`
     if imported not in MODULES or not (name or is_renamed or node is not root):
@@ -422,7 +416,8 @@ def _starts_processes(source: Source, function: Any) -> bool:
         root = root.value.func  # of get_context("spawn").Process
     package = source.dotted(root).partition(".")[0]
     is_unknown = not package and name == "Process"  # of a context in a variable
-    return name in _STARTERS and (is_unknown or package in _STARTING_PACKAGES)
+    is_starter = name in ("spawn", "start_processes", "Process")
+    return is_starter and (is_unknown or package in ("torch", "multiprocessing"))
 
 
 class Job:
@@ -468,8 +463,9 @@ class Job:
                 edited |= set(ast.walk(node))
                 if name == "DistributedDataParallel":
                     yield from (Finding(call.lineno, DIFFERS, difference) for difference in _OF_DDP)
-                    keys = [key for key in call.keywords if key.arg in _WITHOUT_EFFECT]
-                    yield from (Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect") for key in keys)
+                    for key in call.keywords:
+                        if key.arg in ("find_unused_parameters", "static_graph"):
+                            yield Finding(key.lineno, NOT_NEEDED, f"{key.arg} has no effect")
         if edited:
             yield _new_import(source, module)
         loads = {node.id for node in source.nodes if isinstance(node, ast.Name) and node not in edited}
@@ -506,25 +502,23 @@ class Job:
         for node, name, is_set in source.accesses:
             if node in replaced:
                 continue
-            number, launcher = _VARIABLES[name]
-            kind = NOT_NEEDED
-            edits: tuple[Edit, ...] = ()
-            if is_set and name not in _SET_BY_INIT:
-                text, kind = f"{name} is set here: {launcher} sets it, and dualdist reads it", BY_HAND
-            elif is_set:
+            (number, launcher), is_torchs = _VARIABLES[name], name in _SET_BY_INIT
+            if is_set and is_torchs:
                 text = f"setting {name}: hvd.init() sets it, and `dualdist exec` before the script starts"
-                if self.replaces and name not in {other.value for other in early}:
-                    edits = _removal(source, node, inits)
-            elif not has_init and name not in _SET_BY_INIT:
-                text = f"reading {name}: `dualdist exec` sets torchrun's variables under every launcher"
-            elif has_init and (name not in _SET_BY_INIT or node in early):
-                uses = [f"use hvd.{number}()"] if number else []
-                uses += ["read it after hvd.init(), which sets it"] if name in _SET_BY_INIT else []
+                is_read = name in {other.value for other in early}
+                edits = _removal(source, node, inits) if self.replaces and not is_read else ()
+                yield Finding(node.lineno, CHANGE if edits else NOT_NEEDED, text, edits)
+            elif is_set:
+                text = f"{name} is set here: {launcher} sets it, and dualdist reads it"
+                yield Finding(node.lineno, BY_HAND, text)
+            elif has_init and (not is_torchs or node in early):
+                uses = [f"use hvd.{number}()"] * bool(number)
+                uses += ["read it after hvd.init(), which sets it"] * is_torchs
                 text = f"{name} is a variable of {launcher}: {' or '.join(uses)}"
-                kind = BY_HAND
-            else:
-                continue
-            yield Finding(node.lineno, CHANGE if edits else kind, text, edits)
+                yield Finding(node.lineno, BY_HAND, text)
+            elif not has_init and not is_torchs:
+                text = f"reading {name}: `dualdist exec` sets torchrun's variables under every launcher"
+                yield Finding(node.lineno, NOT_NEEDED, text)
 
 
 def _init_arguments(source: Source, call: Any) -> str | None:

@@ -215,7 +215,7 @@ def run_cell(cell: Cell, steps: int, command: Sequence[str], timeout: float | No
             tail = output.read().decode(errors="replace").splitlines()
         ranks = [json.loads(file.read_text()) for file in Path(folder).glob("rank-*.json")]
     ranks.sort(key=lambda rank: int(rank["rank"]))
-    has_failed = len(ranks) != cell.size or not all(rank["is_complete"] for rank in ranks)
+    has_failed = len(ranks) != cell.size or any(rank["error"] is not None for rank in ranks)
     if has_failed or not all(rank["steps"] for rank in ranks):
         no_step = "a rank made no step of an optimizer after a backward"
         why = f"it ended with {code}" if has_failed else no_step

@@ -340,7 +340,6 @@ def _is_factor(ratio: float, *numbers: int) -> bool:
     return any(math.isclose(ratio, factor, rel_tol=1e-2) for factor in factors)
 
 
-_SIDES = ("left", "right")
 _CAUSES = """
 rounding: Only rounding: the difference began below what a reordered sum changes, and grew slowly from value to value.
     Nothing is wrong. Compare fewer steps, or pass a larger --tolerance.
@@ -398,4 +397,4 @@ optimizer-state: Gradients and settings are equal, but the weights change differ
 
 def _because(kind: str, side: int = 0, **values: Any) -> Cause:
     text, remedy = _CAUSES.partition(f"\n{kind}: ")[2].splitlines()[:2]
-    return Cause(kind, text.format(side=_SIDES[side], **values), remedy.strip())
+    return Cause(kind, text.format(side=("left", "right")[side], **values), remedy.strip())

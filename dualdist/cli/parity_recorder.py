@@ -270,16 +270,15 @@ class Recorder:
             self.record["steps"] += 1
             self.forwards = self.backwards = 0
             if self.record["steps"] == self.steps:
-                self.write(is_complete=True)
+                self.write()
                 self.leave()
 
-    def write(self, is_complete: bool, error: str = "") -> None:
-        """Write the record of this rank. A second call does nothing."""
+    def write(self, error: str | None = None) -> None:
+        """Write the record of this rank. error: why it is not complete, if it is not. A second call does nothing."""
         if self.has_ended:
             return
         self.has_ended = True
         self.record.update(
-            is_complete=is_complete,
             error=error,
             modules=Counter(type(module).__name__ for root in self.roots for module in root.modules()),
             threads=torch.get_num_threads(),
@@ -373,10 +372,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         sys.exit(run(command))
     except SystemExit as end:
-        recorder.write(is_complete=not end.code)
+        recorder.write("" if end.code else None)  # the output says why
         raise
     except BaseException:
-        recorder.write(is_complete=False, error=traceback.format_exc())
+        recorder.write(traceback.format_exc())
         raise
     finally:
         groups = torch.distributed

@@ -161,8 +161,7 @@ class Context:
             self.world = self._confirm_world()
             if backend.runs_ahead:
                 self.watch.check = self.check_peers
-            self._undo.callback(self.watch.usage.stop)
-            self.watch.usage.measure_loading()
+            self._undo.callback(self.watch.usage.measure_loading())
             if settings.summary is not None:
                 self._undo.callback(self._summarize, settings.summary)
             if settings.timeline is not None:
