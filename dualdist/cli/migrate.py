@@ -153,15 +153,14 @@ def _changed(source: Source, findings: Sequence[Finding]) -> str:
 
 
 def _print_diff(source: Source, text: str) -> None:
-    # As GNU diff, which ends a name with spaces by a tab.
-    names = [f"{side}/{source.path}" + "\t" * (" " in source.path) for side in "ab"]
-    lines = difflib.unified_diff(_lines(source.text), _lines(text), names[0], names[1])
-    ended = (line if line[-1] in "\r\n" else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    # In the file's own encoding, so that `patch` can use it. As GNU diff, which ends a name with spaces by a tab.
+    encoding = source.encoding.removesuffix("-sig")
+    before, after = ([line.encode(encoding) for line in _lines(whole)] for whole in (source.text, text))
+    names = [os.fsencode(f"{side}/{source.path}" + "\t" * (" " in source.path)) for side in "ab"]
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, names[0], names[1])
     sys.stdout.flush()
-    # In the file's own encoding, so that `patch` can use it; its name in that of names.
-    head = os.fsencode("".join(itertools.islice(ended, 2)))
-    rest = "".join(ended).encode(source.encoding.removesuffix("-sig"), "surrogateescape")
-    sys.stdout.buffer.write(head + rest)
+    for line in lines:
+        sys.stdout.buffer.write(line if line[-1:] in b"\r\n" else line + b"\n\\ No newline at end of file\n")
     sys.stdout.buffer.flush()
 
 
@@ -321,9 +320,8 @@ def _public(module: str) -> tuple[str, ...]:
         return dualdist.__all__
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
-    found = re.search(r"^__all__ = (\([^)]*\))", Path(spec.origin).read_text(), re.MULTILINE)
-    assert found is not None
-    return tuple(ast.literal_eval(found[1]))
+    (names,) = re.findall(r"^__all__ = (\([^)]*\))", Path(spec.origin).read_text(), re.MULTILINE)
+    return tuple(ast.literal_eval(names))
 
 
 def _horovod(source: Source) -> Iterator[Finding]:

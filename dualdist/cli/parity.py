@@ -63,9 +63,9 @@ class Cell:
 
 _LAUNCHERS = {
     "torchrun": "{python} -m torch.distributed.run --standalone --nproc-per-node {size} --no-python {python}",
-    "horovodrun": "{horovodrun} --{controller} -np {size} {python}",
-    "mpirun": "{mpirun} {python}",
-    "exec": "{mpirun} {python} -m dualdist exec",
+    "horovodrun": "horovodrun --{controller} -np {size} {python}",
+    "mpirun": "mpirun {python}",
+    "exec": "mpirun {python} -m dualdist exec",
     "run": "{python} -m dualdist run -np {size} {python}",
 }
 """Launcher -> what starts the arguments of a Python in all processes."""
@@ -74,15 +74,15 @@ _LAUNCHERS = {
 def _start(cell: Cell) -> list[str]:
     """Return the words of the launcher. Raises ConfigurationError when it is not installed."""
     path = os.pathsep.join([os.path.dirname(cell.python), os.environ.get("PATH", os.defpath)])
-    programs = {"{horovodrun}": [shutil.which("horovodrun", path=path) or ""]}
-    programs["{mpirun}"] = mpirun_command(cell.size, []) or [""]
     values = {**vars(cell), "controller": "mpi" if TRANSPORTS[cell.transport].needs_mpi else "gloo"}
-    words: list[str] = []
-    for word in _LAUNCHERS[cell.launcher].split():
-        words += programs.get(word) or [word.format_map(values)]
-        if not words[-1]:
-            raise ConfigurationError(f"{cell.name} needs {word[1:-1]}, but it is not on PATH. Install it.")
-    return words
+    program, *words = [word.format_map(values) for word in _LAUNCHERS[cell.launcher].split()]
+    found = shutil.which(program, path=path)
+    start = [found, *words] if found else None
+    if program == "mpirun":
+        start = mpirun_command(cell.size, words)
+    if start is None:
+        raise ConfigurationError(f"{cell.name} needs {program}, but it is not on PATH. Install it.")
+    return start
 
 
 def parse_cell(text: str, size: int) -> Cell:
