@@ -94,6 +94,9 @@ _EXEC = (
 )
 _MPI = "COMM_WORLD has size 1 under launchers without MPI: use hvd.rank(), hvd.broadcast_object() etc. after hvd.init()"
 _SPAWN = "hvd.init() would leave each of these processes alone: use hvd.spawn(function, args, nprocs=), or a launcher"
+_STARTERS = ("spawn", "start_processes", "Process")
+_STARTING_PACKAGES = ("torch", "multiprocessing")
+"""Functions that start processes which no launcher knows, and the packages that have them."""
 
 _VARIABLES = {
     variable: (number, row.name)
@@ -148,7 +151,7 @@ def _changed(source: Source, findings: Sequence[Finding]) -> str:
     for start, end, new in sorted({edit for finding in findings for edit in finding.edits}, reverse=True):
         text = text[:start] + new + text[end:]
     with _usable(source.path, _SOURCE):
-        _parsed(text, source.path)
+        ast.parse(text, source.path)
     return text
 
 
@@ -173,16 +176,12 @@ def _lines(text: str) -> list[str]:
 def _usable(path: str, rule: str) -> Iterator[None]:
     """Raise ConfigurationError where the block cannot read, parse or write a file."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the script's strings
+            yield
     except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"FILE must be {rule}, but {path} is not: {reason}.") from None
-
-
-def _parsed(text: str, path: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the script's strings
-        return ast.parse(text, path)
 
 
 class Source:
@@ -197,7 +196,7 @@ class Source:
             data = Path(path).read_bytes()
             self.encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
             self.text = data.decode(self.encoding)
-            self.tree = _parsed(self.text, path)
+            self.tree = ast.parse(self.text, path)
         self.lines = _lines(self.text)
         self.starts = list(itertools.accumulate(map(len, self.lines), initial=0))
         self.nodes: list[Any] = list(ast.walk(self.tree))
@@ -414,8 +413,7 @@ def _starts_processes(source: Source, function: Any) -> bool:
         root = root.value.func  # of get_context("spawn").Process
     package = source.dotted(root).partition(".")[0]
     is_unknown = not package and name == "Process"  # of a context in a variable
-    is_starter = name in ("spawn", "start_processes", "Process")
-    return is_starter and (is_unknown or package in ("torch", "multiprocessing"))
+    return name in _STARTERS and (is_unknown or package in _STARTING_PACKAGES)
 
 
 class Job:

@@ -77,9 +77,8 @@ def _start(cell: Cell) -> list[str]:
     values = {**vars(cell), "controller": "mpi" if TRANSPORTS[cell.transport].needs_mpi else "gloo"}
     program, *words = [word.format_map(values) for word in _LAUNCHERS[cell.launcher].split()]
     found = shutil.which(program, path=path)
-    start = [found, *words] if found else None
-    if program == "mpirun":
-        start = mpirun_command(cell.size, words)
+    starts = {"mpirun": mpirun_command(cell.size, words)}
+    start = starts.get(program, [found, *words] if found else None)
     if start is None:
         raise ConfigurationError(f"{cell.name} needs {program}, but it is not on PATH. Install it.")
     return start
@@ -281,9 +280,8 @@ def _place(found: Difference) -> str:
 def _as_json(left: Record, right: Record, result: Comparison, tolerance: float) -> Any:
     found = {"equal": result.first is None, "tolerance": tolerance, **dataclasses.asdict(result)}
     for side, record in (("left", left), ("right", right)):
-        head = record["ranks"][0]
-        found[side] = {name: record[name] for name in ("cell", "seconds")}
-        found[side] |= {name: head[name] for name in ("torch", "threads", "device")}
+        values = record | record["ranks"][0]
+        found[side] = {name: values[name] for name in ("cell", "seconds", "torch", "threads", "device")}
     # JSON has no infinities: they become null.
     return json.loads(json.dumps(found), parse_constant=lambda _: None)
 

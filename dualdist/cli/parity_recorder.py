@@ -175,11 +175,8 @@ class Recorder:
         return self.names.get(key) or f"parameter {list(self.params).index(key)}"
 
     def buffers(self) -> dict[str, Any]:
-        return {
-            without_wrappers(name): fingerprint(it)
-            for root in self.roots
-            for name, it in root.named_buffers()
-        }
+        named = [pair for root in self.roots for pair in root.named_buffers()]
+        return {without_wrappers(name): fingerprint(buffer) for name, buffer in named}
 
     def begin(self, root: torch.nn.Module | None) -> None:
         """Record the names in a new model, and the weights and buffers with which training begins."""
