@@ -170,6 +170,10 @@ class GradSync(Combiner):
         self._reducer.contribute_nothing(group, verdict)
         self._expect_order()  # the layout may have changed
 
+    def compare_start(self) -> None:
+        """Compare the parameters of all ranks after their next reduction, as after the first one."""
+        self._reducer.compare_start()
+
     @property
     def is_in_world(self) -> bool:  # type: ignore[override]
         return self._reducer.is_known

@@ -118,7 +118,12 @@ class Reducer:
             known = current().grad_syncs[options.process_set.process_set_id]
             self._id = len(known)
             known.append(self.member)
-            self.is_known, self._compares_start = True, current().settings.compare_start
+            self.is_known = True
+            self.compare_start()
+
+    def compare_start(self) -> None:
+        """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""
+        self._compares_start = current().settings.compare_start
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Combine gradients by `hook`. Collective, and raises, as `enter_world` does; in an elastic job later."""

@@ -53,7 +53,8 @@ def warn_of_differences(params: Sequence[TrackedParameter], options: SyncOptions
         warnings.warn(
             f"The ranks start with different values of {', '.join(wrong[:_SHOWN])}{more}, and will train different "
             "models. Call broadcast_parameters(model.state_dict(), root_rank=0) and broadcast_optimizer_state("
-            "optimizer, root_rank=0) before training. DUALDIST_COMPARE_START=0 switches this comparison off.",
+            "optimizer, root_rank=0) before training, and after join() with the rank that it returns as the root. "
+            "DUALDIST_COMPARE_START=0 switches this comparison off.",
             UserWarning,
             stacklevel=2,
         )

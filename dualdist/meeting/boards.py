@@ -186,12 +186,18 @@ class FileBoard(PublishedBoard):
         self._path = path
 
     def write(self, text: str) -> None:
+        self.read(0.0)
         with open(self._descriptor(os.O_WRONLY | os.O_TRUNC), "w") as file:
             file.write(f"{text}\n")
 
     def read(self, seconds: float) -> str | None:
-        with open(self._descriptor(os.O_RDONLY)) as file:
+        with open(self._descriptor(os.O_RDONLY), errors="replace") as file:
             text = file.read()
+        if text and not text.startswith('["'):
+            raise ConfigurationError(
+                f"{self._path} must be a new file, or one that an earlier start has left, but has other content. Choose "
+                "another file."
+            )
         return text if text.endswith("\n") else None
 
     def clear(self) -> None:

@@ -73,18 +73,43 @@ def test_an_equal_start_is_silent(style: str) -> None:
 @everywhere
 def test_a_rank_that_joined_before_the_first_step_trains_later() -> None:
     def run() -> None:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-        for batches in (int(hvd.rank() == 0), 1):
-            for _ in range(batches):
-                optimizer.zero_grad()
-                weight.sum().backward()
-                optimizer.step()
-            hvd.join()
-            hvd.broadcast_parameters([weight], 0)
-        assert weight.tolist() == pytest.approx([1 - 1 / hvd.size() - 1] * 2)
+        weight = train_and_join(1, int(hvd.rank() == 0), broadcasts=True)
+        assert weight.flatten().tolist() == pytest.approx([1 - 1 / hvd.size() - 1] * 2)
 
     assert warned(run) == []
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_rank_0_warns_of_steps_that_a_rank_has_missed_after_join(style: str) -> None:
+    found = warned(lambda: train_and_join(1, 1 + (hvd.rank() != 0), style=style))
+    assert len(found) == (hvd.rank() == 0)
+    assert all("different values of 'weight', and will train different models" in text for text in found)
+    assert warned(lambda: train_and_join(1, 1 + (hvd.rank() != 0), broadcasts=True, style=style)) == []
+    assert warned(lambda: train_and_join(2, 2, 2, style=style)) == []  # in step: nothing to broadcast
+
+
+def train_and_join(
+    last: int, *batches: int, broadcasts: bool = False, style: str = "optimizer"
+) -> torch.Tensor:
+    """Train for epochs with so many batches on this rank, and one with `last`; join after each. Return the weight."""
+    model: Any = nn.Linear(2, 1, bias=False)
+    weight = nn.init.ones_(model.weight)
+    optimizer: Any = torch.optim.SGD([weight], lr=1.0)
+    if style == "optimizer":
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    else:
+        model = hvd.DistributedDataParallel(model)
+    for count in (*batches, last):
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).backward()
+            optimizer.step()
+        root = hvd.join()
+        if broadcasts:
+            hvd.broadcast_parameters([weight], root)
+    return weight
 
 
 @everywhere

@@ -156,6 +156,16 @@ def test_an_address_that_an_earlier_start_has_left_disturbs_nobody(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", ["a text\n", '{"a": 1}\n', b"\xff\x00"])
+def test_a_file_with_other_content_is_refused_and_stays(content: str | bytes, tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(data := content if isinstance(content, bytes) else content.encode())
+    for rank in range(2):
+        error = error_of(lambda: FileBoard(LAUNCH, {}, file), 0.0, rank)
+        assert "must be a new file, or one that an earlier start has left" in error
+    assert file.read_bytes() == data
+
+
 def test_a_rank_that_ends_before_all_have_arrived_can_come_again(board: MakeBoard) -> None:
     def run(rank: int) -> list[str]:
         with Meeting(board(), rank, SIZE, SECONDS) as meeting:
