@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 
 _ROOT = Path(__file__).parents[2]
-_NAMES = ("step", "collectives", "memory", "startup", "checkpoint", "gpu")
+_NAMES = ("step", "collectives", "memory", "startup", "checkpoint", "sharded_checkpoint", "gpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def execute(args: argparse.Namespace) -> int:
             purpose = (ast.get_docstring(ast.parse((folder / f"{name}.py").read_text())) or "").partition(
                 "\n"
             )[0]
-            sys.stdout.write(f"  {name:12} {purpose}\n")
+            sys.stdout.write(f"  {name:20} {purpose}\n")
         return 0
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(folder / f"{args.name}.py"), *args.arguments]

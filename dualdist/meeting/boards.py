@@ -195,8 +195,8 @@ class FileBoard(PublishedBoard):
             text = file.read()
         if text and not text.startswith('["'):
             raise ConfigurationError(
-                f"{self._path} must be a new file, or one that an earlier start has left, but has other content. Choose "
-                "another file."
+                f"{self._path} must be a new file, or one that an earlier start has left, but has other content. "
+                "Choose another file."
             )
         return text if text.endswith("\n") else None
 
