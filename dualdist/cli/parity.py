@@ -76,9 +76,11 @@ def _start(cell: Cell) -> list[str]:
     path = os.pathsep.join([os.path.dirname(cell.python), os.environ.get("PATH", os.defpath)])
     values = {**vars(cell), "controller": "mpi" if TRANSPORTS[cell.transport].needs_mpi else "gloo"}
     program, *words = [word.format_map(values) for word in _LAUNCHERS[cell.launcher].split()]
-    found = shutil.which(program, path=path)
-    starts = {"mpirun": mpirun_command(cell.size, words)}
-    start = starts.get(program, [found, *words] if found else None)
+    if program == "mpirun":
+        start = mpirun_command(cell.size, words)
+    else:
+        found = shutil.which(program, path=path)
+        start = [found, *words] if found else None
     if start is None:
         raise ConfigurationError(f"{cell.name} needs {program}, but it is not on PATH. Install it.")
     return start

@@ -314,14 +314,15 @@ def execute(args: argparse.Namespace) -> int:
 
 def _warn_of_copies(env: Mapping[str, str]) -> None:
     """Warn, in the first of several tasks, that each of them starts a world of its own."""
-    with contextlib.suppress(ConfigurationError):  # the processes do not inherit these variables
+    # Wrong variables do no harm: the processes do not inherit them.
+    with contextlib.suppress(ConfigurationError):
         launch = detect(env)
         if launch.rank == 0 and launch.size > 1:
             sys.stderr.write(
                 f"dualdist run: {launch.launcher} started {launch.size} tasks ({launch.sources['size']}), and each "
                 "copy of `dualdist run` in them has a world of its own: they train separately, and write to the same "
-                "files. Start one copy (`srun --ntasks=1 dualdist run ...`, `mpirun -np 1 dualdist run ...`), or "
-                "leave `dualdist run` out (`srun python train.py`).\n"
+                "files. Start `dualdist run ...` without srun or mpirun, or leave `dualdist run` out (`srun python "
+                "train.py`).\n"
             )
 
 

@@ -30,8 +30,9 @@ def join(device: int = -1) -> int:
     HorovodInternalError on those ranks. A torch.amp.GradScaler then gets the state of the last rank's,
     because others have not counted its steps, if there is only one in each process. Collective over the world.
 
-    A rank has not made the steps that the others make after it has joined. To train on, broadcast parameters, buffers
-    and optimizer state from the rank that is returned. If they then differ between ranks, rank 0 warns.
+    A rank misses the steps that the others make after it has joined. To train on, broadcast parameters, buffers and
+    optimizer state from the rank that is returned. After the next reduction, rank 0 warns if parameters or options of
+    the optimizer differ between ranks.
 
     Args:
         device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce
@@ -43,9 +44,9 @@ def join(device: int = -1) -> int:
     number = integer("device", device, least=-1, fix="Pass the number of a GPU, or -1.")
     current().join_device_index = None if number < 0 else number
     last = channel_of(global_process_set).join()
-    share_grad_scaler(last, global_process_set)
     for sync in current().grad_syncs[global_process_set.process_set_id]:
         sync.compare_start()
+    share_grad_scaler(last, global_process_set)
     return last
 
 

@@ -1,4 +1,4 @@
-"""Whether all ranks have equal parameters: compared once at the start, and whenever a script asks."""
+"""Whether all ranks have equal parameters: compared at the start, after join(), and whenever a script asks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .bucket_memory import TrackedParameter, as_real
 from .combiner import SyncOptions
 
-# Warns once when ranks start from different parameters or options, which no exchange of gradients makes equal.
+# Warns when ranks start, or go on after join(), with different parameters or options, which no exchange of gradients
+# makes equal.
 #
 # Without broadcast_parameters(), or with another learning rate on one rank, each rank trains a model of its own, and
-# losses look normal. The ranks compare checksums when they first combine gradients.
+# losses look normal. The ranks compare checksums when they first combine gradients, and first after join().
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 5

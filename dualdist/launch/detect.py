@@ -192,8 +192,8 @@ def _incomplete(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None
         reported = "MPI was not asked" if mpi_size is None else f"MPI reports {mpi_size or 'nothing'}"
         return ConfigurationError(
             f"The world size must be known beside {launcher.rank}={env[launcher.rank]}, but {launcher.name} sets no "
-            f"variable with it and {reported}. Install an mpi4py that this launcher can start (`dualdist exec` asks "
-            "PMIx in place of MPI), set DUALDIST_RANK_FROM and DUALDIST_SIZE_FROM to the names of variables with rank "
+            f"variable with it and {reported}. Install an mpi4py that this launcher can start (`dualdist exec` needs "
+            "PMIx instead), set DUALDIST_RANK_FROM and DUALDIST_SIZE_FROM to the names of variables with rank "
             "and size, or set DUALDIST_LAUNCHER=python to run a single process."
         )
     missing = launcher.size if env.get(launcher.rank) else launcher.rank

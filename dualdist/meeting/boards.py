@@ -178,6 +178,10 @@ def rising(first: float, longest: float) -> Iterator[float]:
         first = min(2 * first, longest)
 
 
+_LONGEST = 1 << 20
+"""How many characters of a file are read: more than an address has."""
+
+
 class FileBoard(PublishedBoard):
     """A file that belongs to this user and has one line."""
 
@@ -192,8 +196,8 @@ class FileBoard(PublishedBoard):
 
     def read(self, seconds: float) -> str | None:
         with open(self._descriptor(os.O_RDONLY), errors="replace") as file:
-            text = file.read()
-        if text and not text.startswith('["'):
+            text = file.read(_LONGEST)
+        if not text.startswith('["'[: len(text)]):  # an address, or its first part
             raise ConfigurationError(
                 f"{self._path} must be a new file, or one that an earlier start has left, but has other content. "
                 "Choose another file."

@@ -13,6 +13,7 @@ import math
 import os
 import queue
 import secrets
+import select
 import selectors
 import signal
 import subprocess
@@ -336,6 +337,9 @@ def _read_input(descriptor: int) -> bytes:
     while True:
         try:
             return os.read(descriptor, _CHUNK)
+        except BlockingIOError:  # another program has made it non-blocking
+            select.select([descriptor], [], [])
+            continue
         except OSError as error:
             if error.errno != errno.EIO or not os.isatty(descriptor):
                 return b""
