@@ -121,7 +121,7 @@ def test_collectives_compare_callers(tmp_path: Path) -> None:
 
 def test_benchmarks_are_listed_with_their_purposes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
-    assert "step         Measures one training step of models" in capsys.readouterr().out
+    assert "step                 Measures one training step of models" in capsys.readouterr().out
 
 
 def test_bench_needs_a_checkout(

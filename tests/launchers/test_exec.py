@@ -75,7 +75,7 @@ def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
 def test_a_script_meets_by_itself_under_every_launcher(name: str) -> None:
     launcher = LAUNCHERS[name]
     need_programs(*launcher[:1])
-    ended = finish([*launcher, sys.executable, torchrun_script.__file__, torchrun_script.METHOD])
+    ended = finish([*launcher, sys.executable, torchrun_script.__file__, torchrun_script.METHOD], forks=False)
     assert ended.code == 0, ended.output
     expected = WORLDS[2 if launcher else 1]
     assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in expected], ended.output
@@ -121,7 +121,7 @@ def test_mpiexec_of_mpich_on_two_hosts(
 ) -> None:
     need_programs("mpiexec.hydra")
     start = (*_MPIEXEC, sys.executable, *before, torchrun_script.__file__, *arguments)
-    ended = finish(network.hosts[0].command(*start), forks=not before)
+    ended = finish(network.hosts[0].command(*start), forks=False)
     assert ended.code == 0, ended.output
     assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
 
