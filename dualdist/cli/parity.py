@@ -76,11 +76,9 @@ def _start(cell: Cell) -> list[str]:
     path = os.pathsep.join([os.path.dirname(cell.python), os.environ.get("PATH", os.defpath)])
     values = {**vars(cell), "controller": "mpi" if TRANSPORTS[cell.transport].needs_mpi else "gloo"}
     program, *words = [word.format_map(values) for word in _LAUNCHERS[cell.launcher].split()]
-    if program == "mpirun":
-        start = mpirun_command(cell.size, words)
-    else:
-        found = shutil.which(program, path=path)
-        start = [found, *words] if found else None
+    found = shutil.which(program, path=path)
+    make = {"mpirun": mpirun_command}.get(program)
+    start = make(cell.size, words) if make else [found, *words] if found else None
     if start is None:
         raise ConfigurationError(f"{cell.name} needs {program}, but it is not on PATH. Install it.")
     return start
