@@ -9,6 +9,7 @@ import math
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,35 +101,32 @@ def test_the_slow_rank_is_named_with_its_reason(place: str, style: str) -> None:
     assert slow[reason] >= (STEPS - (place == "loading")) * DELAY / slow["seconds"]
 
 
-def slow_steps() -> None:
-    for _ in range(3):
-        take_time()
-        hvd.barrier()
-
-
 @everywhere
 def test_rank_0_logs_which_rank_is_slow_and_since_when() -> None:
-    watch = current().watch
-    look = watch.look_for_slow_rank if hvd.rank() == 0 else hvd.rank
-    look()
-    found = []
+    watch, found = current().watch, []
+    start, length, share = time.time_ns(), 10 * 10**9, 0.0 if hvd.rank() == SLOW else 0.75
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_settings", dataclasses.replace(watch._settings, slow_warn_share=0.25))
-        for _ in range(2):
+        for kept in ("_spent", "_slow"):  # no look that follows this test compares with its values
+            patch.setattr(watch, kept, getattr(watch, kept))
+        for look in range(3):
+            spent = (start + look * length, int(look * length * share), 0, 0, 0, 0)
+            patch.setattr(watch.usage, "values", lambda spent=spent: spent)
+            hvd.barrier()
             with warned() as messages:
-                slow_steps()
-                look()
-                hvd.barrier()
-            found += messages
+                if hvd.rank() == 0:
+                    watch.look_for_slow_rank()
+            found += messages if look else []  # the first one looks back to the start
+            hvd.barrier()
     if hvd.rank() != 0 or hvd.size() == 1:
         assert found == []
         return
-    pattern = (
-        rf"The others wait \d+ % of the time more than rank {SLOW} since ([\d:]+): its computing takes longer than "
-        r"theirs\. DUALDIST_SLOW_WARN_SHARE=1 turns this message off\."
+    clock = time.strftime("%H:%M:%S", time.localtime(start / 1e9))
+    expected = (
+        f"The others wait 75 % of the time more than rank {SLOW} since {clock}: its computing takes longer than "
+        "theirs. DUALDIST_SLOW_WARN_SHARE=1 turns this message off."
     )
-    first, second = (re.fullmatch(pattern, message) for message in found)
-    assert first and second and first[1] == second[1]
+    assert found == [expected, expected]
 
 
 @everywhere
