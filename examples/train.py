@@ -43,7 +43,8 @@ AMP = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)  # errors have one line
+    keep_lines = argparse.RawDescriptionHelpFormatter  # without `usage`, errors have one line
+    parser = argparse.ArgumentParser(None, argparse.SUPPRESS, __doc__, formatter_class=keep_lines)
     add = parser.add_argument
     add("--data", choices=DATA, default="digits", help="what to learn (%(default)s)")
     add("--data-dir", type=Path, metavar="FOLDER", help="folder of the data; not for digits and fake")
@@ -206,9 +207,9 @@ def build_optimizer(model: nn.Module, settings: argparse.Namespace) -> torch.opt
 def main() -> None:
     parser = build_parser()
     settings = parser.parse_args()
-    contents = IN_DATA_DIR.get(settings.data)
-    if contents and not (settings.data_dir and settings.data_dir.is_dir()):
-        parser.error(f"--data-dir must be a folder for {contents}, but is {settings.data_dir} instead.")
+    contents, folder = IN_DATA_DIR.get(settings.data), settings.data_dir
+    if contents and not (folder and folder.is_dir()):
+        parser.error(f"--data-dir must be a folder for {contents}, but is {folder} instead.")
     torch.set_num_threads(settings.threads)  # the same numbers under every launcher
     try:
         hvd.init(backend=settings.backend, transport=settings.transport)

@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arguments", nargs=argparse.REMAINDER, help="those of the command; see COMMAND --help"
     )
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     given = parser.parse_args(words[:1])  # of the others, argparse would drop a "--"
     module, command = _load(given.command)
     try:

@@ -133,13 +133,13 @@ def _sections(
     if cells:
         rows = {name: problem or "yes" for name, problem in cells.items()}
         yield Section("cells", cells, "Can start here", rows)
-    if smoke:
-        yield _smoke([name for name, problem in cells.items() if problem is None], env)
     yield _network(env)
     yield _gpu()
     yield _mpi(env)
     launchers = {name: path for name in _COMMANDS if (path := shutil.which(name))}
     yield Section("launchers", launchers, "Launchers", launchers)
+    if smoke:  # last, because it takes seconds
+        yield _smoke([name for name, problem in cells.items() if problem is None], env)
 
 
 def _problem(backend: str, transport: str, launch: Launch) -> str | None:

@@ -343,7 +343,8 @@ class DistributedDataParallel(torch.nn.Module):
         """Train with different numbers of batches: a rank that leaves the `with` block still takes part for the others.
 
         It contributes zeros to their backward passes. Buffers are not broadcast in the block. At the end every rank has
-        the parameters and buffers of the rank that left last. Collective over the world.
+        the parameters and buffers of the rank that left last. The state of an optimizer, such as momentum, stays
+        each rank's own: call broadcast_optimizer_state after the block. Collective over the world.
 
         Args:
             divide_by_initial_world_size: True: averages divide by the size of the world. False: by the number of ranks

@@ -210,8 +210,9 @@ def _checked(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             f"`process_set` must name at least one rank, all below {context.world.size}, but has {ranks} instead."
         )
     if any(other.ranks == ranks for set_id, other in context.process_sets.items() if set_id >= 0):
+        use = "hvd.global_process_set" if len(ranks) == context.world.size else "the one that is there"
         raise ValueError(
-            f"A process set with ranks {ranks} is registered already; every set must be registered once."
+            f"A process set with ranks {ranks} is registered already; every set must be registered once. Use {use}."
         )
     return added
 
