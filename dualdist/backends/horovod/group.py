@@ -82,21 +82,25 @@ def shut_down_in_time() -> None:
 _CRASH_SECONDS = 10.0
 _find_cause: Callable[[], str] | None = None
 """What to print before this process aborts; None while no world is joined."""
+_former_report: Callable[[], None] | None = None
+"""The standard library's: prints the exception, and aborts."""
 
 
 def report_before_abort(find_cause: Callable[[], str] | None) -> None:
-    """When a thread of C++ is about to abort this process, print `find_cause()`, and wait for 10 s.
+    """When a thread of C++ is about to abort this process, print `find_cause()`, wait for 10 s, print the exception.
 
     Where a rank dies, the thread of Horovod's Gloo that reads from it often throws an exception that nobody catches
     (gloo/transport/tcp/pair.cc, `Pair::read`). Meanwhile the script may raise its own error, or may wait for a lock
     that the thread holds.
     """
-    global _find_cause
+    global _find_cause, _former_report
     _find_cause = find_cause
     # Otherwise this thread might wait for Python's lock without an end.
-    if _number_of_repairs() >= _RELEASES_PYTHONS_LOCK:
+    if _former_report is None and _number_of_repairs() >= _RELEASES_PYTHONS_LOCK:
         with contextlib.suppress(OSError, AttributeError):  # another standard library
-            ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"](_report_crash)
+            set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
+            set_terminate.restype = type(_report_crash)
+            _former_report = set_terminate(_report_crash)
 
 
 @ctypes.CFUNCTYPE(None)  # type: ignore[untyped-decorator]
@@ -104,10 +108,11 @@ def _report_crash() -> None:
     if _find_cause is not None:
         stuck.set()
         never_shut_down()
-        try:
+        with contextlib.suppress(Exception):
             os.write(2, f"dualdist: a crash of Horovod ends this process in 10 s; {_find_cause()}\n".encode())
-        finally:
-            time.sleep(_CRASH_SECONDS)
+        time.sleep(_CRASH_SECONDS)
+    if _former_report is not None:
+        _former_report()
 
 
 _SLEEP_SECONDS = (0.00005, 0.001)

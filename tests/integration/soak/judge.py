@@ -54,7 +54,9 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
     kinds = {kind for kind, _, _ in outcome.others.values()}
     # A rank is known to the others when it has arrived.
     texts = " ".join(text for _, text, _ in outcome.others.values())
-    has_arrived = "did not arrive" not in texts and "could not open the store" not in texts
+    # Horovod's launchers start no meeting: its own start waits for a rank of which it knows nothing.
+    not_arrived = ("did not arrive", "could not open the store", "for another rank in Horovod")
+    has_arrived = not any(text in texts for text in not_arrived)
     for kind, text, when in outcome.others.values():
         is_known = fault.kind in DEATHS and has_arrived and not is_horovods
         if is_known and outcome.struck and when > outcome.struck + SOON and fault.place == INIT:

@@ -117,6 +117,7 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(folder / "t"),
+        "DUALDIST_DUMP_DIR": str(folder / "dumps"),  # what a failure writes is not left behind
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "OMPI_MCA_btl_tcp_port_min_v4": str(OPEN_MPI_PORTS.start),
