@@ -16,7 +16,7 @@ import torch
 from ..agreement import call_kinds
 from ..agreement.matching import Verdict
 from ..backends.base import Group
-from ..checks import items, text_of
+from ..checks import add_note, items, text_of
 from ..compiling import not_compiled
 from ..errors import HorovodInternalError
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
@@ -149,8 +149,7 @@ def _load(pickled: torch.Tensor, rank: int) -> Any:
     try:
         return pickle.loads(pickled.cpu().numpy().tobytes())
     except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"The object of rank {rank} could not be unpickled on this rank.")
+        add_note(error, f"The object of rank {rank} could not be unpickled on this rank.")
         raise
 
 

@@ -424,11 +424,10 @@ def test_gradients_that_would_be_part_of_a_graph_are_refused() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     for _ in range(2):
-        with (
-            warnings.catch_warnings(action="ignore"),
-            pytest.raises(RuntimeError, match=r"`create_graph` must be False.*torch\.autograd\.grad"),
-        ):
-            weight.pow(3).sum().backward(create_graph=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RuntimeError, match=r"`create_graph` must be False.*torch\.autograd\.grad"):
+                weight.pow(3).sum().backward(create_graph=True)
         optimizer.zero_grad()
     (grad,) = torch.autograd.grad(weight.pow(3).sum(), weight, create_graph=True)
     (grad.square().sum() * (hvd.rank() + 1)).backward()
