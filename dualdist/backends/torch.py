@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .. import accelerator
 from ..errors import BackendUnavailableError, ConfigurationError
-from ..executor import in_thread
+from ..executor import Patience, in_thread, wait_for
 from ..launch import DeviceView, choose_devices, shared_devices
 from ..meeting.addresses import own_node
 from ..meeting.member import Meeting
@@ -265,14 +265,18 @@ class TorchBackend(Backend):
         return self._groups.make_among_members(ranks, count, exchange)
 
     def start_step(self, step: Callable[[], T]) -> T:
-        if self._meeting is None:
-            return step()
-
         def run() -> T:
             if self.device is not None:  # each thread has a current device of its own
                 accelerator.bind(self.device)
             return step()
 
+        if self._meeting is None:
+            if self.transport == "mpi":
+                return step()
+            # When its timeout has passed, torch's store asks the server for an answer without one (TCPStore::doWait).
+            # Through a link that is cut, none comes.
+            longest = self._timeout.total_seconds() + self._settings.start_timeout_seconds
+            return wait_for(in_thread(run), Patience(lambda: False, longest))
         # torch has timeouts of its own, but MPI has none for a new communicator.
         seconds = self._settings.start_timeout_seconds if self.transport == "mpi" else None
         return self._meeting.wait_for(in_thread(run), seconds)

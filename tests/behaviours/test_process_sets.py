@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 
 import dualdist as hvd
+from dualdist.world.context import current
 
 from ..helpers.world import everywhere
 
@@ -156,3 +162,20 @@ def test_an_optimizer_over_a_set_does_not_shift_those_of_the_world() -> None:
     assert weights[1].grad is not None
     assert weights[1].grad.tolist() == [sum(range(hvd.size())) / hvd.size()] * 2
     hvd.remove_process_set(chosen)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.world_kinds("torch-gloo")
+@everywhere
+def test_connecting_a_group_that_never_ends_is_an_error() -> None:
+    """torch's store waits for ever for the answer of a server behind a cut link."""
+    backend: Any = current().backend
+    soon = 0.05
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_timeout", timedelta(seconds=soon))
+        patch.setattr(backend, "_settings", replace(backend._settings, start_timeout_seconds=soon))
+        ended = threading.Event()
+        patch.setattr(backend._groups, "make", lambda *arguments, **options: ended.wait())
+        with pytest.raises(hvd.StallError, match="did not finish in time"):
+            backend.new_groups([0, 1], 1, lambda *arguments: [])
+        ended.set()
