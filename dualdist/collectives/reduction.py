@@ -132,14 +132,15 @@ def _described(
 def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
     """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation."""
     for (dtype, device), same_kind in _by_kind(tensors).items():
-        wire_dtype, wire_device = _wire_dtype(dtype, group, reduction), group.wire_device(device)
+        wire = _wire_dtype(dtype, group, reduction), group.wire_device(device)
         first = same_kind[0]
-        if len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == (wire_dtype, wire_device):
-            _reduce_flat(group, first.detach().view(-1), reduction, [first.numel()])
-            continue
-        flat = pack(same_kind, wire_dtype, wire_device)
-        _reduce_flat(group, flat, reduction, [tensor.numel() for tensor in same_kind])
-        unpack(flat, same_kind)
+        in_place = len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == wire
+        flat = first.detach().view(-1) if in_place else pack(same_kind, *wire)
+        scale_(flat, reduction.prescale_factor)
+        _exchange(group, flat, reduction.op, [tensor.numel() for tensor in same_kind])
+        _finish(flat, reduction, group.size)
+        if not in_place:
+            unpack(flat, same_kind)
 
 
 def reduce_neutral(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
@@ -172,12 +173,6 @@ def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch
         return reduction_dtype(dtype, group, widens=reduction.op == Adasum)
     scales = reduction != Reduction(reduction.op) or reduction.op == Average
     return reduction_dtype(dtype, group, widens=scales)
-
-
-def _reduce_flat(group: Group, flat: torch.Tensor, reduction: Reduction, sizes: Sequence[int]) -> None:
-    scale_(flat, reduction.prescale_factor)
-    _exchange(group, flat, reduction.op, sizes)
-    _finish(flat, reduction, group.size)
 
 
 def _exchange(group: Group, flat: torch.Tensor, op: int, sizes: Sequence[int]) -> None:
