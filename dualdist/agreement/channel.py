@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -52,6 +52,7 @@ _DESCRIPTION_BYTES = 32
 """The length of what a rank reports of its calls."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Ahead:
@@ -344,11 +345,6 @@ class Channel:
         """How many members had joined at the last agreement."""
         return len(self._joined)
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether a member had joined at the last agreement."""
-        return bool(self._joined)
-
     def is_outstanding(self, call: Call) -> bool:
         """Return whether an asynchronous call with the kind and name of `call`, which has a name, is not finished."""
         request = self._named.get(call.key)
@@ -382,12 +378,12 @@ class Channel:
         request: Request[int] = Request(JOINED, Call(call_kinds.JOIN, site=call_site()))
         return in_turn(request.call, lambda: self._enqueue(request).get())
 
-    def receive(self, call: Call, step: Callable[[], T]) -> T:
-        """Return `step()`, which waits for what the members send over `gradients`. Collective over the process set.
+    def receive(self, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `step(*args, **kwargs)`, which waits for what the members send over `gradients`.
 
-        Raises StallError and HorovodInternalError as `run` does.
+        Collective over the process set. Raises StallError and HorovodInternalError as `run` does.
         """
-        return self._guard.run(self._watched_gradients, call, step)
+        return self._guard.run(self._watched_gradients, call, step, *args, **kwargs)
 
     @contextlib.contextmanager
     def counting_data(self) -> Iterator[None]:

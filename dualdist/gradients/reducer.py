@@ -343,14 +343,15 @@ class Reducer:
         for sent in self._sent:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
-        if self._sent and not channel.has_joined:  # a joined rank sends only after the announcement
+        if self._sent and not channel.num_joined:  # a joined rank sends only after the announcement
             with channel.counting_data():
                 in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
+            # channel.run, and a comparison of the calls that ran ahead in this step, if the device runs ahead.
             wrong = channel.ahead.end_step(call, functools.partial(self._settle, self._kinds))
         except CollectiveMismatchError:
             # The others also wait for the data before they raise.
-            in_turn(call, self._receive, call, keep=False, settled=False)
+            in_turn(call, channel.receive, call, self._receive, keep=False, settled=False)
             channel.sent_digest = 0  # no rank uses what was sent, in whatever order
             raise
         mismatch: CollectiveMismatchError | None = None
@@ -361,7 +362,7 @@ class Reducer:
                 mismatch = error
         with channel.counting_data():
             keep = not (wrong or mismatch)
-            hook_error = in_turn(call, self._receive, call, keep=keep, settled=not wrong)
+            hook_error = in_turn(call, channel.receive, call, self._receive, keep=keep, settled=not wrong)
         if mismatch is not None:
             raise mismatch
         if changes:
@@ -374,7 +375,7 @@ class Reducer:
                 f"Gradients were not combined: on ranks {wrong}, parameters of {self.options.owner} were moved or "
                 "replaced after it was made. Move or change the model first, then wrap it."
             )
-        compares, self._compares_start = self._compares_start and not channel.has_joined, False
+        compares, self._compares_start = self._compares_start and not channel.num_joined, False
         if hook_error is not None:
             raise hook_error
         self.reduced = True
@@ -420,21 +421,18 @@ class Reducer:
         settled = verdict.call is not None and not self._settle(None, group, verdict)
         if settled:
             self._compares_start = False  # the others have passed the first reduction without this rank
-        self._receive(self._announcement(), keep=False, settled=settled)
+        self._channel.receive(self._announcement(), self._receive, keep=False, settled=settled)
         if verdict.call is None:
             self._channel.sent_digest = 0
         self.start_over()
 
-    def _receive(self, call: Call, keep: bool, settled: bool) -> Exception | None:
-        """Wait for the data of the buckets, which `call` has announced. Return what a communication hook has raised.
+    def _receive(self, *, keep: bool, settled: bool) -> Exception | None:
+        """Wait for the data of the announced buckets. Return what a communication hook has raised.
 
         Args:
             keep: whether the received data becomes the gradients; if not, they are cleared.
             settled: whether all ranks know which gradients are sparse. If not, no rank combines those.
         """
-        return self._channel.receive(call, functools.partial(self._unpack, keep, settled))
-
-    def _unpack(self, keep: bool, settled: bool) -> Exception | None:
         group, op = self._channel.gradients, self.options.reduction.op
         sparse: dict[int, torch.Tensor | None] = {}
         error: Exception | None = None
@@ -470,7 +468,7 @@ class Reducer:
             return group.size / self.divisor
         if not self.divides_by_active:
             return 1.0
-        return group.size / (group.size - channel_of(self.options.process_set).num_joined)
+        return group.size / (group.size - self._channel.num_joined)
 
     def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
         """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""
