@@ -343,23 +343,16 @@ class TorchGroups:
         self._is_direct = [*config] == ["cpu"] and config["cpu"] in _DIRECT_KINDS
         self._groups: list[Group] = []
 
-    def make(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Return `count` groups over `ranks`. Collective over the world. exchange: of `ranks`."""
-        return self._make(ranks, count, exchange, self._make_group)
-
-    def make_among_members(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Do the same. Collective over `ranks` alone."""
-        return self._make(ranks, count, exchange, self._make_members_group)
-
-    def _make(
-        self,
-        ranks: Sequence[int],
-        count: int,
-        exchange: Exchange,
-        make: Callable[[Sequence[int]], TorchGroup],
+    def make(
+        self, ranks: Sequence[int], count: int, exchange: Exchange, *, among_members: bool = False
     ) -> list[Group]:
+        """Return `count` groups over `ranks`. Collective over the world, or over `ranks` alone if `among_members`.
+
+        exchange: of `ranks`.
+        """
         made: list[Group]
         if not self._is_direct:
+            make = self._make_members_group if among_members else self._make_group
             made = [make(ranks) for _ in range(count)]
         elif self._rank not in ranks:
             made = [self._group(ranks, None) for _ in range(count)]

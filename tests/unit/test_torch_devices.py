@@ -150,7 +150,7 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_all(
 
     monkeypatch.setattr(dist, "new_group", new_group)
     groups = TorchGroups(0, CUDA, device, ["a"], dist.HashStore(), timedelta(minutes=1), may_share=False)
-    groups.make_among_members([0], 1, lambda text: [text])
+    groups.make([0], 1, lambda text: [text], among_members=True)
     assert seen == [None, device, True]
     assert world.bound_device_id == device
 

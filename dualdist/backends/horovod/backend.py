@@ -430,7 +430,7 @@ class HorovodBackend(Backend):
 
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
         # Horovod makes a process set with all ranks alone.
-        return self._groups_beside.make_among_members(ranks, count, exchange)
+        return self._groups_beside.make(ranks, count, exchange, among_members=True)
 
     @functools.cached_property
     def _groups_beside(self) -> TorchGroups:
