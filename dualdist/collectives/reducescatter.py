@@ -18,8 +18,8 @@ from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
 from .compression import Compression, Compressor, compressed
 from .plan import Plan, check_rows, check_tensors, make_call, planned
-from .reduction import Reduction, reduce_tensors, scale_
-from .wire import check_reducible, rows_per_rank
+from .reduction import Reduction, check_reducible, reduce_tensors, scale_
+from .wire import rows_per_rank
 
 
 @planned(call_kinds.REDUCESCATTER)

@@ -8,6 +8,7 @@ scaled in double precision and truncated toward zero; an average of integers is 
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,66 @@ from ..agreement.matching import payload_capacity
 from ..backends.base import Group
 from ..checks import number, reduce_op
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
-from .wire import REDUCED_AS, bytes_of, check_reducible, dtype_name, neutral, pack, reduction_dtype, unpack
+from .wire import bytes_of, dtype_name, pack, unpack
+
+# The numbers that can be reduced. They are sent in a dtype that the backend can reduce: their own one if possible, else
+# bool and small integers as int32, bfloat16 as float32, and complex numbers as pairs.
+
+REDUCED_AS = {
+    torch.float16: torch.float16,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bfloat16: torch.float32,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.complex32: torch.float32,
+}
+"""Each dtype that can be reduced -> one that every backend reduces: itself or a wider one."""
+
+
+@functools.cache
+def check_reducible(dtype: torch.dtype, op: int) -> None:
+    """Raise ValueError unless `op` can reduce numbers of `dtype`."""
+    name, kind = REDUCE_OP_NAMES[op], dtype_name(dtype)
+    if dtype not in REDUCED_AS:
+        raise ValueError(
+            f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first."
+        )
+    if dtype is torch.bool and op in (Average, Adasum):
+        raise ValueError(f"`op` must be Sum, Min, Max or Product for bool, but is {name} instead.")
+    if dtype.is_complex and op not in (Average, Sum):
+        raise ValueError(f"`op` must be Average or Sum for {kind}, but is {name} instead.")
+    if op == Adasum and not dtype.is_floating_point:
+        raise ValueError(f"`tensor` must be of a floating-point dtype for Adasum, but is {kind} instead.")
+
+
+def reduction_dtype(dtype: torch.dtype, group: Group, *, widens: bool = False) -> torch.dtype:
+    """Return the dtype in which `group` reduces numbers of `dtype`.
+
+    widens: whether small integers and bfloat16 need a wider one, because more is computed from the reduced numbers.
+    """
+    same_or_wider = REDUCED_AS[dtype]
+    return dtype if dtype in group.reduce_dtypes and not widens else same_or_wider
+
+
+def neutral(dtype: torch.dtype, op: int) -> float | int:
+    """Return the neutral element of `op`, which a rank that has joined contributes. dtype: one that a group reduces."""
+    if op in (Sum, Average, Adasum):
+        return 0
+    if op == Product:
+        return 1
+    sign = {Min: 1, Max: -1}[op]
+    if dtype.is_floating_point:
+        return sign * math.inf
+    info = torch.iinfo(dtype)
+    return info.max if op == Min else info.min
+
 
 # Adasum: a sum that adds orthogonal gradients and averages parallel ones.
 #

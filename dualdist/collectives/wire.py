@@ -1,8 +1,7 @@
 """The wire format: users' tensors as flat, contiguous tensors that every backend accepts, and collectives of such.
 
 Data that is only moved is sent as bytes, so every dtype works on every backend. Data that is reduced is sent in a dtype
-that the backend can reduce: its own one if possible, else bool and small integers as int32, bfloat16 as float32, and
-complex numbers as pairs.
+that the backend can reduce (reduction.py), complex numbers as pairs.
 """
 
 from __future__ import annotations
@@ -16,24 +15,6 @@ from collections.abc import Sequence
 import torch
 
 from ..backends.base import Group
-from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
-
-REDUCED_AS = {
-    torch.float16: torch.float16,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.int32: torch.int32,
-    torch.int64: torch.int64,
-    torch.bool: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.bfloat16: torch.float32,
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-    torch.complex32: torch.float32,
-}
-"""Each dtype that can be reduced -> one that every backend reduces: itself or a wider one."""
 
 
 def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -65,31 +46,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
-def check_reducible(dtype: torch.dtype, op: int) -> None:
-    """Raise ValueError unless `op` can reduce numbers of `dtype`."""
-    name, kind = REDUCE_OP_NAMES[op], dtype_name(dtype)
-    if dtype not in REDUCED_AS:
-        raise ValueError(
-            f"`tensor` must be of a dtype that can be reduced, but is {kind} instead. Convert it first."
-        )
-    if dtype is torch.bool and op in (Average, Adasum):
-        raise ValueError(f"`op` must be Sum, Min, Max or Product for bool, but is {name} instead.")
-    if dtype.is_complex and op not in (Average, Sum):
-        raise ValueError(f"`op` must be Average or Sum for {kind}, but is {name} instead.")
-    if op == Adasum and not dtype.is_floating_point:
-        raise ValueError(f"`tensor` must be of a floating-point dtype for Adasum, but is {kind} instead.")
-
-
-def reduction_dtype(dtype: torch.dtype, group: Group, *, widens: bool = False) -> torch.dtype:
-    """Return the dtype in which `group` reduces numbers of `dtype`.
-
-    widens: whether small integers and bfloat16 need a wider one, because more is computed from the reduced numbers.
-    """
-    same_or_wider = REDUCED_AS[dtype]
-    return dtype if dtype in group.reduce_dtypes and not widens else same_or_wider
-
-
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the numbers of `tensors` concatenated, (n,) of `dtype` on `device`; always a copy."""
     flat = [
@@ -109,21 +65,6 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         part = part if target.dim() == 1 else part.view(target.shape)
         target.copy_(part != 0 if target.dtype is torch.bool else part)
         start += target.numel()
-
-
-def neutral(dtype: torch.dtype, op: int) -> float | int:
-    """Return the neutral element of `op`, which a rank that has joined contributes."""
-    if op in (Sum, Average, Adasum):
-        return 0
-    if op == Product:
-        return 1
-    sign = {Min: 1, Max: -1}[op]
-    if dtype.is_floating_point:
-        return sign * math.inf
-    if dtype is torch.bool:
-        return op == Min
-    info = torch.iinfo(dtype)
-    return info.max if op == Min else info.min
 
 
 # Rows of tensors as bytes, on any Group.

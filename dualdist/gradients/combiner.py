@@ -15,8 +15,7 @@ from ..agreement import call_kinds
 from ..agreement.call_kinds import Kind
 from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
-from ..collectives.reduction import Reduction
-from ..collectives.wire import reduction_dtype
+from ..collectives.reduction import Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
 from .bucket_memory import TrackedParameter

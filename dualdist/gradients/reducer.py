@@ -26,9 +26,8 @@ from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, FailedWork, Group, Work
-from ..collectives.reduction import scale_
+from ..collectives.reduction import reduction_dtype, scale_
 from ..collectives.sparse import add_sparse, sum_sparse
-from ..collectives.wire import reduction_dtype
 from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Sum
 from ..world.context import current
