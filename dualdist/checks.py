@@ -209,8 +209,8 @@ def reduce_op(op: Any) -> int:
         return TORCH_OP_NAMES.index(name)
     raise ValueError(
         f"`op` must be {', '.join(REDUCE_OP_NAMES[:-1])} or {REDUCE_OP_NAMES[-1]}, but is "
-        f"{f'torch.distributed.ReduceOp.{name}' if name else shown(op)} instead. Pass hvd.Sum and so on, or SUM, AVG, "
-        "MIN, MAX or PRODUCT of torch.distributed.ReduceOp."
+        f"{f'torch.distributed.ReduceOp.{name}' if name else shown(op)} instead. Pass hvd.Sum and so on, or "
+        f"{', '.join(filter(None, TORCH_OP_NAMES))} of torch.distributed.ReduceOp."
     )
 
 
