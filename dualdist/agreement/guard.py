@@ -148,22 +148,22 @@ class Guard:
         self._finding_cause = threading.Lock()
         """Held while `check_peers` asks the other ranks: the script goes on at once."""
 
-    def check_peers(self, channel: WatchedChannel) -> None:
+    def check_peers(self, watched: WatchedChannel) -> None:
         """If a peer has died, end the collectives in progress and let every later call raise. Local.
 
         The host may wait for its device, in no call, and the device for that peer. A peer must be lost in two checks: a
         call that waits for it has time to raise first.
         """
         had_lost, self._has_lost_peer = self._has_lost_peer, self._connections.has_lost_peer()
-        call = channel.last_call
+        call = watched.last_call
         if self._broken is None and call is not None and had_lost and self._has_lost_peer:
-            dump = channel.dump(GAVE_UP)
+            dump = watched.dump(GAVE_UP)
             with self._finding_cause:
-                failure = self._failure(channel, call, HorovodInternalError("a rank has ended"))
+                failure = self._failure(watched, call, HorovodInternalError("a rank has ended"))
             logger.error("%s %s", failure, dump())
 
     def run(
-        self, channel: WatchedChannel, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, watched: WatchedChannel, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return `step(*args, **kwargs)`, watched for a stall. Members must run the same steps on the same channel.
 
@@ -174,29 +174,29 @@ class Guard:
                 raise HorovodInternalError(
                     f"{call.kind} cannot run: {self._broken} Call shutdown() and init() to continue."
                 )
-        channel.begin(call)
+        watched.begin(call)
         try:
             return step(*args, **kwargs)
         except HorovodInternalError as error:
             if self._broken is not None:  # a step inside this one has failed
                 raise
-            dump = channel.dump(GAVE_UP)
-            failure = self._failure(channel, call, error)
+            dump = watched.dump(GAVE_UP)
+            failure = self._failure(watched, call, error)
             add_note(failure, dump())
             raise failure from error.__cause__ or error
         except BaseException as error:  # such as KeyboardInterrupt: it is unknown how far this rank got
             if self._broken is not None:
                 raise
             self._broken = f"{call.brief} was interrupted: {error!r}."
-            channel.interrupt(repr(error))
+            watched.interrupt(repr(error))
             self._connections.close()
             self._abort()
             raise
         finally:
-            channel.end()
+            watched.end()
 
     def _failure(
-        self, channel: WatchedChannel, call: Call, error: HorovodInternalError
+        self, watched: WatchedChannel, call: Call, error: HorovodInternalError
     ) -> HorovodInternalError:
         """Let every later call raise, and return the error of this one, which says what the other ranks are doing."""
         if isinstance(error, OutOfStepError):
@@ -205,18 +205,18 @@ class Guard:
             self._broken = f"{call.brief} failed: {error}."
             return HorovodInternalError(self._broken)
         found, succeeded = None, self._connections.peers_that_succeeded()
-        if isinstance(error, StallError) or channel.is_crossed:
-            found = channel.give_up()
+        if isinstance(error, StallError) or watched.is_crossed:
+            found = watched.give_up()
         self._connections.close()  # so that no member waits for this rank
         self._abort()
-        found = found or channel.notice
+        found = found or watched.notice
         if found is not None:
             stalled = f"{call.brief} stalled; {found}"
             self._broken = stalled.splitlines()[0]
             return StallError(stalled)
         self._broken = f"{call.brief} failed: {str(error).rstrip('.')}."
-        survey = channel.fail(succeeded)
-        if not survey.missing or channel.failures:  # another rank has said why before it ended
+        survey = watched.fail(succeeded)
+        if not survey.missing or watched.failures:  # another rank has said why before it ended
             return HorovodInternalError(
                 f"{self._broken} Look for the first error of another rank, or for a failure of the network"
                 f"{f'; {survey}' if survey.missing else '.'}"

@@ -279,9 +279,7 @@ class WatchedChannel:
         """Start watching `call`. The members wait for it, or for another pending one."""
         self.number += 1
         self.wait = self.number, call, time.monotonic()
-        if (
-            self._pending is tuple
-        ):  # no Channel records the calls of this channel: it has no list of pending calls
+        if self._pending is tuple:  # see StallWatch.add_channel
             self._record = Record(call, time.time_ns())
             self.keep(self._record)
             self.agree(self._record)
