@@ -139,7 +139,7 @@ def is_failing() -> bool:
     return bool(_failures)
 
 
-def record_failure(reason: object) -> None:
+def never_finalize(reason: object) -> None:
     """Do not finalize MPI at the end of this process: some of its operations do not end."""
     _failures.append(reason)
 
@@ -367,7 +367,7 @@ class MpiBoard(PublishedBoard):
         self._sender.join()
         if any(self._requests):
             _abandoned.append(self)
-            record_failure("a message to a rank that did not arrive")
+            never_finalize("a message to a rank that did not arrive")
 
 
 _abandoned: list[MpiBoard] = []
