@@ -128,8 +128,8 @@ class AddressExchange:
         }
 
     def left(self) -> float:
-        """Return how many seconds are left, at least 1 ms: a timeout of 0 makes a socket non-blocking."""
-        return max(1e-3, self._deadline - time.monotonic())
+        """Return how many seconds are left, at least 1 ms."""
+        return _left(self._deadline)
 
     def check(self, missing: Iterable[int]) -> None:
         """Raise HorovodInternalError when another member has failed, or when the time is over.
