@@ -223,8 +223,8 @@ class Meeting:
         if not problem:
             return not_arrived(self.rank, [0], self._timeout, self._board.advice)
         return (
-            f"Rank {self.rank} of {self.size} could not open the store of the job, which rank 0 or the launcher "
-            f"serves, at {self._board.where}: {problem}. {self._board.fix}"
+            f"Rank {self.rank} of {self.size} could not reach the server of the job, which rank 0 or the launcher "
+            f"runs, at {self._board.where}: {problem}. {self._board.fix}"
         )
 
     def _receive(self, seconds: float) -> list[Any] | None:

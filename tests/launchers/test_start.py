@@ -176,13 +176,13 @@ def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
         assert re.match(error, text), ended.output
 
 
-def test_a_server_of_the_store_that_is_stopped_ends_the_start() -> None:
+def test_a_server_that_is_stopped_ends_the_start() -> None:
     """A stopped process still accepts connections: the kernel does."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         script = f"import dualdist\ndualdist.init(init_method={address!r}, rank=1, world_size=2)"
         ended = finish(["python", "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
-    assert "could not open the store of the job, which rank 0" in ended.output
+    assert "could not reach the server of the job, which rank 0" in ended.output
 
 
 def test_a_host_without_an_address_is_named() -> None:

@@ -55,7 +55,7 @@ def faults_of(fault: Fault, outcome: Outcome) -> list[str]:
     # A rank is known to the others when it has arrived.
     texts = " ".join(text for _, text, _ in outcome.others.values())
     # Horovod's launchers start no meeting: its own start waits for a rank of which it knows nothing.
-    not_arrived = ("did not arrive", "could not open the store", "for another rank in Horovod")
+    not_arrived = ("did not arrive", "could not reach the server", "for another rank in Horovod")
     has_arrived = not any(text in texts for text in not_arrived)
     for kind, text, when in outcome.others.values():
         is_known = fault.kind in DEATHS and has_arrived and not is_horovods
