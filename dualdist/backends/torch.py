@@ -262,7 +262,9 @@ class TorchBackend(Backend):
         return self.start_step(functools.partial(self._groups.make, ranks, count, exchange))
 
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        return self.start_step(functools.partial(self._groups.make, ranks, count, exchange, among_members=True))
+        return self.start_step(
+            functools.partial(self._groups.make, ranks, count, exchange, among_members=True)
+        )
 
     def start_step(self, step: Callable[[], T]) -> T:
         def run() -> T:
