@@ -1,4 +1,4 @@
-"""Five steps of training with each framework, in processes that `dualdist.spawn` starts. Each returns the weights."""
+"""Five steps of training with each framework, in processes that `dualdist.spawn` starts. Each returns weights."""
 
 from __future__ import annotations
 
@@ -94,75 +94,107 @@ def wrapped() -> tuple[Any, Any]:
     return hvd.DistributedDataParallel(bare), bare
 
 
-def with_accelerate() -> list[float]:
+def ways() -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield each way to distribute a model: its name, the model, the bare one, and the optimizer."""
+    hvd.init()
+    for way in ("framework", "wrapper", "optimizer"):
+        bare = network()
+        if hvd.rank():  # what distributes the model makes them equal
+            nn.init.zeros_(bare[0].weight)
+        model = hvd.DistributedDataParallel(bare) if way == "wrapper" else bare
+        optimizer = sgd(model)
+        if way == "optimizer":
+            hvd.broadcast_parameters(bare.state_dict(), root_rank=0)
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        yield way, model, bare, optimizer
+
+
+def with_accelerate() -> dict[str, list[float]]:
     from accelerate import Accelerator
 
-    model, bare = wrapped()
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    assert prepared is model and accelerator.unwrap_model(model) is bare
-    optimizer = accelerator.prepare(sgd(model))
-    for inputs, targets in batches():
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model(inputs), targets))
-            accelerator.clip_grad_norm_(model.parameters(), 1e9)
-            optimizer.step()
-            optimizer.zero_grad()
-    state = accelerator.get_state_dict(model)
-    assert torch.equal(state["0.weight"], bare[0].weight)
-    with accelerator.no_sync(model):
-        assert not model.require_backward_grad_sync
-        with accelerator.trigger_sync_in_backward(model):
-            assert model.require_backward_grad_sync
-    return weights(bare)
+    found = {}
+    for way, model, bare, optimizer in ways():
+        accelerator = Accelerator(cpu=True)
+        prepared = accelerator.prepare_model(model, evaluation_mode=way != "framework")
+        assert (prepared is model) is (way != "framework") and accelerator.unwrap_model(prepared) is bare
+        optimizer = accelerator.prepare(optimizer)
+        for inputs, targets in batches():
+            with accelerator.accumulate(prepared):
+                accelerator.backward(loss_of(prepared(inputs), targets))
+                accelerator.clip_grad_norm_(prepared.parameters(), 1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+        state = accelerator.get_state_dict(prepared)
+        assert torch.equal(state["0.weight"], bare[0].weight)
+        if way == "wrapper":
+            with accelerator.no_sync(model):
+                assert not model.require_backward_grad_sync
+                with accelerator.trigger_sync_in_backward(model):
+                    assert model.require_backward_grad_sync
+        found[way] = weights(bare)
+    return found
 
 
-def with_fabric() -> list[float]:
+def of_lightning(way: str) -> dict[str, Any]:
+    """Return the arguments of Fabric and of Trainer for their own way, or for a model that is distributed already."""
+    from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+
+    if way == "framework":
+        places = {"devices": hvd.local_size(), "num_nodes": hvd.cross_size()}
+        return {"accelerator": "cpu", "strategy": "ddp", "plugins": [TorchElasticEnvironment()], **places}
+    return {"accelerator": "cpu", "devices": 1, "plugins": [LightningEnvironment()]}
+
+
+def with_fabric() -> dict[str, list[float]]:
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import LightningEnvironment
 
-    model, bare = wrapped()
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
-    prepared, optimizer = fabric.setup(model, sgd(model))
-    assert prepared.module is model
-    for inputs, targets in batches():
-        optimizer.zero_grad()
-        fabric.backward(loss_of(prepared(inputs), targets))
-        optimizer.step()
-    return weights(bare)
+    found = {}
+    for way, model, bare, optimizer in ways():
+        fabric = Fabric(**of_lightning(way))
+        fabric.launch()
+        prepared, optimizer = fabric.setup(model, optimizer)
+        assert prepared.module is model
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            fabric.backward(loss_of(prepared(inputs), targets))
+            optimizer.step()
+        found[way] = weights(bare)
+    return found
 
 
-def with_lightning() -> list[float]:
+def with_lightning() -> dict[str, list[float]]:
     import lightning
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    model, bare = wrapped()
 
     class Task(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self, model: Any, optimizer: Any) -> None:
             super().__init__()
-            self.model = model
+            self.model, self.optimizer = model, optimizer
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             return loss_of(self.model(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
-            return sgd(self.model)
+            return self.optimizer
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice about workers, loggers and the precision of matrices
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, barebones=True, plugins=[LightningEnvironment()]
-        )
-        trainer.fit(Task(), torch.utils.data.DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
-    return weights(bare)
+    found = {}
+    for way, model, bare, optimizer in ways():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice about workers, loggers and the precision of matrices
+            trainer = lightning.Trainer(
+                max_epochs=1, barebones=True, use_distributed_sampler=False, **of_lightning(way)
+            )
+            own: Any = torch.utils.data.DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+            trainer.fit(Task(model, optimizer), own)
+        found[way] = weights(bare)
+    return found
 
 
-def with_ignite() -> list[float]:
+def with_ignite() -> dict[str, list[float]]:
+    import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_trainer
     from ignite.handlers import Checkpoint, EMAHandler
 
-    model, bare = wrapped()
+    found = {}
     saved: dict[str, Any] = {}
 
     def keep(checkpoint: Any, filename: str, metadata: Any = None) -> None:
@@ -171,15 +203,21 @@ def with_ignite() -> list[float]:
     def rank_0_alone(checkpoint: Any, filename: str, metadata: Any = None) -> None:
         keep(checkpoint, filename)
 
-    trainer = create_supervised_trainer(model, sgd(model), nn.MSELoss())
-    averages = EMAHandler(model, momentum=0.5)
-    averages.attach(trainer)
-    trainer.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, rank_0_alone))
-    trainer.run(batches(), max_epochs=1)
-    assert type(averages.ema_model) is type(bare)
-    if hvd.rank() == 0:
-        assert list(saved) == list(bare.state_dict())
-    return weights(bare)
+    for way, model, bare, optimizer in ways():
+        if way == "framework":
+            model, optimizer = idist.auto_model(model), idist.auto_optim(optimizer)
+        trainer = create_supervised_trainer(model, optimizer, nn.MSELoss())
+        averages = EMAHandler(model, momentum=0.5)
+        averages.attach(trainer)
+        trainer.add_event_handler(Events.COMPLETED, Checkpoint({"model": model}, rank_0_alone))
+        trainer.run(batches(), max_epochs=1)
+        if way == "wrapper":
+            assert type(averages.ema_model) is type(bare)
+        if hvd.rank() == 0:
+            assert list(saved) == list(bare.state_dict())
+        saved.clear()
+        found[way] = weights(bare)
+    return found
 
 
 def with_torchmetrics() -> list[float]:

@@ -1,8 +1,9 @@
-"""Five steps with each framework give the weights of one process, with DistributedDataParallel on each backend."""
+"""Five steps with each framework give the weights of one process, on each backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
@@ -14,9 +15,10 @@ from ..helpers.requirements import need_modules
 pytestmark = pytest.mark.usefixtures("python")
 
 BACKENDS = ["torch", "horovod"]
+T = TypeVar("T")
 
 
-def results(work: Callable[[], list[float]], backend: str) -> list[list[float]]:
+def results(work: Callable[[], T], backend: str) -> list[T]:
     """Return what each of two ranks returns."""
     need_modules(backend)
     return dualdist.spawn(work, nprocs=2, backend=backend, timeout=100)
@@ -29,9 +31,13 @@ def check(work: Callable[[], list[float]], backend: str, expected: list[float]) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("package", ["accelerate", "fabric", "lightning", "ignite"])
-def test_a_framework_trains_a_wrapped_model(package: str, backend: str) -> None:
+def test_a_framework_trains_a_bare_and_a_wrapped_model_and_with_our_optimizer(
+    package: str, backend: str
+) -> None:
     need_modules("lightning" if package == "fabric" else package)
-    check(getattr(frameworks, f"with_{package}"), backend, frameworks.alone())
+    expected = pytest.approx(frameworks.alone(), rel=1e-9, abs=1e-12)
+    for found in results(getattr(frameworks, f"with_{package}"), backend):
+        assert found == dict.fromkeys(["framework", "wrapper", "optimizer"], expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
