@@ -17,7 +17,7 @@ __all__ = ("allowed_seconds", "faults_of", "names")
 
 SOON, LATE = 6.0, 35.0
 """Seconds until all ranks have noticed a death, and until they have given up one that does not answer."""
-HOROVODS = ("gloo::IoException", "HTTP request failed")
+HOROVODS = ("gloo::IoException", "gloo::EnforceNotMet", "HTTP request failed")
 OWN = {
     "wrong arguments": 30.0,
     "damaged checkpoint": 60.0,
