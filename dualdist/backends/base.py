@@ -342,6 +342,9 @@ class Backend(ABC):
         For programs that call torch.distributed. `shutdown` destroys it. Collective over the world.
         """
 
+    def abort_default_group(self) -> None:  # noqa: B027 - most transports notice a failure of a rank themselves
+        """Begin to end what is in progress on a device in the default process group of this world. Local."""
+
     def abort_process_groups(self) -> None:
         """Let what programs have in progress in groups of torch.distributed raise, before `shutdown`. Local.
 

@@ -309,13 +309,17 @@ class TorchBackend(Backend):
         )
         self.start_step(connect)
 
+    def abort_default_group(self) -> None:
+        self._default_group.abort()
+
     def shutdown(self) -> None:
         with self._on_shutdown:
             if self._adopted:
                 self._groups.close()
             end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
             # The end of the default group would wait for all groups.
-            self._default_group.close(self.keep_process_groups if self._groups.are_stuck else end)
+            is_stuck = self._groups.are_stuck or not self._default_group.abort_ends()
+            self._default_group.close(self.keep_process_groups if is_stuck else end)
 
     def abandon(self) -> None:
         self._groups.abandon()

@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
 from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
-from ..process_exit import never_delete, skip_destructors_at_exit
+from ..process_exit import has_failed, never_delete, skip_destructors_at_exit
 from .base import REDUCE_OPERATIONS, Exchange, Group, Work
 from .shared_memory import share_host
 from .store import connect_again
@@ -37,19 +37,28 @@ _RING_SIZE = 8
 """Up to this size, Gloo's allgather takes fewer steps (size - 1) than a gather and a broadcast (1 + log2(size))."""
 _ABORT_SECONDS = 30.0
 """How long to wait for the end of NCCL's kernels after a failure."""
+_LAST_SECONDS = 5.0
+"""How long a process that leaves because of an error waits for them before it aborts them."""
 # Before torch 2.6, destroying a group ended its kernels too.
 abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
 
 class _TorchWork(Work):
-    def __init__(self, work: dist.Work, device: torch.device, patience: Patience) -> None:
+    def __init__(
+        self, work: dist.Work, device: torch.device, patience: Patience, in_progress: set[dist.Work]
+    ) -> None:
+        """in_progress: of its group on a device, for which nobody has waited."""
         self._work = work
         self._device = device
         self._patience = patience
+        self._in_progress = in_progress
+        if device.type != "cpu":
+            in_progress.add(work)
 
     def wait(self) -> None:
         with wrapped():
             if self._device.type != "cpu":
+                self._in_progress.discard(self._work)
                 self._work.wait()
                 return
             while not self._ends_within(_CHECK_INTERVAL):
@@ -89,6 +98,7 @@ class TorchGroup(Group):
         self._carried = carried
         self._device = device
         """The device to which the transport is bound."""
+        self._in_progress: set[dist.Work] = set()
         self._abort: Future[None] | None = None
         self._abort_end = math.inf
         """When to stop waiting for `_abort`."""
@@ -107,7 +117,7 @@ class TorchGroup(Group):
         return self._device if self._device is not None and device.type == self._device.type else device
 
     def _started(self, work: dist.Work, tensor: torch.Tensor) -> Work:
-        return _TorchWork(work, tensor.device, Patience(self.has_lost_member))
+        return _TorchWork(work, tensor.device, Patience(self.has_lost_member), self._in_progress)
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         options = dist.AllreduceOptions()
@@ -176,17 +186,33 @@ class TorchGroup(Group):
             self._abort.set_result(None)
 
     def close(self) -> None:
+        if has_failed() and not self._ends_soon():
+            self.abort()
         process_group, self._pg = self._pg, None
         if process_group is None or not dist.is_initialized():
             return
         if self._abort is None:
             dist.destroy_process_group(process_group)  # it waits for the collectives of the group
-        elif concurrent.futures.wait([self._abort], max(0.0, self._abort_end - time.monotonic())).done:
+        elif self.abort_ends():
             abort_process_group(process_group)
         else:
             self.is_stuck = True
             never_delete(process_group)
             skip_destructors_at_exit()
+
+    def _ends_soon(self) -> bool:
+        """Return whether what is in progress on a device ends in 5 s. The other ranks may have stopped before it."""
+        end = time.monotonic() + _LAST_SECONDS
+        while not all(work.is_completed() for work in self._in_progress):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_CHECK_INTERVAL.total_seconds())
+        return True
+
+    def abort_ends(self) -> bool:
+        """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""
+        left = max(0.0, self._abort_end - time.monotonic())
+        return self._abort is None or bool(concurrent.futures.wait([self._abort], left).done)
 
 
 def _abort_device_part(process_group: Any, device: torch.device) -> None:
@@ -278,6 +304,7 @@ class DefaultGroup:
     def __init__(self) -> None:
         self._own: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
+        self._group: TorchGroup | None = None
 
     def open(
         self,
@@ -295,6 +322,7 @@ class DefaultGroup:
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
         )
         self._own, self._store = dist.group.WORLD, store
+        self._group = TorchGroup(range(size), rank, self._own, frozenset(), device)
 
     def set_timeout(self, store_timeout: timedelta, timeout: timedelta) -> None:
         """Set the timeouts of the group's store, and of its later collectives. Local."""
@@ -302,9 +330,18 @@ class DefaultGroup:
             self._store.set_timeout(store_timeout)
             set_timeout(timeout, self._own)
 
+    def abort(self) -> None:
+        """Begin to end the collectives of communication hooks and of programs on a device. Local."""
+        if self._group is not None:
+            self._group.abort()
+
+    def abort_ends(self) -> bool:
+        """Wait for the end of `abort` as TorchGroup does. Local."""
+        return self._group is None or self._group.abort_ends()
+
     def close(self, end: Callable[[], None] = dist.destroy_process_group) -> None:
         """Destroy the group by `end`, unless the program has done it. Local."""
-        own, self._own, self._store = self._own, None, None
+        own, self._own, self._store, self._group = self._own, None, None, None
         if own is not None and dist.is_initialized() and own is dist.group.WORLD:
             end()
 

@@ -205,7 +205,15 @@ class Context:
             (lambda: backend.new_members_groups(ranks, 1, exchange)[0]) if backend.runs_ahead else None
         )
         self.channels[set_id] = Channel(
-            name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
+            name,
+            connections,
+            data,
+            gradients,
+            self.watch,
+            self.timeline,
+            self._stand_in,
+            make_ahead,
+            backend.abort_default_group,
         )
 
     def parts_of(self, whole: Channel) -> list[Channel]:

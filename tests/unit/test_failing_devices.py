@@ -23,6 +23,7 @@ from dualdist.backends.torch_groups import TorchGroup
 from dualdist.backends.torch_interface import error_handling, transport_timeout
 from dualdist.collectives.join import _device_of
 from dualdist.errors import HorovodInternalError, StallError
+from dualdist.types import Sum
 
 CUDA = torch.device("cuda", 1)
 CALL = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
@@ -89,9 +90,9 @@ def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.M
     ended = []
     monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append(group))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    is_free = threading.Event()
+    is_free, waited = threading.Event(), []
     first: Any = mock.Mock()
-    first._get_backend().abort.side_effect = lambda: is_free.wait(60)
+    first._get_backend().abort.side_effect = lambda: waited.append(is_free.wait(10))
     second: Any = mock.Mock()
     second._get_backend().abort.side_effect = is_free.set
     groups = [TorchGroup([0, 1], 0, inner, frozenset({"cuda"}), CUDA) for inner in (first, second)]
@@ -99,7 +100,7 @@ def test_an_abort_does_not_keep_another_group_from_its_own(monkeypatch: pytest.M
         group.abort()
     for group in groups:
         group.close()
-    assert is_free.is_set()
+    assert waited == [True]
     assert ended == [first, second]
 
 
@@ -133,6 +134,39 @@ def test_an_aborted_group_is_not_destroyed_which_would_wait(monkeypatch: pytest.
     process_group: Any = mock.Mock()
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
     group.abort()
+    group.close()
+    assert ended == [process_group]
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_process_that_an_error_ends_waits_for_no_bucket_that_the_other_ranks_may_never_send(
+    has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(torch_groups, "_LAST_SECONDS", 0.0)
+    monkeypatch.setattr(torch_groups, "has_failed", lambda: has_failed)
+    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append("aborted"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: ended.append("destroyed"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    process_group: Any = mock.Mock()
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    for is_completed in (True, False):
+        process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": is_completed})
+        group.allreduce_(mock.Mock(device=CUDA), Sum)
+    group.close()
+    assert process_group._get_backend().abort.called == has_failed
+    assert ended == ["aborted" if has_failed else "destroyed"]
+
+
+def test_a_process_that_an_error_ends_destroys_what_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", ended.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    process_group: Any = mock.Mock()
+    process_group.allreduce().is_completed.return_value = False
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group.allreduce_(mock.Mock(device=CUDA), Sum).wait()  # the stream waits, and the script knows the result
     group.close()
     assert ended == [process_group]
 

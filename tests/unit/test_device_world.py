@@ -1,0 +1,127 @@
+"""A whole world of one rank on a device. The device is a double, and so is NCCL: a backend of torch that records."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+import dualdist as hvd
+from dualdist import accelerator
+from dualdist.world.context import current
+
+DEVICE = torch.device("cuda", 0)
+if not hasattr(Backend, "supports_splitting"):  # before torch 2.5
+    pytest.skip("needs process groups that split communicators", allow_module_level=True)
+
+
+class Communicator(Backend):
+    """What torch has of NCCL for one group. If `is_stuck`, its kernels end by `abort` alone, and `shutdown` raises."""
+
+    made: list[Communicator] = []
+    order: list[str] = []
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.splits = options.split_from is not None
+        self.is_stuck, self.ended = False, threading.Event()
+        self.made.append(self)
+        self.order.append("made")
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def getBackendName(self) -> str:  # noqa: N802 - as in torch
+        return "ncclx"
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == DEVICE
+
+    def _set_group_name(self, name: str) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.ended.set()
+
+    def shutdown(self) -> None:
+        if self.is_stuck:
+            assert self.ended.wait(20), "waits for the other ranks"
+            raise RuntimeError("NCCL communicator was aborted")
+
+
+def create(options: Any, backend_options: Any = None) -> Communicator:
+    return Communicator(options)
+
+
+def visible(*, by_uuid: bool = False) -> tuple[str, ...]:
+    if by_uuid:
+        Communicator.order.append("named by UUID")
+    return ("0",)
+
+
+@pytest.fixture
+def communicators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator]]:
+    """Join a world of one rank, whose process groups have a double for the device. Yields the doubles."""
+    if "NCCLX" not in dist.Backend._plugins:
+        dist.Backend.register_backend("ncclx", create, extended_api=True, devices=["cuda"])
+    monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", {"ncclx"}, raising=False)
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, "cuda", "ncclx")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: DEVICE)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "visible", visible)
+    monkeypatch.setattr(accelerator, "current_device", lambda: None)
+    monkeypatch.setattr(accelerator, "bind", lambda device: Communicator.order.append(f"bound to {device}"))
+    Communicator.made.clear()
+    Communicator.order.clear()
+    hvd.init(backend="torch")
+    yield Communicator.made
+    hvd.shutdown()
+
+
+def test_a_world_has_three_communicators_of_which_two_are_split_from_that_of_torch(
+    communicators: list[Communicator],
+) -> None:
+    """That of torch's default group, which programs may use meanwhile in any order, one for data and for gradients."""
+    hvd.allreduce(torch.ones(2))
+    model = torch.nn.Linear(2, 1)
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [one.splits for one in communicators] == [False, True, True]
+    meshes = [group._get_backend(torch.device("cpu")).name() for group in dist.distributed_c10d._world.pg_map]
+    assert meshes == ["gloo"] * 3
+
+
+def test_the_device_is_bound_in_each_thread_that_makes_communicators(
+    communicators: list[Communicator],
+) -> None:
+    """The ranks compare their devices before, by UUID. The first thread is that of `init`."""
+    bound = "bound to cuda:0"
+    assert Communicator.order == ["named by UUID", bound, bound, "made", bound, "made", "made", bound]
+
+
+def test_a_thread_looks_for_lost_ranks_while_the_host_waits_for_the_device(
+    communicators: list[Communicator],
+) -> None:
+    assert current().watch.check == current().check_peers
+
+
+def test_a_failure_ends_all_communicators_also_that_of_communication_hooks(
+    communicators: list[Communicator],
+) -> None:
+    for one in communicators:
+        one.is_stuck = True
+    current().channels[0]._guard._abort()
+    for one in communicators:
+        assert one.ended.wait(20)
+    hvd.shutdown()
+    assert not dist.is_initialized()
