@@ -135,8 +135,10 @@ class HookWork(Work):
             step: names the backward; equal on all ranks, and another one for each backward.
         """
         self._hook, self._bucket, self._channel, self.step = hook, bucket, channel, step
-        self._device = bucket.buffer().device
-        self._stream = accelerator.current_stream(self._device)
+        self.device = bucket.buffer().device
+        self._stream: Any = None
+        self._sent: Any = None
+        """An event after which the bucket is complete."""
         self.only_starts = hook.only_starts
         self._future: torch._C.Future[Any] | None = None
         """Of the result, until it has been waited for."""
@@ -165,9 +167,16 @@ class HookWork(Work):
         if self._future is None or not self.only_starts:
             self.finish()
 
+    def run_on(self, stream: Any) -> None:
+        """Let the hook run on `stream`, after the work that this thread's stream has now."""
+        self._stream, self._sent = stream, accelerator.record_event(self.device)
+        accelerator.keep_until_done(self._bucket.buffer(), stream)
+
     def start(self) -> None:
         """Call the hook. `finish` waits for its result."""
         with self._reporting_errors():
+            if self._sent is not None:
+                accelerator.wait_event(self.device, self._sent)
             future = self._hook.hook(self._hook.state, self._bucket)
             if not isinstance(future, torch._C.Future):
                 raise TypeError(
@@ -230,9 +239,10 @@ class HookWork(Work):
             raise HorovodInternalError(
                 f"communication hook {self._hook.name} failed on another rank: {found[1]}"
             )
-        current = accelerator.current_stream(self._device)
-        if current is not None and self._stream is not None:
-            current.wait_stream(self._stream)
+        if self._stream is not None:
+            accelerator.wait_event(self.device, accelerator.record_event(self.device, self._stream))
+            if self.result is not None:
+                accelerator.keep_until_done(self.result, accelerator.current_stream(self.device))
         if isinstance(self.error, HorovodInternalError):
             raise self.error
         if has_failed:
@@ -267,9 +277,13 @@ class HookQueue:
         """The last one whose hook has raised."""
         self._started: list[HookWork] = []
         """Those that backward has started itself. It may have been given up, so that nobody waits for them."""
+        self._stream_on = functools.cache(accelerator.new_stream)
+        """The stream of hooks on a device. Backward continues on its own, while they wait for the other ranks."""
 
     def submit(self, work: HookWork) -> None:
         """Queue `work`, or start it at once if its hook waits for nothing."""
+        if accelerator.current_stream(work.device) is not None:
+            work.run_on(self._stream_on(work.device))
         if work.only_starts:
             self._started = [other for other in self._started if not other.done()]
             self._started.append(work)

@@ -112,13 +112,29 @@ class Reducer:
         options = options or self.options
         start = ("compare_start", current().settings.compare_start)
         call = Call(options.owner, (*options.describe(params), start), site=call_site())
-        self._channel.run(call, lambda group, verdict: None)
+        self._channel.run(call, lambda group, verdict: self._connect(params, options))
         if not self.is_known:
             known = current().grad_syncs[options.process_set.process_set_id]
             self._id = len(known)
             known.append(self.member)
             self.is_known = True
             self.compare_start()
+
+    def _connect(self, params: Sequence[TrackedParameter], options: SyncOptions) -> None:
+        """Let a device make an allreduce of the size of each bucket, while no rank can call something else. Collective.
+
+        NCCL connects the ranks in the first one of each algorithm, for which the host waits (NCCL_RUNTIME_CONNECT in
+        NCCL's src/init.cc). The first buckets are sent before the announcement, which finds ranks that have joined.
+        """
+        if not current().backend.runs_ahead or options.comm_hook is not None:
+            return
+        group = self._channel.gradients
+        for bucket in Layout(params, options, self._sparse).buckets:
+            zeros = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+            sent, _ = options.compression.compress(zeros)
+            group.allreduce_(
+                sent.to(group.wire_device(sent.device), reduction_dtype(sent.dtype, group)), Sum
+            ).wait()
 
     def compare_start(self) -> None:
         """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""

@@ -186,6 +186,39 @@ def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
             step(model.train(), optimizer)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.world_kinds("torch-gloo")
+@everywhere
+def test_another_call_in_place_of_the_first_backward_raises_although_nccl_connects_in_the_first_allreduce() -> (
+    None
+):
+    """The double of NCCL: the first allreduce of a size returns when all ranks have made it."""
+    context, connected = current(), set()
+    gradients = context.channels[0].gradients
+    allreduce = gradients.allreduce_
+
+    def connecting(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+        work = allreduce(tensor, op, tag)
+        if tensor.nbytes not in connected:
+            connected.add(tensor.nbytes)
+            work.wait()
+            return Done()
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "allreduce_", connecting)
+        patch.setattr(context.backend, "runs_ahead", True)
+        patch.setattr(context.channels[0]._connections, "_timeout", 5.0)
+        model = nn.Linear(4, 3)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(hvd.CollectiveMismatchError):
+            if hvd.rank() == 0:
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            else:
+                hvd.allreduce(torch.ones(1), name="loss")
+
+
 def wait_for_device(folder: Path) -> str:
     """Be in no call, as while the host waits for its device, until the last rank has died. Return the next error."""
     context, aborted, ended = current(), threading.Event(), [folder / f"{rank}" for rank in range(2)]

@@ -145,6 +145,39 @@ def branches(layers: list[torch.nn.Linear], streams: RecordedStreams, inputs: to
     return torch.stack(outputs).sum()
 
 
+def square(streams: RecordedStreams, bucket: Any) -> Any:
+    """A communication hook that is no part of torch, so that it runs in a thread."""
+    streams.add("runs", streams.current_stream(bucket.buffer().device))
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer().square())
+    return future
+
+
+@everywhere
+def test_a_communication_hook_has_a_stream_of_its_own_so_that_backward_does_not_wait_for_it() -> None:
+    with device() as streams:
+        layer = torch.nn.Linear(2, 1, bias=False)
+        optimizer: Any = torch.optim.SGD(layer.parameters(), lr=0.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, comm_hook=(streams, square))
+        for _ in range(2):
+            optimizer.zero_grad()
+            streams.made.clear()
+            layer(torch.tensor([2.0, 3.0])).backward()
+            optimizer.step()
+    assert layer.weight.grad.tolist() == [[4.0, 9.0]]
+    (bucket, _), (result, _) = [rest for _, what, *rest in streams.made if what == "keeps"]
+    assert bucket != result
+    assert streams.made == [
+        ("caller", "records", 3, "caller's stream"),
+        ("caller", "keeps", bucket, "own stream"),
+        ("worker", "waits for", 3, "own stream"),
+        ("worker", "runs", "own stream"),
+        ("caller", "records", 4, "own stream"),
+        ("caller", "waits for", 4, "caller's stream"),
+        ("caller", "keeps", result, "caller's stream"),
+    ]
+
+
 @everywhere
 def test_a_failed_call_orders_nothing() -> None:
     with device() as streams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ if not hasattr(Backend, "supports_splitting"):  # before torch 2.5
 class Communicator(Backend):
     """What torch has of NCCL for one group. If `is_stuck`, its kernels end by `abort` alone, and `shutdown` raises."""
 
-    made: list[Communicator] = []
-    order: list[str] = []
+    made: ClassVar[list[Communicator]] = []
+    order: ClassVar[list[str]] = []
 
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -41,7 +41,7 @@ class Communicator(Backend):
     def supports_coalescing(self) -> bool:
         return False
 
-    def getBackendName(self) -> str:  # noqa: N802 - as in torch
+    def getBackendName(self) -> str:
         return "ncclx"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
