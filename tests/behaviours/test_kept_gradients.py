@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualdist as hvd
 
@@ -28,6 +29,38 @@ def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
         seen.append(last.grad.data_ptr())
     before, after = seen[::2], seen[1::2]
     assert before[1:] == after[1:] == [after[0]] * 2
+
+
+class GroupCopies(TorchDispatchMode):
+    """Records from where to where the functions that copy several tensors at once copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._foreach_copy_.default:
+            self.made += [(source.data_ptr(), target.data_ptr()) for target, source in zip(*args, strict=True)]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("style", ["module", "optimizer"])
+@everywhere
+def test_gradients_that_accumulate_in_their_bucket_are_not_copied_onto_themselves(style: str) -> None:
+    model: Any = nn.Linear(4, 4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    if style == "module":
+        model = hvd.DistributedDataParallel(model)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    with GroupCopies() as copies:
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=number == 0)  # afterwards, backward adds to the views of the bucket
+            model(torch.full((1, 4), hvd.rank() + 1.0)).sum().backward()
+            optimizer.step()
+    parameters = list(model.parameters())
+    assert [float(param.grad.mean()) for param in parameters] == [(hvd.size() + 1) / 2, 1.0]
+    assert {source for source, _ in copies.made}.isdisjoint(param.grad.data_ptr() for param in parameters)
 
 
 @everywhere
