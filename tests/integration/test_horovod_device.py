@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dualdist import accelerator
+from dualdist import accelerator, process_exit
+from dualdist.backends.torch_groups import DefaultGroup
 from dualdist.world.context import current
 
 from ..helpers.world import WORLDS, started
@@ -30,6 +34,39 @@ def bound_device(current_index: int | None, is_adopted: bool) -> tuple[str, list
         patch.setattr(accelerator, "bind", lambda device: bound.append(str(device)))
         device = backend._bind_device(current().launch)
     return str(device), bound
+
+
+def shutdown_after_a_failure() -> bool:
+    """Return whether Horovod may still be shut down at exit, after its shutdown has not ended."""
+    from dualdist.backends.horovod import backend, group
+
+    never = threading.Event()
+    world: Any = SimpleNamespace(
+        _on_shutdown=contextlib.ExitStack(),
+        _default_group=DefaultGroup(),
+        _adopted=False,
+        _is_stuck=False,
+        _rendezvous=None,
+        _controller=lambda: "gloo",
+    )
+    gave_up: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_exit, "world_has_failed", True)
+        patch.setattr(group, "_SHUTDOWN_SECONDS", 0.1)
+        patch.setattr(group, "stuck", threading.Event())
+        patch.setattr(backend, "stuck", group.stuck)
+        patch.setattr(group, "never_shut_down", lambda: gave_up.append(True))
+        # Its thread joins one that waits for the GPU (GPUContext::Finalize in cuda_operations.cc).
+        patch.setattr(backend.hvd, "shutdown", lambda: never.wait(20))
+        backend.HorovodBackend.shutdown(world)
+        assert group.stuck.is_set()
+    never.set()
+    return gave_up == [True]
+
+
+def test_a_shutdown_of_horovod_that_is_stuck_after_a_failure_is_left_alone() -> None:
+    with started(*WORLDS["horovod-gloo-2"]) as world:
+        assert world.run(shutdown_after_a_failure) == [True, True]
 
 
 def test_each_rank_takes_its_device_unless_the_script_has_started_horovod_and_chosen_one() -> None:
