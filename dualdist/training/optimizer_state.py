@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import check_root
 from ..compiling import not_compiled
 from ..world.process_sets import channel_of, global_process_set, reporting
-from .parameters import broadcast_parameters
+from .parameters import BATCH_BYTES, broadcast_parameters
 
 
 @not_compiled
@@ -77,11 +77,10 @@ def broadcast_optimizer_state(
 
     template, are_on_cpu = unpickled_on_all_ranks(receive)
     if is_root:
-        broadcast_parameters([leaf.detach().cpu() for leaf in sent.values() if _is_plain(leaf)], root_rank)
+        for part in _parts(leaf for leaf in sent.values() if _is_plain(leaf)):
+            broadcast_parameters([leaf.detach().cpu() for leaf in part], root_rank)
         return
     leaves = _tensors_in(template)
-    tensors = {key: _empty(leaf, "cpu") if leaf.is_meta else leaf for key, leaf in leaves.items()}
-    broadcast_parameters([tensors[key] for key, leaf in leaves.items() if leaf.is_meta], root_rank)
     devices = {
         id(leaf): param.device
         for group, saved in zip(optimizer.param_groups, template["param_groups"], strict=True)
@@ -89,10 +88,17 @@ def broadcast_optimizer_state(
         for leaf in tree_leaves(template["state"].get(number))
     }
     first = next(param.device for group in optimizer.param_groups for param in group["params"])
-    found = {
-        key: _alike(tensors[key] if is_on_cpu else tensors[key].to(devices.get(key, first)), leaf)
-        for (key, leaf), is_on_cpu in zip(leaves.items(), are_on_cpu, strict=True)
-    }
+    is_on_cpu = dict(zip(leaves, are_on_cpu, strict=True))
+
+    def placed(data: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        key = id(leaf)
+        return _alike(data if is_on_cpu[key] else data.to(devices.get(key, first)), leaf)
+
+    found = {key: placed(leaf, leaf) for key, leaf in leaves.items() if not leaf.is_meta}
+    for part in _parts(leaf for leaf in leaves.values() if leaf.is_meta):
+        received = [_empty(leaf, "cpu") for leaf in part]
+        broadcast_parameters(received, root_rank)
+        found |= {id(leaf): placed(data, leaf) for data, leaf in zip(received, part, strict=True)}
     state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
     load_optimizer_state(optimizer, state, keeps_cpu=True)
 
@@ -100,6 +106,20 @@ def broadcast_optimizer_state(
 def _tensors_in(state: Any) -> dict[int, torch.Tensor]:
     """Return the tensors by id, so that one that occurs several times stays one tensor on the other ranks, too."""
     return {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
+
+
+def _parts(leaves: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield some of `leaves` at a time, so that little of a GPU's state is in host memory. Equal on all ranks."""
+    part: list[torch.Tensor] = []
+    num_bytes = 0
+    for leaf in leaves:
+        part.append(leaf)
+        num_bytes += leaf.nbytes
+        if num_bytes >= BATCH_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
-_BATCH_BYTES = 128 << 20
+BATCH_BYTES = 128 << 20
 """About how many bytes of messages start together, and therefore how much memory the packed ones may take."""
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
@@ -131,7 +131,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor
     for message in _messages(tensors):
         batch.append(message)
         num_bytes += sum(tensor.nbytes for tensor in message)
-        if num_bytes >= _BATCH_BYTES:
+        if num_bytes >= BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
     if batch:

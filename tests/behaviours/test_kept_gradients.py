@@ -40,7 +40,9 @@ class GroupCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._foreach_copy_.default:
-            self.made += [(source.data_ptr(), target.data_ptr()) for target, source in zip(*args, strict=True)]
+            self.made += [
+                (source.data_ptr(), target.data_ptr()) for target, source in zip(*args, strict=True)
+            ]
         return function(*args, **(kwargs or {}))
 
 
@@ -55,7 +57,9 @@ def test_gradients_that_accumulate_in_their_bucket_are_not_copied_onto_themselve
         optimizer = hvd.DistributedOptimizer(optimizer)
     with GroupCopies() as copies:
         for number in range(3):
-            optimizer.zero_grad(set_to_none=number == 0)  # afterwards, backward adds to the views of the bucket
+            optimizer.zero_grad(
+                set_to_none=number == 0
+            )  # afterwards, backward adds to the views of the bucket
             model(torch.full((1, 4), hvd.rank() + 1.0)).sum().backward()
             optimizer.step()
     parameters = list(model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint import load, save
 from dualdist.elastic import TorchState
+from dualdist.training import optimizer_state
 
 from ..helpers.optimizers import DTYPES, KINDS, all_trained, difference, params_of, step, trained
 from ..helpers.world import WORLDS, World, everywhere, started
@@ -43,6 +45,37 @@ def test_a_broadcast_keeps_dtypes_shapes_and_types(kind: str, steps: int) -> Non
         assert all(group is other for group, other in zip(optimizer.param_groups, groups, strict=True))
         assert difference(params_of(optimizer), weights) is None
         check(optimizer, trained(kind, dtype, root, 3), f"{kind} {dtype}")
+
+
+@everywhere
+def test_a_broadcast_has_only_a_part_of_the_state_in_host_memory() -> None:
+    """Copies that leave a device are counted, of Adam with five parameters of 400 bytes."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        copy = tensor.clone()
+        made.append(weakref.ref(copy))
+        most = max(most, sum(other.nbytes for ref in made if (other := ref()) is not None))
+        return copy
+
+    def adam(weight: float) -> torch.optim.Optimizer:
+        params = [torch.nn.Parameter(torch.zeros(100)) for _ in range(5)]
+        for param in params:
+            param.grad = torch.full_like(param, weight)
+        optimizer = torch.optim.Adam(params)
+        optimizer.step()
+        return optimizer
+
+    optimizer = adam(hvd.rank() + 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_state, "BATCH_BYTES", 800)
+        patch.setattr(torch.Tensor, "cpu", copied)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    assert difference(optimizer.state_dict(), adam(1.0).state_dict()) is None
+    assert most <= 1600  # those of the last part may not have been freed yet
+    assert most >= 400 or hvd.rank() > 0
 
 
 @everywhere

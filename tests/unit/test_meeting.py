@@ -12,16 +12,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from dualdist import accelerator
 from dualdist.backends.store import StoreBoard, open_store
+from dualdist.backends.torch import TorchBackend
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.meeting.boards import Board, FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
 from dualdist.meeting.member import Meeting
 from dualdist.meeting.server import MeetingServer, connected, reach
-from dualdist.types import Launch
+from dualdist.types import Launch, Settings
 
 SIZE = 3
 LAUNCH = Launch("x", 0, SIZE, local_size=SIZE)
@@ -204,6 +209,34 @@ def test_all_others_raise_when_a_rank_ends_that_has_not_started() -> None:
         for rank, error in zip((0, 2), errors, strict=True):
             named = f"Rank {rank} could not connect to the other ranks: rank 1 has ended, is stopped"
             assert named in error.result()
+
+
+def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's own function has no timeout. It runs in a thread with the device of this rank."""
+    device, never, bound = torch.device("cuda", 1), threading.Event(), []
+    monkeypatch.setattr(
+        accelerator, "bind", lambda device: bound.append((threading.current_thread(), device))
+    )
+
+    def connect() -> None:
+        bound.append((threading.current_thread(), "connects"))
+        never.wait(20)
+
+    with gathered() as meetings, ThreadPoolExecutor(1) as pool:
+        backend = SimpleNamespace(
+            _meeting=meetings[0],
+            device=device,
+            transport="nccl",
+            _settings=Settings(start_timeout_seconds=SECONDS),
+        )
+        start: Any = TorchBackend.start_step
+        step = pool.submit(start, backend, connect)
+        meetings[1].close(started=False)
+        with pytest.raises(HorovodInternalError, match="rank 1 has ended, is stopped"):
+            step.result()
+    never.set()
+    thread = bound[0][0]
+    assert bound == [(thread, device), (thread, "connects")]
 
 
 def test_all_others_name_a_rank_that_gives_no_sign_of_life() -> None:
