@@ -301,7 +301,6 @@ class Channel:
         timeline: Timeline,
         stand_in: StandIn,
         make_ahead: Callable[[], Group] | None = None,
-        abort_default_group: Callable[[], None] = lambda: None,
     ) -> None:
         self.group = data
         self.gradients = gradients
@@ -329,7 +328,8 @@ class Channel:
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         for group in (data, gradients):
             group.has_lost_member = connections.has_lost_peer
-        self._abort_default_group = abort_default_group
+        self.abort_default_group: Callable[[], None] = lambda: None
+        """Ends what communication hooks have in progress on a device. The owner of the channel sets it."""
         self._guard = Guard(connections, self._abort)
         pending = self._pending  # the watch outlives the channel of a removed process set
         watched = self._watched = watch.add_channel(
@@ -425,7 +425,7 @@ class Channel:
         process_exit.world_has_failed = True
         for group in (self.group, self.gradients, self.ahead):
             group.abort()
-        self._abort_default_group()  # where communication hooks may wait for the same rank
+        self.abort_default_group()
 
     def abandon(self) -> None:
         """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""

@@ -310,7 +310,8 @@ class TorchBackend(Backend):
         self.start_step(connect)
 
     def abort_default_group(self) -> None:
-        self._default_group.abort()
+        if self._default_group.group is not None:
+            self._default_group.group.abort()
 
     def shutdown(self) -> None:
         with self._on_shutdown:
@@ -318,7 +319,8 @@ class TorchBackend(Backend):
                 self._groups.close()
             end = abort_process_group if self._groups.are_aborted else dist.destroy_process_group
             # The end of the default group would wait for all groups.
-            is_stuck = self._groups.are_stuck or not self._default_group.abort_ends()
+            default = self._default_group.group
+            is_stuck = self._groups.are_stuck or not (default is None or default.abort_ends())
             self._default_group.close(self.keep_process_groups if is_stuck else end)
 
     def abandon(self) -> None:

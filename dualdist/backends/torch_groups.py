@@ -304,7 +304,8 @@ class DefaultGroup:
     def __init__(self) -> None:
         self._own: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
-        self._group: TorchGroup | None = None
+        self.group: TorchGroup | None = None
+        """The same as one of dualdist's, to abort the collectives of communication hooks and programs."""
 
     def open(
         self,
@@ -322,7 +323,7 @@ class DefaultGroup:
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
         )
         self._own, self._store = dist.group.WORLD, store
-        self._group = TorchGroup(range(size), rank, self._own, frozenset(), device)
+        self.group = TorchGroup(range(size), rank, self._own, frozenset(), device)
 
     def set_timeout(self, store_timeout: timedelta, timeout: timedelta) -> None:
         """Set the timeouts of the group's store, and of its later collectives. Local."""
@@ -330,18 +331,9 @@ class DefaultGroup:
             self._store.set_timeout(store_timeout)
             set_timeout(timeout, self._own)
 
-    def abort(self) -> None:
-        """Begin to end the collectives of communication hooks and of programs on a device. Local."""
-        if self._group is not None:
-            self._group.abort()
-
-    def abort_ends(self) -> bool:
-        """Wait for the end of `abort` as TorchGroup does. Local."""
-        return self._group is None or self._group.abort_ends()
-
     def close(self, end: Callable[[], None] = dist.destroy_process_group) -> None:
         """Destroy the group by `end`, unless the program has done it. Local."""
-        own, self._own, self._store, self._group = self._own, None, None, None
+        own, self._own, self._store, self.group = self._own, None, None, None
         if own is not None and dist.is_initialized() and own is dist.group.WORLD:
             end()
 

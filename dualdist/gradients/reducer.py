@@ -132,9 +132,8 @@ class Reducer:
         for bucket in Layout(params, options, self._sparse).buckets:
             zeros = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
             sent, _ = options.compression.compress(zeros)
-            group.allreduce_(
-                sent.to(group.wire_device(sent.device), reduction_dtype(sent.dtype, group)), Sum
-            ).wait()
+            wire = sent.to(group.wire_device(sent.device), reduction_dtype(sent.dtype, group))
+            group.allreduce_(wire, Sum).wait()
 
     def compare_start(self) -> None:
         """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""

@@ -205,16 +205,9 @@ class Context:
             (lambda: backend.new_members_groups(ranks, 1, exchange)[0]) if backend.runs_ahead else None
         )
         self.channels[set_id] = Channel(
-            name,
-            connections,
-            data,
-            gradients,
-            self.watch,
-            self.timeline,
-            self._stand_in,
-            make_ahead,
-            backend.abort_default_group,
+            name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
         )
+        self.channels[set_id].abort_default_group = backend.abort_default_group
 
     def parts_of(self, whole: Channel) -> list[Channel]:
         """Return the channels with calls that run ahead among some members of `whole`, in one order on all ranks."""
