@@ -239,10 +239,10 @@ class HookWork(Work):
             raise HorovodInternalError(
                 f"communication hook {self._hook.name} failed on another rank: {found[1]}"
             )
-        if self._stream is not None:
+        if (current := accelerator.current_stream(self.device)) is not None and self._stream is not None:
             accelerator.wait_event(self.device, accelerator.record_event(self.device, self._stream))
             if self.result is not None:
-                accelerator.keep_until_done(self.result, accelerator.current_stream(self.device))
+                accelerator.keep_until_done(self.result, current)
         if isinstance(self.error, HorovodInternalError):
             raise self.error
         if has_failed:

@@ -35,7 +35,7 @@ class GroupCopies(TorchDispatchMode):
     """Records from where to where the functions that copy several tensors at once copy."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -164,7 +164,7 @@ def test_a_communication_hook_has_a_stream_of_its_own_so_that_backward_does_not_
             streams.made.clear()
             layer(torch.tensor([2.0, 3.0])).backward()
             optimizer.step()
-    assert layer.weight.grad.tolist() == [[4.0, 9.0]]
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[4.0, 9.0]]
     (bucket, _), (result, _) = [rest for _, what, *rest in streams.made if what == "keeps"]
     assert bucket != result
     assert streams.made == [

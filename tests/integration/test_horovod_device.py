@@ -38,6 +38,8 @@ def bound_device(current_index: int | None, is_adopted: bool) -> tuple[str, list
 
 def shutdown_after_a_failure() -> bool:
     """Return whether Horovod may still be shut down at exit, after its shutdown has not ended."""
+    import horovod.torch
+
     from dualdist.backends.horovod import backend, group
 
     never = threading.Event()
@@ -57,7 +59,7 @@ def shutdown_after_a_failure() -> bool:
         patch.setattr(backend, "stuck", group.stuck)
         patch.setattr(group, "never_shut_down", lambda: gave_up.append(True))
         # Its thread joins one that waits for the GPU (GPUContext::Finalize in cuda_operations.cc).
-        patch.setattr(backend.hvd, "shutdown", lambda: never.wait(20))
+        patch.setattr(horovod.torch, "shutdown", lambda: never.wait(20))
         backend.HorovodBackend.shutdown(world)
         assert group.stuck.is_set()
     never.set()
