@@ -97,12 +97,14 @@ def library() -> Any | None:
         return None
     finally:
         mpi4py.rc.initialize = initialize
-    if already is None and initialize and not MPI.Is_initialized():
+    ours = already is None
+    if not MPI.Is_initialized():  # also if the script has set mpi4py.rc.initialize = False, as for Horovod
         if _open_mpi_would_abort(os.environ) and MPI.get_vendor()[0] == "Open MPI":
             return None
         with ending_late_calls("MPI_Init"):
             _initialize(MPI, mpi4py.rc)
-    if already is None and MPI.Is_initialized():
+        ours = True
+    if ours:
         _finalize_unless_failed(MPI)
     return MPI
 

@@ -63,6 +63,17 @@ assert all(future.wait()[0][-1] == 2 for future in futures)
 dist.destroy_process_group()
 """
 
+SCRIPT_THAT_LEAVES_THE_START_OF_MPI = """\
+import mpi4py
+mpi4py.rc.initialize = False  # as scripts of Horovod do, which starts MPI itself
+from mpi4py import MPI
+import dualdist, torch
+dualdist.init()
+assert dualdist.allreduce(torch.ones(2), op=dualdist.Sum).tolist() == [2.0, 2.0]
+assert MPI.COMM_WORLD.Get_size() == 2
+assert MPI.COMM_WORLD.allreduce(1) == 2
+"""
+
 SCRIPT_WITH_A_CALLBACK_AT_ITS_END = """\
 import atexit, os, threading
 import torch, torch.distributed as dist
@@ -101,6 +112,13 @@ def test_rank_and_size_are_those_of_mpi_and_a_hundred_worlds_leak_nothing(script
 def test_mpi_that_allows_one_call_at_a_time_gets_one_at_a_time(script: str) -> None:
     # In a new interpreter, at whose end mpi4py finalizes MPI.
     ended = launch("mpirun", script, "serialized", forks=False)
+    assert (ended.code, ended.output) == (0, "")
+
+
+@pytest.mark.parametrize("script", [SCRIPT_THAT_LEAVES_THE_START_OF_MPI], indirect=True, ids=["start"])
+def test_init_starts_mpi_if_the_import_of_mpi4py_did_not(script: str) -> None:
+    settings = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
+    ended = launch("mpirun", script, environment=settings, forks=False)
     assert (ended.code, ended.output) == (0, "")
 
 
