@@ -19,7 +19,7 @@ import dualdist
 
 from ..collectives.compression import Compression, Compressor
 from ..gradients.grad_sync import GradSync
-from ..training.optimizer import SynchronizedOptimizer, named_in
+from ..training.optimizer import SynchronizedOptimizer, named_in, subclass_of
 from ..training.sync_batch_norm import SyncBatchNorm
 from ..types import Adasum, Op
 from ..world.process_sets import ProcessSet
@@ -146,8 +146,7 @@ def DistributedOptimizer(*args: Any, **kwargs: Any) -> _DistributedOptimizer:
         options["named_parameters"] = list(options["named_parameters"])  # read twice
     wrapped = dualdist.DistributedOptimizer(*given.args, **given.kwargs)
     kind = _DistributedAdasumOptimizer if options["op"] == Adasum else _DistributedOptimizer
-    base = type(wrapped)
-    wrapped.__class__ = type(base.__name__, (kind, base), {"__module__": "horovod.torch.optimizer"})
+    wrapped.__class__ = subclass_of(type(wrapped), kind, "horovod.torch.optimizer")
     result = cast("_DistributedOptimizer", wrapped)
     names = named_in(wrapped, options["named_parameters"])
     result._parameter_names = MappingProxyType({param: name for name, param in names})

@@ -261,7 +261,7 @@ def _distributed(
         with_them = dataclasses.replace(options, hyperparameters=hyperparameters)
         combiner = GradSync(named, with_them, optimizer, passes, compares_late=compares_late, fills=fills)
     base = type(optimizer)
-    optimizer.__class__ = type(base.__name__, (SynchronizedOptimizer, base), {"__module__": __name__})
+    optimizer.__class__ = subclass_of(base, SynchronizedOptimizer, __name__)
     synchronized = cast("SynchronizedOptimizer", optimizer)
     synchronized._base, synchronized._skipping, synchronized._combiner = base, False, combiner
     synchronized._options, synchronized._is_copy = options, compares_late
@@ -270,6 +270,17 @@ def _distributed(
         optimizer.register_step_post_hook(_after_step),
     ]
     return synchronized
+
+
+def subclass_of(base: type, kind: type, module: str) -> Any:
+    """Return a subclass of `base` and `kind` in which the methods of `kind` come first.
+
+    `base` is its first base all the same: an object can only get a class whose first base has the same memory layout,
+    and that of `class Name(ABC, Optimizer)` is not the layout of `kind`.
+    """
+    order = type(base.__name__, (kind, base), {}).__mro__[1:]
+    metaclass = type(type(base).__name__, (type(base),), {"mro": lambda cls: [cls, *order]})
+    return metaclass(base.__name__, (base, kind), {"__module__": module})
 
 
 def _hyperparameters(reference: weakref.ref[torch.optim.Optimizer]) -> dict[str, object]:
@@ -283,7 +294,8 @@ def _hyperparameters(reference: weakref.ref[torch.optim.Optimizer]) -> dict[str,
             for group in optimizer.param_groups
             if isinstance(group.get(name), bool | int | float | tuple | torch.Tensor)
         ]
-        for name in sorted(optimizer.defaults)
+        # load_state_dict() adds `differentiable` to the defaults alone, and one rank may be the only one that calls it.
+        for name in sorted(set(optimizer.defaults).intersection(*optimizer.param_groups))
     }
 
 

@@ -71,6 +71,27 @@ def test_an_equal_start_is_silent(style: str) -> None:
 
 @pytest.mark.ranks(2, 3)
 @everywhere
+def test_one_rank_may_have_loaded_a_state() -> None:
+    def run() -> None:
+        plain = OneOption([nn.Parameter(torch.ones(1))], {"lr": 1.0})
+        if hvd.rank() == 0:
+            plain.load_state_dict(plain.state_dict())  # adds `differentiable` to its defaults
+        optimizer = hvd.DistributedOptimizer(plain)
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        optimizer.step()
+
+    assert warned(run) == []
+
+
+class OneOption(torch.optim.Optimizer):
+    """An optimizer that has not all options of torch's own ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        pass
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
 def test_a_rank_that_joined_before_the_first_step_trains_later() -> None:
     def run() -> None:
         weight = train_and_join(1, int(hvd.rank() == 0), broadcasts=True)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+from abc import ABC
 from typing import Any
 
 import pytest
@@ -241,6 +242,35 @@ def test_subclasses_and_hooks_of_the_user_still_run(op: int) -> None:
     assert weight.item() == (-3.0 if op == hvd.Sum else -1.5)
     assert plain.steps == 1
     assert set(seen) == {hvd.rank() + 1.0 if op == hvd.Adasum else -weight.item()}
+
+
+class Abstract(ABC, torch.optim.Optimizer):
+    """An optimizer with the memory layout of ABC."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({"added": True, **param_group})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad
+
+
+@everywhere
+def test_the_class_of_an_optimizer_may_have_other_bases_before_torchs() -> None:
+    weight, bias = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    plain = Abstract([weight], lr=1.0)
+    optimizer: Any = hvd.DistributedOptimizer(plain)
+    assert optimizer is plain and isinstance(optimizer, Abstract)
+    optimizer.add_param_group({"params": [bias], "lr": 2.0})
+    assert all(group["added"] for group in optimizer.param_groups)
+    step(optimizer, weight, bias)
+    assert [weight.item(), bias.item()] == pytest.approx([-mean(), -2 * mean()])
+    assert type(copy.deepcopy(optimizer)).__name__ == "Abstract"
 
 
 @everywhere
