@@ -279,7 +279,11 @@ def subclass_of(base: type, kind: type, module: str) -> Any:
     and that of `class Name(ABC, Optimizer)` is not the layout of `kind`.
     """
     order = type(base.__name__, (kind, base), {}).__mro__[1:]
-    metaclass = type(type(base).__name__, (type(base),), {"mro": lambda cls: [cls, *order]})
+
+    def mro(cls: type) -> list[type]:
+        return [cls, *order] if cls.__bases__ == (base, kind) else type.mro(cls)  # also of subclasses
+
+    metaclass = type(type(base).__name__, (type(base),), {"mro": mro})
     return metaclass(base.__name__, (base, kind), {"__module__": module})
 
 

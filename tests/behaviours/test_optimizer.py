@@ -271,6 +271,7 @@ def test_the_class_of_an_optimizer_may_have_other_bases_before_torchs() -> None:
     step(optimizer, weight, bias)
     assert [weight.item(), bias.item()] == pytest.approx([-mean(), -2 * mean()])
     assert type(copy.deepcopy(optimizer)).__name__ == "Abstract"
+    assert type("Child", (type(optimizer),), {}).__mro__[1:] == type(optimizer).__mro__
 
 
 @everywhere
