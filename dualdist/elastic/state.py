@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .. import accelerator, checks
+from ..agreement import call_kinds
 from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..checks import flag, instance, integer, mapping
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
@@ -29,6 +30,7 @@ from ..errors import HostsUpdatedInterrupt
 from ..samplers import DealingSampler, checked_epoch
 from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
 from ..training.parameters import broadcast_parameters, is_extra_state
+from ..world.process_sets import reporting
 from ..world.ranks import rank
 
 if TYPE_CHECKING:
@@ -206,10 +208,13 @@ class _StatefulHandler(_StateDictHandler):
     """Any other object with `state_dict` and `load_state_dict`."""
 
     def sync(self) -> None:
-        state = self.value.state_dict() if rank() == 0 else None
-        received = unpickled_on_all_ranks(lambda: broadcast_object(state))
-        # The root gets `state` itself back, not a copy.
-        self.value.load_state_dict(copy.deepcopy(received))
+        # The root gets its state itself back, not a copy.
+        self.value.load_state_dict(copy.deepcopy(unpickled_on_all_ranks(self._receive)))
+
+    def _receive(self) -> Any:
+        with reporting(call_kinds.BROADCAST_OBJECT):  # the object's own code may fail
+            state = self.value.state_dict() if rank() == 0 else None
+        return broadcast_object(state)
 
 
 class SamplerStateHandler(_StatefulHandler):

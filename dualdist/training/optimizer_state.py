@@ -21,7 +21,8 @@ from ..checks import instance, is_dtensor
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import check_root
 from ..compiling import not_compiled
-from ..world.process_sets import channel_of, global_process_set, reporting
+from ..world.process_sets import global_process_set, reporting
+from ..world.ranks import rank
 from .parameters import BATCH_BYTES, broadcast_parameters
 
 
@@ -45,38 +46,43 @@ def broadcast_optimizer_state(
             root's. Then the other ranks raise RuntimeError.
         HorovodInternalError: as for `broadcast`.
     """
-    with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail, too
-        fix = "Pass the optimizer of this rank."
-        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
-        root_rank, _ = check_root(root_rank, global_process_set)
-        if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
-            raise TypeError(
-                "`optimizer` must have plain parameters, but has DTensors, of whose state each rank has its own part. "
-                "A new optimizer needs no broadcast; a checkpoint gives each rank its part."
-            )
-        is_root = channel_of(global_process_set).group.rank == root_rank
-        state = optimizer.state_dict() if is_root else None
-        sent = _tensors_in(state)
-        stand_ins = {
-            key: _alike(_empty(leaf, "meta"), leaf) if _is_plain(leaf) else leaf.detach().cpu()
-            for key, leaf in sent.items()
-        }
-        template = tree_map_only(torch.Tensor, lambda leaf: stand_ins[id(leaf)], state)
-    sizes = ", ".join(str(len(group["params"])) for group in optimizer.param_groups)
-    own = f"{type(optimizer).__name__} with groups of {sizes} parameters"
+    sent: dict[int, torch.Tensor] = {}
 
-    def receive() -> Any:
+    def exchange() -> Any:
+        with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail, too
+            fix = "Pass the optimizer of this rank."
+            instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
+            root, _ = check_root(root_rank, global_process_set)
+            if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
+                raise TypeError(
+                    "`optimizer` must have plain parameters, but has DTensors, of whose state each rank has its own "
+                    "part. A new optimizer needs no broadcast; a checkpoint gives each rank its part."
+                )
+            state = optimizer.state_dict() if rank() == root else None
+            if state is not None and not {"state", "param_groups"} <= set(state):
+                raise ValueError(
+                    "`optimizer` must have 'state' and 'param_groups' in its state_dict(), as any of torch has, but "
+                    f"{type(optimizer).__name__} has {list(state)} instead. Send it by broadcast_object()."
+                )
+            sent.update(_tensors_in(state))
+            stand_ins = {
+                key: _alike(_empty(leaf, "meta"), leaf) if _is_plain(leaf) else leaf.detach().cpu()
+                for key, leaf in sent.items()
+            }
+            template = tree_map_only(torch.Tensor, lambda leaf: stand_ins[id(leaf)], state)
+        sizes = ", ".join(str(len(group["params"])) for group in optimizer.param_groups)
+        own = f"{type(optimizer).__name__} with groups of {sizes} parameters"
         message = own, template, [leaf.is_cpu for leaf in sent.values()]
-        roots, *received = broadcast_object(message, root_rank)
+        roots, *received = broadcast_object(message, root)
         if roots != own:
             raise ValueError(
-                f"`optimizer` must be {roots} as on rank {root_rank}, but is {own} instead. Make the same optimizer on "
+                f"`optimizer` must be {roots} as on rank {root}, but is {own} instead. Make the same optimizer on "
                 "every rank."
             )
-        return received
+        return root, *received
 
-    template, are_on_cpu = unpickled_on_all_ranks(receive)
-    if is_root:
+    root_rank, template, are_on_cpu = unpickled_on_all_ranks(exchange)
+    if rank() == root_rank:
         for part in _parts(leaf for leaf in sent.values() if _is_plain(leaf)):
             broadcast_parameters([leaf.detach().cpu() for leaf in part], root_rank)
         return

@@ -192,3 +192,27 @@ def test_the_registry_decides_how_objects_are_handled() -> None:
         assert state.counter.value == 3
     finally:
         set_handler_registry(before)
+
+
+class Fragile:
+    """Its state cannot be read on rank 0 once it is broken."""
+
+    is_broken = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_broken and hvd.rank() == 0:
+            raise OSError("the disk is gone")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@everywhere
+def test_an_object_whose_state_cannot_be_read_is_an_error_on_every_rank() -> None:
+    state = TorchState(fragile=Fragile())
+    state.sync()
+    state.fragile.is_broken = True
+    with pytest.raises((OSError, hvd.HorovodInternalError), match="the disk is gone"):
+        state.sync()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

@@ -78,6 +78,20 @@ def test_a_broadcast_has_only_a_part_of_the_state_in_host_memory() -> None:
     assert most >= 400 or hvd.rank() > 0
 
 
+class WithoutGroups(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 3}
+
+
+@everywhere
+def test_a_state_without_groups_is_an_error_on_every_rank() -> None:
+    optimizer = WithoutGroups([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(
+        (ValueError, hvd.HorovodInternalError), match=r"'param_groups' in its state_dict.*has \['step'\]"
+    ):
+        hvd.broadcast_optimizer_state(optimizer, 0)
+
+
 @everywhere
 def test_a_tensor_in_several_places_stays_one_tensor() -> None:
     optimizer = trained("Odd", torch.float32, hvd.rank(), 1)
