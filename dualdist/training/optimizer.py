@@ -278,12 +278,13 @@ def subclass_of(base: type, kind: type, module: str) -> Any:
     `base` is its first base all the same: an object can only get a class whose first base has the same memory layout,
     and that of `class Name(ABC, Optimizer)` is not the layout of `kind`.
     """
-    order = type(base.__name__, (kind, base), {}).__mro__[1:]
+    order = [*(cls for cls in kind.__mro__ if cls not in base.__mro__), *base.__mro__]
 
     def mro(cls: type) -> list[type]:
-        return [cls, *order] if cls.__bases__ == (base, kind) else type.mro(cls)  # also of subclasses
+        # Subclasses of the new class have this metaclass, too. They get the usual order.
+        return [cls, *order] if cls.__bases__ == (base, kind) else super(metaclass, cls).mro()
 
-    metaclass = type(type(base).__name__, (type(base),), {"mro": mro})
+    metaclass: Any = type(type(base).__name__, (type(base),), {"mro": mro})
     return metaclass(base.__name__, (base, kind), {"__module__": module})
 
 

@@ -275,6 +275,18 @@ def test_the_class_of_an_optimizer_may_have_other_bases_before_torchs() -> None:
 
 
 @everywhere
+def test_a_class_that_counts_its_subclasses_gets_one() -> None:
+    made: list[type] = []
+
+    class Counted(torch.optim.SGD):
+        def __init_subclass__(cls) -> None:
+            made.append(cls)
+
+    plain: Any = Counted([nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert made == [type(hvd.DistributedOptimizer(plain))]
+
+
+@everywhere
 def test_a_new_optimizer_after_an_old_one_is_gone() -> None:
     for number in (1, 2, 3):
         weight = nn.Parameter(torch.zeros(number))
