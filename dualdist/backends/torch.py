@@ -310,8 +310,9 @@ class TorchBackend(Backend):
         self.start_step(connect)
 
     def abort_default_group(self) -> None:
-        if self._default_group.group is not None:
-            self._default_group.group.abort()
+        group = self._default_group.group  # read once: `shutdown` may run in another thread
+        if group is not None:
+            group.abort()
 
     def shutdown(self) -> None:
         with self._on_shutdown:

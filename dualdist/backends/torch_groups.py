@@ -38,7 +38,7 @@ _RING_SIZE = 8
 _ABORT_SECONDS = 30.0
 """How long to wait for the end of NCCL's kernels after a failure."""
 _LAST_SECONDS = 5.0
-"""How long a process that leaves because of an error waits for them before it aborts them."""
+"""How long a process that leaves because of an error waits for NCCL's kernels before it aborts them."""
 # Before torch 2.6, destroying a group ended its kernels too.
 abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
@@ -47,7 +47,7 @@ class _TorchWork(Work):
     def __init__(
         self, work: dist.Work, device: torch.device, patience: Patience, in_progress: set[dist.Work]
     ) -> None:
-        """in_progress: of its group on a device, for which nobody has waited."""
+        """in_progress: the group's works on a device for which nobody has waited."""
         self._work = work
         self._device = device
         self._patience = patience
@@ -186,7 +186,7 @@ class TorchGroup(Group):
             self._abort.set_result(None)
 
     def close(self) -> None:
-        if has_failed() and not self._ends_soon():
+        if has_failed() and not self.is_aborted and not self._ends_soon():
             self.abort()
         process_group, self._pg = self._pg, None
         if process_group is None or not dist.is_initialized():
@@ -201,13 +201,15 @@ class TorchGroup(Group):
             skip_destructors_at_exit()
 
     def _ends_soon(self) -> bool:
-        """Return whether what is in progress on a device ends in 5 s. The other ranks may have stopped before it."""
+        """Return whether what is in progress on a device ends in 5 s. The other ranks may not take part in it."""
         end = time.monotonic() + _LAST_SECONDS
-        while not all(work.is_completed() for work in self._in_progress):
-            if time.monotonic() > end:
-                return False
-            time.sleep(_CHECK_INTERVAL.total_seconds())
-        return True
+        with contextlib.suppress(RuntimeError):  # the device itself has failed
+            while not all(work.is_completed() for work in tuple(self._in_progress)):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(_CHECK_INTERVAL.total_seconds())
+            return True
+        return False
 
     def abort_ends(self) -> bool:
         """Wait for the end of `abort`, 30 s after its start at most. Return whether it has ended or was not called."""

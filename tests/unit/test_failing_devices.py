@@ -158,6 +158,32 @@ def test_a_process_that_an_error_ends_waits_for_no_bucket_that_the_other_ranks_m
     assert ended == ["aborted" if has_failed else "destroyed"]
 
 
+def test_buckets_are_aborted_after_an_error_of_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
+    monkeypatch.setattr(torch_groups, "abort_process_group", ended.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    process_group: Any = mock.Mock()
+    process_group.allreduce().is_completed.side_effect = RuntimeError("device-side assert triggered")
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group.allreduce_(mock.Mock(device=CUDA), Sum)
+    group.close()
+    assert ended == [process_group]
+
+
+def test_nobody_waits_again_for_what_was_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
+    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    process_group: Any = mock.Mock()
+    work = process_group.allreduce()
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    group.allreduce_(mock.Mock(device=CUDA), Sum)
+    group.abort()
+    group.close()
+    assert not work.is_completed.called
+
+
 def test_a_process_that_an_error_ends_destroys_what_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
     monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
