@@ -170,6 +170,10 @@ class Ahead:
         if self._group is not None:
             self._group.close()
 
+    def ends_soon(self) -> bool:
+        """Return what `Group.ends_soon` does. Local."""
+        return self._group is None or self._group.ends_soon()
+
 
 StandIn = Callable[[Call, Group, Verdict], None]
 """What a rank that has called `join` runs when the other ranks call a collective."""
@@ -418,8 +422,13 @@ class Channel:
             self._wake.put(False)
             self._worker.join(_LAST_CALLS_SECONDS)
         self._connections.say_goodbye()
-        for held in (self._connections, self._news, self.group, self.gradients, self.ahead):
-            held.close()
+        self._connections.close()
+        self._news.close()
+        groups = (self.group, self.gradients, self.ahead)
+        if process_exit.has_failed() and not all(group.ends_soon() for group in groups):
+            self._abort()  # all of them first: to destroy one, NCCL may wait for a kernel of another one
+        for group in groups:
+            group.close()
 
     def _abort(self) -> None:
         process_exit.world_has_failed = True

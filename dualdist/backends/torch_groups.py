@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from .. import accelerator
 from ..executor import CHECK_SECONDS, Patience, in_thread
 from ..meeting.addresses import INTERFACE, check_interfaces, interface_of
-from ..process_exit import has_failed, never_delete, skip_destructors_at_exit
+from ..process_exit import never_delete, skip_destructors_at_exit
 from .base import REDUCE_OPERATIONS, Exchange, Group, Work
 from .shared_memory import share_host
 from .store import connect_again
@@ -38,7 +38,7 @@ _RING_SIZE = 8
 _ABORT_SECONDS = 30.0
 """How long to wait for the end of NCCL's kernels after a failure."""
 _LAST_SECONDS = 5.0
-"""How long a process that leaves because of an error waits for NCCL's kernels before it aborts them."""
+"""How long `ends_soon` waits for NCCL's kernels."""
 # Before torch 2.6, destroying a group ended its kernels too.
 abort_process_group = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
 
@@ -186,8 +186,6 @@ class TorchGroup(Group):
             self._abort.set_result(None)
 
     def close(self) -> None:
-        if has_failed() and not self.is_aborted and not self._ends_soon():
-            self.abort()
         process_group, self._pg = self._pg, None
         if process_group is None or not dist.is_initialized():
             return
@@ -200,8 +198,9 @@ class TorchGroup(Group):
             never_delete(process_group)
             skip_destructors_at_exit()
 
-    def _ends_soon(self) -> bool:
-        """Return whether what is in progress on a device ends in 5 s. The other ranks may not take part in it."""
+    def ends_soon(self) -> bool:
+        if self.is_aborted:
+            return True
         end = time.monotonic() + _LAST_SECONDS
         with contextlib.suppress(RuntimeError):  # the device itself has failed
             while not all(work.is_completed() for work in tuple(self._in_progress)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 import dualdist as hvd
-from dualdist import accelerator
+from dualdist import accelerator, process_exit
+from dualdist.backends import torch_groups
 from dualdist.world.context import current
 
 DEVICE = torch.device("cuda", 0)
@@ -125,3 +127,22 @@ def test_a_failure_ends_all_communicators_also_that_of_communication_hooks(
         assert one.ended.wait(20)
     hvd.shutdown()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_rank_that_an_error_ends_aborts_all_communicators_before_it_destroys_one(
+    has_failed: bool, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destruction of one communicator may wait for a kernel of another one."""
+    monkeypatch.setattr(torch_groups, "_LAST_SECONDS", 0.0)
+    monkeypatch.setattr(process_exit, "has_failed", lambda: has_failed)
+    monkeypatch.setattr(process_exit, "world_has_failed", False)
+    work: Any = mock.Mock(**{"is_completed.return_value": False})
+    work.device = DEVICE
+    gradients: Any = current().channels[0].gradients
+    gradients._started(work, work)  # a bucket that the other ranks may never send
+    for one in communicators:
+        one.is_stuck = has_failed
+    hvd.shutdown()
+    assert not dist.is_initialized()
+    assert [one.ended.is_set() for one in communicators] == [has_failed] * 3

@@ -138,63 +138,31 @@ def test_an_aborted_group_is_not_destroyed_which_would_wait(monkeypatch: pytest.
     assert ended == [process_group]
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_a_process_that_an_error_ends_waits_for_no_bucket_that_the_other_ranks_may_never_send(
-    has_failed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[str] = []
+def test_only_what_nobody_has_waited_for_keeps_a_group_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a wait, the stream waits, and the script knows the result."""
     monkeypatch.setattr(torch_groups, "_LAST_SECONDS", 0.0)
-    monkeypatch.setattr(torch_groups, "has_failed", lambda: has_failed)
-    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: ended.append("aborted"))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: ended.append("destroyed"))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     process_group: Any = mock.Mock()
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
-    for is_completed in (True, False):
-        process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": is_completed})
-        group.allreduce_(mock.Mock(device=CUDA), Sum)
-    group.close()
-    assert process_group._get_backend().abort.called == has_failed
-    assert ended == ["aborted" if has_failed else "destroyed"]
+    process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": True})
+    group.allreduce_(mock.Mock(device=CUDA), Sum)
+    assert group.ends_soon()
+    process_group.allreduce.return_value = mock.Mock(**{"is_completed.return_value": False})
+    work = group.allreduce_(mock.Mock(device=CUDA), Sum)
+    assert not group.ends_soon()
+    work.wait()
+    assert group.ends_soon()
 
 
-def test_buckets_are_aborted_after_an_error_of_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[object] = []
-    monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
-    monkeypatch.setattr(torch_groups, "abort_process_group", ended.append)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+def test_after_an_error_of_the_device_itself_a_group_must_be_aborted_and_nobody_waits_again() -> None:
     process_group: Any = mock.Mock()
-    process_group.allreduce().is_completed.side_effect = RuntimeError("device-side assert triggered")
+    is_completed = process_group.allreduce().is_completed
+    is_completed.side_effect = RuntimeError("device-side assert triggered")
     group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
     group.allreduce_(mock.Mock(device=CUDA), Sum)
-    group.close()
-    assert ended == [process_group]
-
-
-def test_nobody_waits_again_for_what_was_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
-    monkeypatch.setattr(torch_groups, "abort_process_group", lambda group: None)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    process_group: Any = mock.Mock()
-    work = process_group.allreduce()
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
-    group.allreduce_(mock.Mock(device=CUDA), Sum)
+    assert not group.ends_soon()
     group.abort()
-    group.close()
-    assert not work.is_completed.called
-
-
-def test_a_process_that_an_error_ends_destroys_what_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[object] = []
-    monkeypatch.setattr(torch_groups, "has_failed", lambda: True)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", ended.append)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    process_group: Any = mock.Mock()
-    process_group.allreduce().is_completed.return_value = False
-    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
-    group.allreduce_(mock.Mock(device=CUDA), Sum).wait()  # the stream waits, and the script knows the result
-    group.close()
-    assert ended == [process_group]
+    assert group.ends_soon()
+    assert is_completed.call_count == 1
 
 
 def test_a_stall_is_reported_before_the_watchdog_of_nccl_acts() -> None:
