@@ -137,8 +137,8 @@ class HookWork(Work):
         self._hook, self._bucket, self._channel, self.step = hook, bucket, channel, step
         self.device = bucket.buffer().device
         self._stream: Any = None
-        self._sent: Any = None
-        """An event after which the bucket is complete."""
+        self._packed: Any = None
+        """An event after which the gradients are in the bucket."""
         self.only_starts = hook.only_starts
         self._future: torch._C.Future[Any] | None = None
         """Of the result, until it has been waited for."""
@@ -169,14 +169,14 @@ class HookWork(Work):
 
     def run_on(self, stream: Any) -> None:
         """Let the hook run on `stream`, after the work that this thread's stream has now."""
-        self._stream, self._sent = stream, accelerator.record_event(self.device)
+        self._stream, self._packed = stream, accelerator.record_event(self.device)
         accelerator.keep_until_done(self._bucket.buffer(), stream)
 
     def start(self) -> None:
         """Call the hook. `finish` waits for its result."""
         with self._reporting_errors():
-            if self._sent is not None:
-                accelerator.wait_event(self.device, self._sent)
+            if self._packed is not None:
+                accelerator.wait_event(self.device, self._packed)
             future = self._hook.hook(self._hook.state, self._bucket)
             if not isinstance(future, torch._C.Future):
                 raise TypeError(

@@ -121,10 +121,11 @@ class Reducer:
             self.compare_start()
 
     def _connect(self, params: Sequence[TrackedParameter], options: SyncOptions) -> None:
-        """Let a device make an allreduce of the size of each bucket, while no rank can call something else. Collective.
+        """On a device, reduce zeros of the size of each bucket. Collective, after the ranks have agreed.
 
-        NCCL connects the ranks in the first one of each algorithm, for which the host waits (NCCL_RUNTIME_CONNECT in
-        NCCL's src/init.cc). The first buckets are sent before the announcement, which finds ranks that have joined.
+        NCCL connects the ranks in the first allreduce of each algorithm, and the host waits for that
+        (NCCL_RUNTIME_CONNECT in NCCL's src/init.cc). Backward sends buckets before the ranks agree. If another rank
+        called something else then, the host would wait for it until the timeout, and find no mismatch.
         """
         if not current().backend.runs_ahead or options.comm_hook is not None:
             return

@@ -189,9 +189,7 @@ def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.world_kinds("torch-gloo")
 @everywhere
-def test_another_call_in_place_of_the_first_backward_raises_although_nccl_connects_in_the_first_allreduce() -> (
-    None
-):
+def test_another_call_in_place_of_the_first_backward_raises_although_nccl_connects_late() -> None:
     """The double of NCCL: the first allreduce of a size returns when all ranks have made it."""
     context, connected = current(), set()
     gradients = context.channels[0].gradients

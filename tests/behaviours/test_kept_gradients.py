@@ -57,13 +57,12 @@ def test_gradients_that_accumulate_in_their_bucket_are_not_copied_onto_themselve
         optimizer = hvd.DistributedOptimizer(optimizer)
     with GroupCopies() as copies:
         for number in range(3):
-            optimizer.zero_grad(
-                set_to_none=number == 0
-            )  # afterwards, backward adds to the views of the bucket
+            optimizer.zero_grad(set_to_none=number == 0)  # later, backward adds to views of the bucket
             model(torch.full((1, 4), hvd.rank() + 1.0)).sum().backward()
             optimizer.step()
     parameters = list(model.parameters())
     assert [float(param.grad.mean()) for param in parameters] == [(hvd.size() + 1) / 2, 1.0]
+    assert copies.made
     assert {source for source, _ in copies.made}.isdisjoint(param.grad.data_ptr() for param in parameters)
 
 

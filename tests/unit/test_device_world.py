@@ -94,7 +94,7 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator
 def test_a_world_has_three_communicators_of_which_two_are_split_from_that_of_torch(
     communicators: list[Communicator],
 ) -> None:
-    """That of torch's default group, which programs may use meanwhile in any order, one for data and for gradients."""
+    """Torch's default group has one, which programs use at any time. Data and gradients have one each."""
     hvd.allreduce(torch.ones(2))
     model = torch.nn.Linear(2, 1)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
