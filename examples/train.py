@@ -44,7 +44,7 @@ AMP = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 def build_parser() -> argparse.ArgumentParser:
     keep_lines = argparse.RawDescriptionHelpFormatter  # without `usage`, errors have one line
-    parser = argparse.ArgumentParser(None, argparse.SUPPRESS, __doc__, formatter_class=keep_lines)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__, formatter_class=keep_lines)
     add = parser.add_argument
     add("--data", choices=DATA, default="digits", help="what to learn (%(default)s)")
     add("--data-dir", type=Path, metavar="FOLDER", help="folder of the data; not for digits and fake")

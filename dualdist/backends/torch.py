@@ -275,8 +275,8 @@ class TorchBackend(Backend):
         if self._meeting is None:
             if self.transport == "mpi":
                 return step()
-            # When its timeout has passed, torch's store asks the server for an answer without one (TCPStore::doWait).
-            # Through a link that is cut, none comes.
+            # After its timeout, torch's store asks the server once more, and waits for the answer without a timeout
+            # (TCPStore::doWait). Through a link that is cut, no answer arrives.
             longest = self._timeout.total_seconds() + self._settings.start_timeout_seconds
             return wait_for(in_thread(run), Patience(lambda: False, longest))
         # torch has timeouts of its own, but MPI has none for a new communicator.
