@@ -338,6 +338,10 @@ class BucketMemory:
         storage = self.flat.untyped_storage()
         return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
+    def is_in_place(self) -> bool:
+        """Return whether the memory lies where it was: a script may have resized its storage."""
+        return bool(self.flat.data_ptr() == self._start)
+
     def slots_of(self, grads: Sequence[torch.Tensor | None], found: Sequence[int | None]) -> list[int]:
         """Return the places of the gradients that lie in their slots. found: the addresses of `grads`."""
         if self._slots.isdisjoint(found):  # as after zero_grad()
@@ -363,7 +367,7 @@ class BucketMemory:
         self._there, self._is_plain = self.slots_of(grads, found), None not in found
         if self._there and (not in_place or (is_new and not all([is_new[place] for place in self._there]))):
             return False
-        if self.flat.data_ptr() != self._start or self._count_uses() > self._uses + len(self._there):
+        if not self.is_in_place() or self._count_uses() > self._uses + len(self._there):
             return False
         return self._is_plain or not any(
             grad is None and self.holds(param) for grad, param in zip(grads, self.params, strict=True)

@@ -165,12 +165,15 @@ class Layout:
         It is that of the last backward, unless the script needs what is there (BucketMemory.can_take).
 
         Args:
-            grads: what is sent in it now; None: the gradients that there are. The memory is checked each time,
-                because a hook may have kept a gradient that has moved there.
+            grads: what is sent in it now. The memory is checked again then, because a hook may have kept a gradient
+                that has moved there. None: nothing yet, and other gradients only move there.
             is_new: as for BucketMemory.can_take.
             in_place: whether gradients that are there may be sent from there.
         """
-        known = self._current.get(place) or self._last.pop(place, None)
+        known = self._current.get(place)
+        if grads is None and known is not None and known.is_in_place():
+            return known
+        known = known or self._last.pop(place, None)
         members = self.members[place]
         if grads is None:
             grads = [param.tensor.grad for param in members]
