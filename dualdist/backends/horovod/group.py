@@ -108,8 +108,10 @@ def _report_crash() -> None:
     if _find_cause is not None:
         stuck.set()
         never_shut_down()
+        cause = "the cause is not known"
         with contextlib.suppress(Exception):
-            os.write(2, f"dualdist: a crash of Horovod ends this process in 10 s; {_find_cause()}\n".encode())
+            cause = _find_cause()
+        os.write(2, f"dualdist: a crash of Horovod ends this process in 10 s; {cause}\n".encode())
         time.sleep(_CRASH_SECONDS)
     if _former_report is not None:
         _former_report()
