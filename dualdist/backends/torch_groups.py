@@ -426,7 +426,9 @@ class TorchGroups:
             world.bound_device_id = None
             return self._make_group(ranks, use_local_synchronization=True, **options)
         finally:
-            torch_world.group_count, world.bound_device_id = before, bound
+            world.bound_device_id = bound
+            if dist.group.WORLD is world:  # a thread that was abandoned may come here in the next world
+                torch_world.group_count = before
 
     def _group(self, ranks: Sequence[int], process_group: Any) -> TorchGroup:
         return TorchGroup(ranks, self._rank, process_group, carried_types(self._config), self._device)
