@@ -19,7 +19,9 @@ from dualdist.world.context import current
 
 DEVICE = torch.device("cuda", 0)
 if not hasattr(dist.distributed_c10d, "_get_split_source"):
-    pytest.skip("the double has what torch 2.15 calls of a backend", allow_module_level=True)
+    pytest.skip(
+        "this torch calls other methods of a backend than the double of NCCL has", allow_module_level=True
+    )
 
 
 class Communicator(Backend):
