@@ -62,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's `ci/test &` ignores SIGINT, and what tests start would ignore it too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # With it, print() writes a line in pieces, between which another rank may write.
+    os.environ.pop("PYTHONUNBUFFERED", None)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # of several threads, those without a core delay small operations by far
     chosen = config.getoption("--worlds")

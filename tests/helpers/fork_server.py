@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import marshal
 import os
 import runpy
@@ -122,9 +123,13 @@ def _take_over(request: _Request) -> None:
 
 def _run(arguments: list[str]) -> int:
     """Do what `python ARGUMENTS` does; return the exit code."""
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
-        if arguments.pop(0) == "-u":  # the others are flags of this process, too
-            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        unbuffered |= arguments.pop(0) == "-u"  # the others are flags of this process, too
+    if unbuffered:
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    else:
+        sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
     is_module, is_text = arguments[0] == "-m", arguments[0] == "-c"
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [
