@@ -306,9 +306,11 @@ def execute(args: argparse.Namespace) -> int:
         # The reader of the output has closed it.
         return _PIPE_CODE
     except OSError as error:
-        # The standard error may be the file that cannot be written.
-        with contextlib.suppress(OSError):
+        try:
             sys.stderr.write(f"dualdist run: {error}; all processes have ended.\n")
+        except OSError:
+            # It is the file that cannot be written. Python would try again at its end, and exit with 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         return 1
 
 

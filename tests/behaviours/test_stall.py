@@ -77,6 +77,7 @@ def wait_in_sets(file: Path) -> tuple[str, list[str]]:
 
 def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
     """Call allreduce on all ranks but the last; return the error and the log messages."""
+    hvd.barrier()
     with kept_messages(file) as messages:
         if is_last():
             return "", messages
@@ -89,9 +90,10 @@ def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
 
 def call_late(file: Path) -> list[str]:
     """Sum over all ranks, the last rank only after rank 0 has logged that it is missing. Return the messages."""
+    hvd.barrier()
     with kept_messages(file) as messages:
-        while is_last() and not file.exists():
-            pass
+        if is_last():
+            wait_for([file])
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
     return messages
 
@@ -99,11 +101,12 @@ def call_late(file: Path) -> list[str]:
 def wait_for_other_names(file: Path) -> list[str]:
     """Sum under two names, the last rank in the other order and only after rank 0 has logged. Return the messages."""
     names = ["mine", "theirs"] if is_last() else ["theirs", "mine"]
+    hvd.barrier()
     with kept_messages(file) as messages:
         first = hvd.allreduce_async(torch.ones(1), name=names[0], op=hvd.Sum)
-        while is_last() and not file.exists():
-            pass
-        if not is_last():
+        if is_last():
+            wait_for([file])
+        else:
             hvd.synchronize(first)
         assert hvd.allreduce(torch.ones(1), name=names[1], op=hvd.Sum).item() == hvd.size()
         hvd.synchronize(first)
