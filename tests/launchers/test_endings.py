@@ -178,6 +178,28 @@ def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(what: str, code: in
     assert ("terminate called without an active exception" in first.output) == (what == "waits")
 
 
+SCRIPT_WITH_HANDLER = """
+import atexit, ctypes
+import dualdist as hvd
+
+get_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13get_terminatev"]
+get_terminate.restype = ctypes.c_void_p
+former = get_terminate()
+atexit.register(lambda: print(f"<at the end {get_terminate() == former}>"))  # runs after those of init()
+hvd.init()
+print(f"<in the world {get_terminate() == former}>", flush=True)
+"""
+
+
+def test_a_crash_while_the_interpreter_ends_calls_no_python(tmp_path: Path) -> None:
+    need_modules("horovod")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_WITH_HANDLER)
+    ended = launch("horovodrun", str(script))
+    assert ended.code == 0, ended.output
+    assert ended.output.count("<in the world False>") == ended.output.count("<at the end True>") > 0
+
+
 def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
     need_modules("horovod.torch")
     script = tmp_path / "script.py"

@@ -101,6 +101,8 @@ def report_before_abort(find_cause: Callable[[], str] | None) -> None:
             set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
             set_terminate.restype = type(_report_crash)
             _former_report = set_terminate(_report_crash)
+            # From then on, no thread of C++ may call Python: it would end in the middle, and crash again.
+            atexit.register(set_terminate, _former_report)
 
 
 @ctypes.CFUNCTYPE(None)  # type: ignore[untyped-decorator]
