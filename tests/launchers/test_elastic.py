@@ -89,6 +89,18 @@ def test_horovodrun_survives_a_kill_and_changes_of_hosts(
     assert_every_sample_is_seen_once(tmp_path)
 
 
+@long
+def test_all_survivors_of_a_kill_join_the_next_world_of_horovodrun(
+    tmp_path: Path, undisturbed: float
+) -> None:
+    need_modules("horovod.torch")
+    # With four ranks, some wait in Horovod for others than the killed one, until Gloo's timeout.
+    events = ("10:add:localhost:1,127.0.0.1:1,127.0.1:1,127.1:1", "20:kill")
+    ended = finish(horovodrun(tmp_path, 4, DISTURBED, str(tmp_path), *events), seconds=STARTS * SECONDS)
+    assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
+    assert began(tmp_path) in ([(0, 1), (10, 4), (step, 3)] for step in KILLED)
+
+
 def test_a_backend_that_cannot_follow_horovodrun_is_refused(tmp_path: Path) -> None:
     need_modules("horovod.torch")
     ended = finish(horovodrun(tmp_path, 1, EXAMPLE), {"DUALDIST_BACKEND": "torch"})

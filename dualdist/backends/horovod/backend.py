@@ -522,7 +522,9 @@ class HorovodBackend(Backend):
             return
         if not self._is_stuck and not stuck.is_set():
             report_before_abort(None)
-            (shut_down_in_time if process_exit.world_has_failed else hvd.shutdown)()
+            # An elastic job starts Horovod again, for which its shutdown must end: at the latest, at Gloo's timeout.
+            limits = process_exit.world_has_failed and (process_exit.has_failed() or not self._elastic)
+            (shut_down_in_time if limits else hvd.shutdown)()
         if self._rendezvous is not None:
             self._rendezvous.close()
 
