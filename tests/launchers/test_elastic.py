@@ -96,7 +96,8 @@ def test_all_survivors_of_a_kill_join_the_next_world_of_horovodrun(
     need_modules("horovod.torch")
     # With four ranks, some wait in Horovod for others than the killed one, until Gloo's timeout.
     events = ("10:add:localhost:1,127.0.0.1:1,127.0.1:1,127.1:1", "20:kill")
-    ended = finish(horovodrun(tmp_path, 4, DISTURBED, str(tmp_path), *events), seconds=STARTS * SECONDS)
+    command = horovodrun(tmp_path, 4, DISTURBED, str(tmp_path), *events)
+    ended = finish(command, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "12"}, seconds=STARTS * SECONDS)
     assert final_loss(ended) == pytest.approx(undisturbed, rel=NOISE)
     assert began(tmp_path) in ([(0, 1), (10, 4), (step, 3)] for step in KILLED)
 
