@@ -114,6 +114,13 @@ def keep_until_done(tensor: torch.Tensor, stream: torch.Stream) -> None:
         part.record_stream(stream)
 
 
+def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of `tensor`. It is pinned, so that copies do not wait, if possible."""
+    with contextlib.suppress(RuntimeError):  # the runtime of the device has none, or none left
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == kind())
+    return torch.empty_like(tensor, device="cpu")
+
+
 class StreamOrder:
     """Orders streams that one after the other add to the same memory on a device: each waits for the one before it."""
 

@@ -28,6 +28,7 @@ import torch
 
 from .. import accelerator, process_exit
 from ..backends.base import Group
+from ..backends.through_host import ThroughHost
 from ..checks import add_note, text_of
 from ..errors import CollectiveMismatchError, StallError
 from . import call_kinds
@@ -309,6 +310,8 @@ class Channel:
         self.group = data
         self.gradients = gradients
         """The group that sends buckets of gradients: without an agreement for each, see gradients/reducer.py."""
+        self.through_host = ThroughHost(gradients)
+        """Starts the allreduces of `gradients`."""
         self.sent_digest = 0
         """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction."""
         self._name = name
@@ -424,6 +427,7 @@ class Channel:
         self._connections.say_goodbye()
         self._connections.close()
         self._news.close()
+        self.through_host.close(_LAST_CALLS_SECONDS)
         groups = (self.group, self.gradients, self.ahead)
         if process_exit.has_failed() and not all(group.ends_soon() for group in groups):
             self._abort()  # all of them first: to destroy one, NCCL may wait for a kernel of another one

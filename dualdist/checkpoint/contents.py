@@ -209,12 +209,7 @@ class HostCopy:
         def copied(tensor: torch.Tensor, where: str) -> torch.Tensor:
             copy = held.pop(where, None)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = torch.empty_like(
-                    tensor,
-                    device="cpu",
-                    requires_grad=False,
-                    pin_memory=tensor.device.type == accelerator.kind(),
-                )
+                copy = accelerator.host_memory_like(tensor)
             copy.copy_(tensor, non_blocking=True)
             sources.append(tensor)
             self._held[where] = copy

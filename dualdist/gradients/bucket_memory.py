@@ -332,6 +332,8 @@ class BucketMemory:
         """Whether `set_early` has made all of them the gradients, and nothing can have changed since."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
         self._uses = self._count_uses()
+        self._host: torch.Tensor | None = None
+        """What `on_host` has returned."""
 
     def _count_uses(self) -> int:
         """Return how many tensors use this storage and how many references there are to it in Python."""
@@ -436,6 +438,13 @@ class BucketMemory:
             (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW
             for new, grad in zip(is_new, grads, strict=True)
         )
+
+    def on_host(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for a copy of `sent`, which is what is sent of this memory; each time the same."""
+        held = self._host
+        if held is None or (held.shape, held.dtype) != (sent.shape, sent.dtype):
+            self._host = held = accelerator.host_memory_like(sent)
+        return held
 
     @torch.no_grad()
     def fill(self, combined: torch.Tensor) -> None:

@@ -129,12 +129,10 @@ class Reducer:
         """
         if not current().backend.runs_ahead or options.comm_hook is not None:
             return
-        group = self._channel.gradients
         for bucket in Layout(params, options, self._sparse).buckets:
-            zeros = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
-            sent, _ = options.compression.compress(zeros)
-            wire = sent.to(group.wire_device(sent.device), reduction_dtype(sent.dtype, group))
-            group.allreduce_(wire, Sum).wait()
+            sent = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.device)
+            sent, _ = options.compression.compress(sent)
+            self._start(sent, "")[1].wait()
 
     def compare_start(self) -> None:
         """Compare the parameters of all ranks after the next reduction. Call it at the same place on all ranks."""
@@ -229,16 +227,12 @@ class Reducer:
 
     def _allreduce(self, place: int, memory: BucketMemory) -> SentBucket:
         """Start the allreduce of a bucket."""
-        options, group, flat = self.options, self._channel.gradients, memory.flat
+        options, flat = self.options, memory.flat
         compressed, context = options.compression.compress(flat)
         dtype = compressed.dtype
-        wire = compressed.to(group.wire_device(flat.device), reduction_dtype(dtype, group))
-        scale_(wire, options.reduction.prescale_factor)
-        work: Work
-        try:
-            work = self._recorded(place, memory, group.allreduce_(wire, Sum, tag=f"{self._id}.{place}"))
-        except HorovodInternalError as error:
-            work = FailedWork(error)
+        wire, work = self._start(compressed, f"{self._id}.{place}", memory)
+        if not isinstance(work, FailedWork):
+            work = self._recorded(place, memory, work)
 
         def combined(factor: float) -> torch.Tensor:
             scale_(wire, factor)
@@ -247,6 +241,26 @@ class Reducer:
             return options.compression.decompress(wire.to(flat.device, dtype), context)
 
         return SentBucket(memory, work, combined)
+
+    def _start(
+        self, sent: torch.Tensor, tag: str, memory: BucketMemory | None = None
+    ) -> tuple[torch.Tensor, Work]:
+        """Start the allreduce of `sent`. Return the tensor that gets the result, and the work.
+
+        memory: keeps the memory for a copy on the host. None: the group can send from the device of `sent`.
+        """
+        channel, group, host = self._channel, self._channel.gradients, None
+        device, dtype = group.wire_device(sent.device), reduction_dtype(sent.dtype, group)
+        if device != sent.device and device.type == "cpu" and memory is not None:
+            wire = sent.to(dtype)
+            host = memory.on_host(wire)
+        else:
+            wire = sent.to(device, dtype)
+        scale_(wire, self.options.reduction.prescale_factor)
+        try:
+            return wire, channel.through_host.allreduce_(wire, Sum, tag, host)
+        except HorovodInternalError as error:
+            return wire, FailedWork(error)
 
     def _call_hook(self, place: int, memory: BucketMemory) -> SentBucket:
         """Have the communication hook called for a bucket."""

@@ -14,6 +14,7 @@ import torch
 import dualdist as hvd
 from dualdist import accelerator
 from dualdist.backends.base import Work
+from dualdist.backends.through_host import ThroughHost
 from dualdist.world.context import current
 
 from ..helpers.recorded_streams import RecordedStreams, recorded_streams
@@ -175,6 +176,72 @@ def test_a_communication_hook_has_a_stream_of_its_own_so_that_backward_does_not_
         ("caller", "records", 4, "own stream"),
         ("caller", "waits for", 4, "caller's stream"),
         ("caller", "keeps", result, "caller's stream"),
+    ]
+
+
+@everywhere
+def test_backward_does_not_wait_for_the_copy_of_a_bucket_that_is_sent_from_host_memory() -> None:
+    """A worker thread waits for it. The memory is the same in each step. The transport is a double that needs it."""
+    hvd.shutdown()
+    hvd.init()  # beside an optimizer of another test, nothing is sent before the end of backward
+    channel = current().channels[0]
+    gradients = channel.gradients
+    allreduce, memory = gradients.allreduce_, list[torch.Tensor]()
+    with device() as streams, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "through_host", ThroughHost(gradients))
+
+        def reduced(tensor: torch.Tensor, op: int, tag: str = "") -> Work:
+            assert any(tensor is own for own in memory)
+            streams.add("reduces")
+            return allreduce(tensor, op, tag)
+
+        def host_memory(tensor: torch.Tensor) -> torch.Tensor:
+            memory.append(torch.empty_like(tensor))
+            return memory[-1]
+
+        patch.setattr(gradients, "allreduce_", reduced)
+        patch.setattr(gradients, "wire_device", lambda device: torch.device("cpu", 0))
+        patch.setattr(accelerator, "host_memory_like", host_memory)
+        weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+        optimizer: Any = torch.optim.SGD(weights, lr=0.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, groups=[[weight] for weight in weights])
+        reduced_early: list[bool] = []
+
+        def before_last_gradient(_: torch.Tensor) -> None:
+            reduced_early.append("reduces" in [what for _, what, *_ in streams.made])
+            streams.host_may_continue.set()
+
+        weights[0].register_hook(before_last_gradient)
+        for _ in range(3):
+            optimizer.zero_grad()
+            streams.host_may_continue.clear()
+            streams.made.clear()
+            (weights[0] * weights[1] * weights[2] * (hvd.rank() + 1)).sum().backward()
+            optimizer.step()
+        channel.through_host.close(20)
+    assert [weight.grad.item() for weight in weights] == [(hvd.size() + 1) / 2] * 3  # type: ignore[union-attr]
+    assert len(memory) == 3 and reduced_early == [False] * 3
+    callers, workers = ([rest for by, *rest in streams.made if by == who] for who in ("caller", "worker"))
+    first = workers[1][1]  # the number of the event after the first copy
+    assert workers == [
+        entry
+        for number in range(3)
+        for entry in (
+            ["binds", torch.device("cpu")],
+            ["waits on the host for", first + 2 * number],
+            ["reduces"],
+        )
+    ]
+    sent = [address for what, address, *_ in callers if what == "keeps"]
+    assert callers == [
+        entry
+        for number in range(3)
+        for entry in (
+            ["records", first + 2 * number - 1, "caller's stream"],
+            ["waits for", first + 2 * number - 1, "own stream"],
+            ["records", first + 2 * number, "own stream"],
+            ["keeps", sent[number], "own stream"],
+        )
     ]
 
 

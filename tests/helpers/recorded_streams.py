@@ -24,6 +24,9 @@ class Event:
     def query(self) -> bool:
         return self._streams.reached
 
+    def synchronize(self) -> None:
+        self._streams.wait_on_host(self)
+
 
 class RecordedStreams:
     """Replaces the functions of `accelerator` for streams. A stream is its name."""
@@ -32,6 +35,9 @@ class RecordedStreams:
         self.made: list[tuple[Any, ...]] = []
         """(thread, what it did, stream, ...)"""
         self.reached = True
+        self.host_may_continue = threading.Event()
+        """What a thread waits for that waits for an event."""
+        self.host_may_continue.set()
         self._current = threading.local()
         self._names: dict[int, str] = {}
         self._events: list[Event] = []
@@ -67,6 +73,13 @@ class RecordedStreams:
     def wait_event(self, device: torch.device, event: Event) -> None:
         self.add("waits for", self._events.index(event) + 1, self.current_stream(device))
 
+    def wait_on_host(self, event: Event) -> None:
+        assert self.host_may_continue.wait(20)
+        self.add("waits on the host for", self._events.index(event) + 1)
+
+    def bind(self, device: torch.device) -> None:
+        self.add("binds", device)
+
     def keep_until_done(self, tensor: torch.Tensor, stream: str) -> None:
         self.add("keeps", tensor.data_ptr(), stream)
 
@@ -81,6 +94,7 @@ def recorded_streams() -> Iterator[RecordedStreams]:
         order.current_handle = lambda: streams.current_stream(torch.device("cpu"))
         patch.setattr(accelerator, "stream_order", lambda device: order)
         for name in (
+            "bind",
             "current_stream",
             "new_stream",
             "use_stream",
