@@ -21,6 +21,7 @@ from ..checks import instance, is_dtensor
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import check_root
 from ..compiling import not_compiled
+from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank
 from .parameters import BATCH_BYTES, broadcast_parameters
@@ -72,7 +73,7 @@ def broadcast_optimizer_state(
             template = tree_map_only(torch.Tensor, lambda leaf: stand_ins[id(leaf)], state)
         sizes = ", ".join(str(len(group["params"])) for group in optimizer.param_groups)
         own = f"{type(optimizer).__name__} with groups of {sizes} parameters"
-        message = own, template, [leaf.is_cpu for leaf in sent.values()]
+        message = own, template, [leaf.device.type for leaf in sent.values()]
         roots, *received = broadcast_object(message, root)
         if roots != own:
             raise ValueError(
@@ -81,10 +82,14 @@ def broadcast_optimizer_state(
             )
         return root, *received
 
-    root_rank, template, are_on_cpu = unpickled_on_all_ranks(exchange)
+    root_rank, template, all_kinds = unpickled_on_all_ranks(exchange)
+    bound = current().backend.device
+    kind = None if bound is None else bound.type
     if rank() == root_rank:
         for part in _parts(leaf for leaf in sent.values() if _is_plain(leaf)):
-            broadcast_parameters([leaf.detach().cpu() for leaf in part], root_rank)
+            data = [leaf.detach().to(bound) if leaf.device.type == kind else leaf.cpu() for leaf in part]
+            broadcast_parameters(data, root_rank)
+            del data  # before the next part is copied
         return
     leaves = _tensors_in(template)
     devices = {
@@ -94,15 +99,15 @@ def broadcast_optimizer_state(
         for leaf in tree_leaves(template["state"].get(number))
     }
     first = next(param.device for group in optimizer.param_groups for param in group["params"])
-    is_on_cpu = dict(zip(leaves, are_on_cpu, strict=True))
+    kinds = dict(zip(leaves, all_kinds, strict=True))
 
     def placed(data: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         key = id(leaf)
-        return _alike(data if is_on_cpu[key] else data.to(devices.get(key, first)), leaf)
+        return _alike(data if kinds[key] == "cpu" else data.to(devices.get(key, first)), leaf)
 
     found = {key: placed(leaf, leaf) for key, leaf in leaves.items() if not leaf.is_meta}
     for part in _parts(leaf for leaf in leaves.values() if leaf.is_meta):
-        received = [_empty(leaf, "cpu") for leaf in part]
+        received = [_empty(leaf, bound if kinds[id(leaf)] == kind else "cpu") for leaf in part]
         broadcast_parameters(received, root_rank)
         found |= {id(leaf): placed(data, leaf) for data, leaf in zip(received, part, strict=True)}
     state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
@@ -134,7 +139,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _empty(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 

@@ -16,6 +16,7 @@ import dualdist as hvd
 from dualdist.checkpoint import load, save
 from dualdist.elastic import TorchState
 from dualdist.training import optimizer_state
+from dualdist.world.context import current
 
 from ..helpers.optimizers import DTYPES, KINDS, all_trained, difference, params_of, step, trained
 from ..helpers.world import WORLDS, World, everywhere, started
@@ -49,7 +50,7 @@ def test_a_broadcast_keeps_dtypes_shapes_and_types(kind: str, steps: int) -> Non
 
 @everywhere
 def test_a_broadcast_has_only_a_part_of_the_state_in_host_memory() -> None:
-    """Copies that leave a device are counted, of Adam with five parameters of 400 bytes."""
+    """Copies that leave a device are counted."""
     made: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
@@ -60,14 +61,6 @@ def test_a_broadcast_has_only_a_part_of_the_state_in_host_memory() -> None:
         most = max(most, sum(other.nbytes for ref in made if (other := ref()) is not None))
         return copy
 
-    def adam(weight: float) -> torch.optim.Optimizer:
-        params = [torch.nn.Parameter(torch.zeros(100)) for _ in range(5)]
-        for param in params:
-            param.grad = torch.full_like(param, weight)
-        optimizer = torch.optim.Adam(params)
-        optimizer.step()
-        return optimizer
-
     optimizer = adam(hvd.rank() + 1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_state, "BATCH_BYTES", 800)
@@ -76,6 +69,34 @@ def test_a_broadcast_has_only_a_part_of_the_state_in_host_memory() -> None:
     assert difference(optimizer.state_dict(), adam(1.0).state_dict()) is None
     assert most <= 1600  # those of the last part may not have been freed yet
     assert most >= 400 or hvd.rank() > 0
+
+
+def adam(weight: float) -> torch.optim.Optimizer:
+    """Return Adam with five parameters of 400 bytes, after a step with gradients of `weight`."""
+    params = [torch.nn.Parameter(torch.zeros(100)) for _ in range(5)]
+    for param in params:
+        param.grad = torch.full_like(param, weight)
+    optimizer = torch.optim.Adam(params)
+    optimizer.step()
+    return optimizer
+
+
+@everywhere
+def test_a_state_on_the_device_of_the_transport_is_sent_from_there() -> None:
+    """The device is a double: the CPU. Only pickled objects, bytes, may be copied to the host."""
+    to_host = torch.Tensor.cpu
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.dtype is torch.uint8
+        return to_host(tensor)
+
+    optimizer = adam(hvd.rank() + 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_state, "BATCH_BYTES", 800)
+        patch.setattr(torch.Tensor, "cpu", copied)
+        patch.setattr(current().backend, "device", torch.device("cpu"))
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    assert difference(optimizer.state_dict(), adam(1.0).state_dict()) is None
 
 
 class WithoutGroups(torch.optim.SGD):
