@@ -208,7 +208,7 @@ def _fit_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | Non
         is_converted = any(param.data_ptr() in converted for group in groups for param in group["params"])
         # If parameters are converted, torch must convert their state, too.
         if isinstance(value, torch.optim.Optimizer) and not is_converted:
-            load_optimizer_state(value, cloned(saved))
+            load_optimizer_state(value, dict(saved), copies=True)
         else:
             value.load_state_dict(cloned(saved))
 

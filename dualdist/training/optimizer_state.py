@@ -8,6 +8,7 @@ weights in bfloat16. Hooks around the loading therefore keep the state away from
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -150,7 +151,11 @@ def _alike(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, keeps_cpu: bool = False
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    *,
+    keeps_cpu: bool = False,
+    copies: bool = False,
 ) -> None:
     """Load `state_dict` into `optimizer`, with dtypes and types as they are in it. Local.
 
@@ -158,7 +163,9 @@ def load_optimizer_state(
     stay the same objects, because schedulers and wrappers refer to them. Tensors move to the device of their parameter
     as in torch, which leaves "step" where it is.
 
-    keeps_cpu: leave all tensors that are on the CPU there.
+    Args:
+        keeps_cpu: leave all tensors that are on the CPU there.
+        copies: copy the tensors that do not move. `state_dict` may be the pages of a file, which a host has once.
     """
     groups, state = optimizer.param_groups, optimizer.state
     given: dict[str, Any] = {}
@@ -168,15 +175,16 @@ def load_optimizer_state(
         return {**loading, "state": {}}
 
     def set_state(_: Any) -> None:
-        loaded = _placed(optimizer.param_groups, given, keeps_cpu)
+        loaded = _placed(optimizer.param_groups, given, keeps_cpu, copies)
         optimizer.__setstate__({"state": loaded, "param_groups": optimizer.param_groups})
 
     with contextlib.ExitStack() as hooks:
-        # An optimizer without these hooks, which never called Optimizer.__init__, loads in its own way.
-        with contextlib.suppress(AttributeError):
+        try:
             # After the pre-hooks of the user, and before the post-hooks.
             hooks.callback(optimizer.register_load_state_dict_pre_hook(withhold).remove)
             hooks.callback(optimizer.register_load_state_dict_post_hook(set_state, prepend=True).remove)
+        except AttributeError:  # an optimizer that never called Optimizer.__init__ loads in its own way
+            state_dict = copy.deepcopy(state_dict) if copies else state_dict
         try:
             optimizer.load_state_dict(state_dict)
         except BaseException:
@@ -190,7 +198,9 @@ def load_optimizer_state(
     optimizer.param_groups, optimizer.state = groups, state
 
 
-def _placed(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any], keeps_cpu: bool) -> dict[Any, Any]:
+def _placed(
+    groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any], keeps_cpu: bool, copies: bool
+) -> dict[Any, Any]:
     """Return the state in the state_dict `given` for the parameters of `groups`, each tensor on its device."""
     owners = {
         key: (param, bool(group.get("capturable") or group.get("fused")))
@@ -200,13 +210,16 @@ def _placed(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any], keeps
 
     @functools.cache  # so that one tensor stays one
     def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return tensor if tensor.device == device else _alike(tensor.detach().to(device), tensor)
+        if tensor.device == device and not copies:
+            return tensor
+        return _alike(tensor.detach().to(device, copy=True), tensor)
 
     def place(path: Sequence[Any], leaf: Any, param: torch.Tensor, moves_step: bool) -> Any:
         is_step = bool(path) and getattr(path[-1], "key", None) == "step"
-        if not isinstance(leaf, torch.Tensor) or (leaf.is_cpu and keeps_cpu) or (is_step and not moves_step):
+        if not isinstance(leaf, torch.Tensor):
             return leaf
-        return moved(leaf, param.device)
+        stays = (leaf.is_cpu and keeps_cpu) or (is_step and not moves_step)
+        return moved(leaf, leaf.device if stays else param.device)
 
     state: dict[Any, Any] = defaultdict(dict)
     for key, value in given["state"].items():
@@ -216,5 +229,5 @@ def _placed(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any], keeps
                 functools.partial(place, param=param, moves_step=moves_step), value
             )
         else:
-            state[key] = value
+            state[key] = tree_map_only(torch.Tensor, lambda leaf: moved(leaf, leaf.device), value)
     return state

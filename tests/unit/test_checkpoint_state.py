@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dualdist.checkpoint import Manifest, RandomState, restoration
@@ -384,3 +385,34 @@ def test_a_state_that_holds_itself_is_refused(kind: type) -> None:
         check_state(state)
     with pytest.raises(TypeError, match=r"^`state` must not hold itself"):
         on_host(state, "state")
+
+
+class HostCopies(TorchDispatchMode):
+    """Counts the bytes that are copied from host memory to host memory."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and result.is_cpu:
+            self.num_bytes += result.nbytes
+        return result
+
+
+def test_a_rank_copies_only_the_optimizer_state_that_stays_on_the_cpu(tmp_path: Path) -> None:
+    """The ranks of a host read the same pages. The device is "meta", whose tensors have no memory."""
+    params = [nn.Parameter(torch.ones(length)) for length in (1000, 10)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    trained = torch.optim.Adam(params)
+    trained.step()
+    saved = stored(trained.state_dict(), tmp_path)
+    on_device, on_cpu = nn.Parameter(torch.ones(1000, device="meta")), nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.Adam([on_device, on_cpu])
+    with HostCopies() as copies:  # type: ignore[no-untyped-call]
+        apply({"optimizer": optimizer}, {"optimizer": saved})
+    assert copies.num_bytes == 2 * 4 + 2 * 40  # two steps, and two averages
+    assert optimizer.state[on_device]["exp_avg"].is_meta
+    expected = trained.state[params[1]]["exp_avg"]
+    saved["state"][1]["exp_avg"].zero_()
+    assert torch.equal(optimizer.state[on_cpu]["exp_avg"], expected)

@@ -74,6 +74,9 @@ def test_a_wrapper_without_hooks_loads_in_its_own_way() -> None:
     loading = {**wrapper.inner.state_dict(), "state": {0: {"momentum_buffer": torch.full((2,), 5.0)}}}
     load_optimizer_state(wrapper, loading)
     assert wrapper.state[param]["momentum_buffer"].tolist() == [5.0, 5.0]
+    load_optimizer_state(wrapper, loading, copies=True)
+    loading["state"][0]["momentum_buffer"].zero_()
+    assert wrapper.state[param]["momentum_buffer"].tolist() == [5.0, 5.0]
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
