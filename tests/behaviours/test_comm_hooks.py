@@ -513,3 +513,22 @@ def test_backward_itself_calls_hooks_of_torch_that_wait_for_nothing(name: str) -
             optimizer.step()
             assert weight.tolist() == pytest.approx([-number * mean()] * 3, rel=2**-6)  # bfloat16 has 8 bits
     assert callers == 2 * [threading.current_thread()]
+
+
+@pytest.mark.world_kinds("torch-mpi")
+@everywhere
+def test_a_hook_over_mpi_with_gradients_on_a_device_is_an_error_that_says_what_to_do_on_every_rank() -> None:
+    """The device is "meta", whose tensors have no memory. MPI is not called."""
+
+    def on_device(state: Any, bucket: Any) -> Any:
+        return dist.all_reduce(bucket.buffer().to("meta"), async_op=True).get_future()
+
+    model = hvd.DistributedDataParallel(network())
+    model.register_comm_hook(None, on_device)
+    with pytest.raises(
+        hvd.HorovodInternalError,
+        match=r"over MPI must be .* on the CPU, but is torch.strided on meta .* use the backend nccl or gloo",
+    ):
+        model(torch.ones(1, 8)).sum().backward()
+    hvd.shutdown()
+    hvd.init()
