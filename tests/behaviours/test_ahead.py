@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 import dualdist as hvd
 from dualdist.agreement.channel import Channel
 from dualdist.backends.base import Group, Work
+from dualdist.collectives.compression import Compressor
 from dualdist.training import sync_batch_norm
 from dualdist.world.context import current
 
@@ -215,6 +217,31 @@ def test_another_call_in_place_of_the_first_backward_raises_although_nccl_connec
                 optimizer.step()
             else:
                 hvd.allreduce(torch.ones(1), name="loss")
+
+
+class Remembering(Compressor):
+    """A compressor of a user, which remembers what it compresses."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        cls.seen.append(tensor.clone())
+        return tensor, None
+
+
+@everywhere
+def test_a_compressor_of_the_user_gets_gradients_alone() -> None:
+    """Not the zeros with which the ranks connect."""
+    Remembering.seen.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(current().backend, "runs_ahead", True)
+        weight = nn.Parameter(torch.ones(2))
+        optimizer: Any = torch.optim.SGD([weight], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=Remembering)
+        weight.sum().backward()
+        optimizer.step()
+    assert [gradient.tolist() for gradient in Remembering.seen] == [[1.0, 1.0]]
 
 
 def wait_for_device(folder: Path) -> str:
