@@ -488,6 +488,7 @@ class Reducer:
         if sparse.keys() - self._sparse:
             self._sparse |= sparse.keys()
             self.lay_out(self.layout.params)
+            self._connect(self.layout.params, self.options)
         return error
 
     def _correction(self, group: Group) -> float:

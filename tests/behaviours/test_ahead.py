@@ -188,11 +188,15 @@ def test_a_rank_that_runs_no_layer_raises_on_all_ranks() -> None:
             step(model.train(), optimizer)
 
 
+@pytest.mark.parametrize("has_sparse", [False, True])
 @pytest.mark.ranks(2)
 @pytest.mark.world_kinds("torch-gloo")
 @everywhere
-def test_another_call_in_place_of_the_first_backward_raises_although_nccl_connects_late() -> None:
-    """The double of NCCL: the first allreduce of a size returns when all ranks have made it."""
+def test_another_call_in_place_of_a_backward_raises_although_nccl_connects_late(has_sparse: bool) -> None:
+    """The double of NCCL: the first allreduce of a size returns when all ranks have made it.
+
+    The buckets have other sizes after a backward in which a gradient turns out to be sparse.
+    """
     context, connected = current(), set()
     gradients = context.channels[0].gradients
     allreduce = gradients.allreduce_
@@ -209,11 +213,14 @@ def test_another_call_in_place_of_the_first_backward_raises_although_nccl_connec
         patch.setattr(gradients, "allreduce_", connecting)
         patch.setattr(context.backend, "runs_ahead", True)
         patch.setattr(context.channels[0]._connections, "_timeout", 5.0)
-        model = nn.Linear(4, 3)
+        model = nn.Sequential(nn.Embedding(2, 4, sparse=has_sparse), nn.Linear(4, 3))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if has_sparse:
+            model(torch.ones(1, dtype=torch.long)).sum().backward()
+            optimizer.step()
         with pytest.raises(hvd.CollectiveMismatchError):
             if hvd.rank() == 0:
-                model(torch.ones(1, 4)).sum().backward()
+                model(torch.ones(1, dtype=torch.long)).sum().backward()
                 optimizer.step()
             else:
                 hvd.allreduce(torch.ones(1), name="loss")
