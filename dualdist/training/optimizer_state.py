@@ -87,8 +87,9 @@ def broadcast_optimizer_state(
     bound = current().backend.device
     kind = None if bound is None else bound.type
     if rank() == root_rank:
-        for part in _parts(leaf for leaf in sent.values() if _is_plain(leaf)):
-            data = [leaf.detach().to(bound) if leaf.device.type == kind else leaf.cpu() for leaf in part]
+        for part in _parts(leaf.detach() for leaf in sent.values() if _is_plain(leaf)):
+            with _reporting_lack_of_memory():
+                data = [leaf.to(bound) if leaf.device.type == kind else leaf.cpu() for leaf in part]
             broadcast_parameters(data, root_rank)
             del data  # before the next part is copied
         return
@@ -108,11 +109,18 @@ def broadcast_optimizer_state(
 
     found = {key: placed(leaf, leaf) for key, leaf in leaves.items() if not leaf.is_meta}
     for part in _parts(leaf for leaf in leaves.values() if leaf.is_meta):
-        received = [_empty(leaf, bound if kinds[id(leaf)] == kind else "cpu") for leaf in part]
+        with _reporting_lack_of_memory():
+            received = [_empty(leaf, bound if kinds[id(leaf)] == kind else "cpu") for leaf in part]
         broadcast_parameters(received, root_rank)
-        found |= {id(leaf): placed(data, leaf) for data, leaf in zip(received, part, strict=True)}
+        with _reporting_lack_of_memory():
+            found |= {id(leaf): placed(data, leaf) for data, leaf in zip(received, part, strict=True)}
     state = tree_map_only(torch.Tensor, lambda leaf: found[id(leaf)], template)
     load_optimizer_state(optimizer, state, keeps_cpu=True)
+
+
+def _reporting_lack_of_memory() -> contextlib.AbstractContextManager[None]:
+    """If memory runs out in the `with` block, let the other ranks raise, too: they would wait for the next part."""
+    return reporting(call_kinds.BROADCAST_PARAMETERS, global_process_set)
 
 
 def _tensors_in(state: Any) -> dict[int, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +99,39 @@ def test_a_state_on_the_device_of_the_transport_is_sent_from_there() -> None:
         patch.setattr(current().backend, "device", torch.device("cpu"))
         hvd.broadcast_optimizer_state(optimizer, 0)
     assert difference(optimizer.state_dict(), adam(1.0).state_dict()) is None
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+@everywhere
+def test_memory_that_runs_out_between_two_parts_is_an_error_on_every_rank(is_root: bool) -> None:
+    last = hvd.size() - 1
+    root = last if is_root else 0
+    fails = is_root if hvd.size() == 1 else hvd.rank() == last
+    calls, to_host, empty = itertools.count(), torch.Tensor.cpu, optimizer_state._empty
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if fails and tensor.dtype is not torch.uint8 and next(calls) == 3:
+            raise MemoryError("no memory left")
+        return to_host(tensor)
+
+    def allocated(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        if fails and device != "meta" and next(calls) == 3:
+            raise MemoryError("no memory left")
+        return empty(tensor, device)
+
+    optimizer = adam(1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_state, "BATCH_BYTES", 800)
+        patch.setattr(torch.Tensor, "cpu", copied)
+        patch.setattr(optimizer_state, "_empty", allocated)
+        error = MemoryError if fails else hvd.HorovodInternalError
+        with (
+            pytest.raises(error, match="no memory left")
+            if fails or hvd.size() > 1
+            else contextlib.nullcontext()
+        ):
+            hvd.broadcast_optimizer_state(optimizer, root)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 class WithoutGroups(torch.optim.SGD):
