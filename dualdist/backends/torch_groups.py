@@ -176,6 +176,7 @@ class TorchGroup(Group):
         """
         if self._pg is None or self._device is None or self.is_aborted:
             return
+        self._in_progress.clear()  # they may hold memory of the device until the group is closed
         step = functools.partial(_abort_device_part, self._pg, self._device)
         self._abort_end = time.monotonic() + _ABORT_SECONDS
         try:

@@ -5,8 +5,10 @@ Doubles that record stand in the place of process groups and connections.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -163,6 +165,20 @@ def test_after_an_error_of_the_device_itself_a_group_must_be_aborted_and_nobody_
     group.abort()
     assert group.ends_soon()
     assert is_completed.call_count == 1
+
+
+def test_an_aborted_group_keeps_nothing_of_what_nobody_has_waited_for() -> None:
+    """A work may hold memory of the device."""
+    process_group: Any = mock.Mock()
+    group = TorchGroup([0, 1], 0, process_group, frozenset({"cuda"}), CUDA)
+    process_group.allreduce.return_value = mock.Mock()
+    group.allreduce_(mock.Mock(device=CUDA), Sum)
+    kept = weakref.ref(process_group.allreduce.return_value)
+    process_group.allreduce.return_value = None
+    assert kept() is not None
+    group.abort()
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_stall_is_reported_before_the_watchdog_of_nccl_acts() -> None:
