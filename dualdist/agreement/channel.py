@@ -26,7 +26,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from .. import accelerator, process_exit
+from .. import accelerator
 from ..backends.base import Group
 from ..backends.through_host import ThroughHost
 from ..checks import add_note, text_of
@@ -305,8 +305,10 @@ class Channel:
         watch: StallWatch,
         timeline: Timeline,
         stand_in: StandIn,
+        abort: Callable[[Channel], None],
         make_ahead: Callable[[], Group] | None = None,
     ) -> None:
+        """abort: ends the collectives in progress when this channel has failed."""
         self.group = data
         self.gradients = gradients
         """The group that sends buckets of gradients: without an agreement for each, see gradients/reducer.py."""
@@ -335,9 +337,7 @@ class Channel:
         """Places (indices in the process set) of the members that had joined at the last agreement."""
         for group in (data, gradients):
             group.has_lost_member = connections.has_lost_peer
-        self.abort_default_group: Callable[[], None] = lambda: None
-        """Ends what communication hooks have in progress on a device. The owner of the channel sets it."""
-        self._guard = Guard(connections, self._abort)
+        self._guard = Guard(connections, functools.partial(abort, self))
         pending = self._pending  # the watch outlives the channel of a removed process set
         watched = self._watched = watch.add_channel(
             name, data.ranks, lambda: [request.call for request in list(pending)]
@@ -348,6 +348,7 @@ class Channel:
         self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
         self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
+        self._groups = data, gradients, self.ahead
 
     @property
     def num_joined(self) -> int:
@@ -419,8 +420,8 @@ class Channel:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`. Local."""
         return self._connections.deadline()
 
-    def close(self) -> None:
-        """End the worker thread after the pending calls, but wait at most 1 s for it, and close the connections."""
+    def leave(self) -> None:
+        """End the threads after the pending calls, but wait at most 1 s for each, and close the connections. Local."""
         if self._worker is not None:
             self._wake.put(False)
             self._worker.join(_LAST_CALLS_SECONDS)
@@ -428,17 +429,23 @@ class Channel:
         self._connections.close()
         self._news.close()
         self.through_host.close(_LAST_CALLS_SECONDS)
-        groups = (self.group, self.gradients, self.ahead)
-        if process_exit.has_failed() and not all(group.ends_soon() for group in groups):
-            self._abort()  # all of them first: to destroy one, NCCL may wait for a kernel of another one
-        for group in groups:
-            group.close()
 
-    def _abort(self) -> None:
-        process_exit.world_has_failed = True
-        for group in (self.group, self.gradients, self.ahead):
+    def ends_soon(self) -> bool:
+        """Return whether `Group.ends_soon` does for all groups. Local."""
+        return all(group.ends_soon() for group in self._groups)
+
+    def abort(self, *, has_failed: bool) -> None:
+        """End the collectives in progress. If only another channel has failed, every later call raises. Local."""
+        if not has_failed:
+            self._guard.give_up()
+        for group in self._groups:
             group.abort()
-        self.abort_default_group()
+
+    def close(self) -> None:
+        """Do what `leave` does, and release the groups. Local."""
+        self.leave()
+        for group in self._groups:
+            group.close()
 
     def abandon(self) -> None:
         """In a forked process, close its copies of the sockets. The parent's connections stay open. Local."""

@@ -162,6 +162,11 @@ class Guard:
                 failure = self._failure(watched, call, HorovodInternalError("a rank has ended"))
             logger.error("%s %s", failure, dump())
 
+    def give_up(self) -> None:
+        """Let every later call raise, because another channel has failed. Local."""
+        self._broken = self._broken or "a call of another process set failed."
+        self._connections.close()  # so that no member waits for this rank
+
     def run(
         self, watched: WatchedChannel, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:

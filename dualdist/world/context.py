@@ -205,9 +205,21 @@ class Context:
             (lambda: backend.new_members_groups(ranks, 1, exchange)[0]) if backend.runs_ahead else None
         )
         self.channels[set_id] = Channel(
-            name, connections, data, gradients, self.watch, self.timeline, self._stand_in, make_ahead
+            name,
+            connections,
+            data,
+            gradients,
+            self.watch,
+            self.timeline,
+            self._stand_in,
+            functools.partial(_abort, self.channels, backend),  # not a method: without `self`, no cycle
+            make_ahead,
         )
-        self.channels[set_id].abort_default_group = backend.abort_default_group
+
+    def _abort_unfinished(self) -> None:
+        """If an error ends this process, end the collectives in which the other ranks may not take part. Local."""
+        if process_exit.has_failed() and not all(one.ends_soon() for one in self.channels.values()):
+            _abort(self.channels, self.backend)
 
     def parts_of(self, whole: Channel) -> list[Channel]:
         """Return the channels with calls that run ahead among some members of `whole`, in one order on all ranks."""
@@ -229,6 +241,9 @@ class Context:
             stack.callback(self.timeline.close)
             for channel in self.channels.values():
                 stack.callback(channel.close)
+            stack.callback(self._abort_unfinished)
+            for channel in self.channels.values():
+                stack.callback(channel.leave)
             for sync in [sync for known in self.grad_syncs.values() for sync in known]:
                 stack.callback(sync.forget_world, self.backend)
             stack.callback(self.watch.close)
@@ -291,6 +306,18 @@ class Context:
     def _device(self, views: Sequence[DeviceView]) -> torch.device:
         index = choose_devices(views)[self.backend.rank]
         return torch.device("cpu") if index is None else torch.device(str(accelerator.kind()), index)
+
+
+def _abort(channels: Mapping[int, Channel], backend: Backend, failed: Channel | None = None) -> None:
+    """End the collectives in progress of the channel that has `failed`; on devices, those of all `channels`. Local.
+
+    NCCL may end or destroy one communicator only when the kernels of all others have ended.
+    """
+    process_exit.world_has_failed = True
+    for channel in list(channels.values()):
+        if channel is failed or backend.runs_ahead:
+            channel.abort(has_failed=channel is failed)
+    backend.abort_default_group()
 
 
 def current() -> Context:

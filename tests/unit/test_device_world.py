@@ -131,6 +131,22 @@ def test_a_failure_ends_all_communicators_also_that_of_communication_hooks(
     assert not dist.is_initialized()
 
 
+def test_a_failure_in_one_process_set_ends_the_communicators_of_all(
+    communicators: list[Communicator],
+) -> None:
+    """NCCL may hold the abort of one until the kernel of another one ends."""
+    context = current()
+    own = context.add_channel([0])
+    for one in communicators:
+        one.is_stuck = True
+    context.channels[own]._guard._abort()
+    for one in communicators:
+        assert one.ended.wait(20)
+    assert len(communicators) == 5
+    with pytest.raises(hvd.HorovodInternalError, match="cannot run: a call of another process set failed"):
+        hvd.allreduce(torch.ones(2))
+
+
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_rank_that_an_error_ends_aborts_all_communicators_before_it_destroys_one(
     has_failed: bool, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch
@@ -141,10 +157,11 @@ def test_a_rank_that_an_error_ends_aborts_all_communicators_before_it_destroys_o
     monkeypatch.setattr(process_exit, "world_has_failed", False)
     work: Any = mock.Mock(**{"is_completed.return_value": False})
     work.device = DEVICE
+    current().add_channel([0])  # it is closed first
     gradients: Any = current().channels[0].gradients
     gradients._started(work, work)  # a bucket that the other ranks may never send
     for one in communicators:
         one.is_stuck = has_failed
     hvd.shutdown()
     assert not dist.is_initialized()
-    assert [one.ended.is_set() for one in communicators] == [has_failed] * 3
+    assert [one.ended.is_set() for one in communicators] == [has_failed] * 5
