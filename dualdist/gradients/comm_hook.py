@@ -120,7 +120,7 @@ def checked_comm_hook(comm_hook: Any) -> CommHook | None:
         return None
     state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
     if not callable(hook) or isinstance(hook, type):
-        raise wrong("comm_hook", "a communication hook", comm_hook, _FIX, TypeError)
+        raise wrong("comm_hook", "a communication hook", hook, _FIX, TypeError)
     return CommHook(hook, state)
 
 
