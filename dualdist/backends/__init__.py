@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BackendUnavailableError, ConfigurationError
 from ..types import Launch
-from .horovod.installed import is_imported, is_installed, real_horovod
+from .horovod import is_imported, is_installed, real_horovod
 
 if TYPE_CHECKING:
     from .base import Backend

@@ -24,7 +24,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import NoReturn
 
-from ..backends.horovod.installed import CHILDREN_FOLDER, replace_horovod
+from ..backends.horovod import CHILDREN_FOLDER, replace_horovod
 from ..errors import ConfigurationError, NotInitializedError
 from ..launch import detect
 from ..launch.environment import add_copies

@@ -5,7 +5,7 @@ On the backend horovod, dualdist has initialized it. On another backend, the scr
 
 from __future__ import annotations
 
-from ..backends.horovod.installed import is_installed, real_horovod
+from ..backends.horovod import is_installed, real_horovod
 from ..errors import BackendUnavailableError
 
 __all__ = ("hvd",)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ..backends.horovod.installed import CHILDREN_FOLDER, is_installed
+from ..backends.horovod import CHILDREN_FOLDER, is_installed
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN, nodes, topology
 from ..launch.environment import copied_variables, exportable, process_variables, without_launchers

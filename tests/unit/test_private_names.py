@@ -86,7 +86,7 @@ PATCHES = (
         "Horovod's shutdown may wait without an end",
     ),
     Patch(
-        "backends/horovod/installed.py",
+        "backends/horovod/__init__.py",
         "sys.meta_path[:] = ",
         "compat has the name horovod, which its backend needs",
     ),

@@ -39,6 +39,7 @@ from ..base import Backend, Exchange, Group, allow_open_files, temporary_environ
 from ..store import SharedStore, meet, open_store
 from ..torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
 from ..torch_interface import bind_device, config_of, transport_timeout
+from . import horovods_version, real_horovod
 from .group import (
     HorovodGroup,
     check_process_set,
@@ -52,7 +53,6 @@ from .group import (
     stuck,
     wrapped,
 )
-from .installed import horovods_version, real_horovod
 
 # The environment variables with which Horovod starts, besides those of its Gloo controller.
 

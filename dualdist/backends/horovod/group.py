@@ -23,7 +23,7 @@ from ...meeting import mpi
 from ...meeting.mpi import missing_on_host, waited
 from ...process_exit import skip_destructors_at_exit
 from ..base import CombinedWork, Group, Work
-from .installed import horovods_version, real_horovod
+from . import horovods_version, real_horovod
 
 with real_horovod():
     import horovod.torch as hvd
