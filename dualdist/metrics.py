@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import types
-from .agreement import call_kinds
+from .agreement.call import ALLGATHER_OBJECT
 from .checks import converted, instance, integer, items, mapping, number
 from .collectives.allgather import allgather, grouped_allgather
 from .collectives.allreduce import allreduce, grouped_allreduce
@@ -52,7 +52,7 @@ def gather_all_tensors(tensor: torch.Tensor, group: ProcessSetLike | None = None
         TypeError: `tensor` is not a tensor. ValueError: dtypes differ, or the argument of another rank is wrong. One of
             them is raised on every rank.
     """
-    with reporting(call_kinds.ALLGATHER_OBJECT, group):
+    with reporting(ALLGATHER_OBJECT, group):
         process_set = global_process_set if group is None else checked_process_set(group, "group")
 
     def describe() -> tuple[torch.Size, torch.dtype]:
@@ -109,7 +109,7 @@ def gather_in_order(
         kinds = [(batch.shape[1:], batch.dtype, batch.device.type) for batch in batches if len(batch)]
         return _common(kinds, _ROW) if kinds else None
 
-    with reporting(call_kinds.ALLGATHER_OBJECT, process_set):
+    with reporting(ALLGATHER_OBJECT, process_set):
         process_set = checked_process_set(process_set)
     described = [kind for kind in on_all_ranks(describe, ValueError, process_set) if kind is not None]
     if not described:

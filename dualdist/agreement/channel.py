@@ -31,9 +31,8 @@ from ..backends.base import Group
 from ..backends.through_host import ThroughHost
 from ..checks import add_note, text_of
 from ..errors import CollectiveMismatchError, StallError
-from . import call_kinds
-from .call import Call, Record, call_site
-from .call_kinds import Data, Kind, WhenJoined
+from . import call as call_kinds
+from .call import Call, Data, Kind, Record, WhenJoined, call_site
 from .connections import Connections
 from .guard import Guard, OutOfStepError, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match

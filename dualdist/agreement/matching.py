@@ -23,8 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from ..backends.base import Group
 from ..checks import shown_ranks
-from .call import Call
-from .call_kinds import Data, WhenJoined
+from .call import Call, Data, WhenJoined
 from .connections import Connections
 
 # How the members of a process set agree when all of them make the same call, which must be fast.

@@ -29,9 +29,7 @@ from torch.autograd.profiler import record_function
 
 from ..backends.base import Backend, Work
 from ..errors import ConfigurationError
-from . import call_kinds
-from .call import Call
-from .call_kinds import Data
+from .call import GRADIENTS, Call, Data
 
 # A Chrome trace on disk, which is valid JSON after every write.
 #
@@ -291,7 +289,7 @@ def _event_name(call: Call) -> str:
 
 
 def _track_name(call: Call) -> str:
-    if call.kind == call_kinds.GRADIENTS:
+    if call.kind == GRADIENTS:
         return f"allreduce.gradients.{dict(call.arguments)['grad_sync']}"
     return f"{call.kind}.{call.name or 'noname'}"
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from ..agreement import call_kinds
+from ..agreement.call import ALLGATHER_OBJECT, ALLREDUCE, GATHER_OBJECT
 from ..checks import flag, integer, items, number, wrong
 from ..checks import path as checked_path
 from ..collectives.allreduce import allreduce
@@ -314,7 +314,7 @@ class CheckpointManager:
         metrics: stored with the checkpoint, for `best`. Raises Preempted when a rank has received a signal,
         CheckpointError as `save` does, or when an asynchronous save has failed.
         """
-        with reporting(call_kinds.ALLREDUCE):
+        with reporting(ALLREDUCE):
             metrics = checked_metrics(metrics)
         self.steps += 1
         agrees = self._agrees and self.steps % self._agree_every == 0
@@ -341,7 +341,7 @@ class CheckpointManager:
 
         Raises CheckpointError on every rank when this save, or the asynchronous one before it, has failed.
         """
-        with reporting(call_kinds.GATHER_OBJECT):
+        with reporting(GATHER_OBJECT):
             metrics = checked_metrics(metrics)
         self._save(metrics, self._asynchronous)
 
@@ -486,7 +486,7 @@ class CheckpointManager:
     def _restore(
         self, find: Callable[[MemoryFile], CatalogEntry | None], strict: bool, *, skips: bool = True
     ) -> Manifest | None:
-        with reporting(call_kinds.ALLGATHER_OBJECT):
+        with reporting(ALLGATHER_OBJECT):
             strict = flag("strict", strict)
         self.wait()
         while (found := receive_newest(find if is_writer() else None)) is not None:

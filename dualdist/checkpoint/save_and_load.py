@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from ..agreement import call_kinds
+from ..agreement.call import ALLGATHER_OBJECT
 from ..checks import converted, flag, instance, integer, is_dtensor, mapping, text
 from ..checks import path as checked_path
 from ..collectives.objects import on_all_ranks
@@ -102,7 +102,7 @@ def load(
         CheckpointError: there is no file, or it does not fit `state`. Then `state` is unchanged, except modules when
             the `load_state_dict` of a module or an optimizer raised. All errors are raised on every rank.
     """
-    with reporting(call_kinds.ALLGATHER_OBJECT):
+    with reporting(ALLGATHER_OBJECT):
         strict = flag("strict", strict)
     found = receive_newest((lambda file: read_into(path, file)) if is_writer() else None)
     assert found is not None  # else `find` has raised

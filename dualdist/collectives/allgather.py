@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import ALLGATHER, GROUPED_ALLGATHER
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -19,7 +19,7 @@ from .reduction import Reduction
 from .wire import allgather_rows, dtype_name
 
 
-@planned(call_kinds.ALLGATHER)
+@planned(ALLGATHER)
 def plan_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -32,7 +32,7 @@ def plan_allgather(
     tensors = check_tensors(tensors, grouped=grouped)
     tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     call = make_call(
-        call_kinds.GROUPED_ALLGATHER if grouped else call_kinds.ALLGATHER,
+        GROUPED_ALLGATHER if grouped else ALLGATHER,
         name,
         count=tables[0].shape[0],
         trailing_shapes=tuple(tuple(table.shape[1:]) for table in tables),

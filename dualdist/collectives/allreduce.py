@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
-from ..agreement.call import warn_deprecated
+from ..agreement.call import ALLREDUCE, GROUPED_ALLREDUCE, warn_deprecated
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
@@ -22,7 +21,7 @@ from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
 Tensors = tuple[torch.Tensor, ...]
 
 
-@planned(call_kinds.ALLREDUCE)
+@planned(ALLREDUCE)
 def plan_allreduce(
     tensors: Sequence[torch.Tensor],
     reduction: Reduction,
@@ -42,7 +41,7 @@ def plan_allreduce(
     sent, restore = compressed(check_tensors(tensors, grouped=grouped), compression)
     reduction.check(sent, channel.group.size)
     payload = payload_of(channel.group, sent, reduction)
-    kind = call_kinds.GROUPED_ALLREDUCE if grouped else call_kinds.ALLREDUCE
+    kind = GROUPED_ALLREDUCE if grouped else ALLREDUCE
     call = make_call(kind, name, payload=payload, **reduction.describe(sent))
 
     def execute(group: Group, verdict: Verdict) -> Tensors:

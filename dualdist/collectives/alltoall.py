@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import ALLTOALL
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -16,7 +16,7 @@ from .plan import Plan, check_rows, check_splits, describe_rows, make_call, plan
 from .wire import alltoall_rows
 
 
-@planned(call_kinds.ALLTOALL)
+@planned(ALLTOALL)
 def plan_alltoall(
     tensor: torch.Tensor, splits: Any, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
@@ -24,7 +24,7 @@ def plan_alltoall(
     channel = channel_of(process_set)
     check_rows(tensor)
     counts = check_splits(tensor, splits, channel.group.size)
-    call = make_call(call_kinds.ALLTOALL, name, count=sum(counts), **describe_rows(tensor))
+    call = make_call(ALLTOALL, name, count=sum(counts), **describe_rows(tensor))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
         rows, received = alltoall_rows(group, tensor, counts, verdict.counts)

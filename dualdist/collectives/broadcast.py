@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import BROADCAST
 from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -42,7 +42,7 @@ def overwrite(tensors: Sequence[torch.Tensor], payload: bytes) -> None:
         tensor.data.copy_(from_bytes(part, tensor.shape, tensor))
 
 
-@planned(call_kinds.BROADCAST)
+@planned(BROADCAST)
 def plan_broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -55,7 +55,7 @@ def plan_broadcast(
     channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
     check_tensor(tensor)
     call = make_call(
-        call_kinds.BROADCAST,
+        BROADCAST,
         name,
         payload=root_payload(channel.group, [tensor], root),
         root_rank=root_rank,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import GATHER, SCATTER
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -26,7 +26,7 @@ from .plan import (
 from .wire import alltoall_rows, gather_rows
 
 
-@planned(call_kinds.GATHER)
+@planned(GATHER)
 def plan_gather(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,7 +35,7 @@ def plan_gather(
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
     rows_of_rank = table.shape[0]
-    call = make_call(call_kinds.GATHER, name, count=rows_of_rank, root_rank=root_rank, **describe_rows(table))
+    call = make_call(GATHER, name, count=rows_of_rank, root_rank=root_rank, **describe_rows(table))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
         rows, counts = gather_rows(group, table, root, verdict.counts)
@@ -44,7 +44,7 @@ def plan_gather(
     return Plan(channel, call, execute, [tensor])
 
 
-@planned(call_kinds.SCATTER)
+@planned(SCATTER)
 def plan_scatter(
     tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[torch.Tensor]:
@@ -57,9 +57,7 @@ def plan_scatter(
         counts = check_splits(tensor, splits, size)
     else:
         check_tensor(tensor)
-    call = make_call(
-        call_kinds.SCATTER, name, count=sum(counts), root_rank=root_rank, **describe_rows(tensor)
-    )
+    call = make_call(SCATTER, name, count=sum(counts), root_rank=root_rank, **describe_rows(tensor))
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
         return alltoall_rows(group, tensor, counts, verdict.counts)[0]

@@ -6,9 +6,7 @@ import gc
 
 import torch
 
-from ..agreement import call_kinds
-from ..agreement.call import Call
-from ..agreement.call_kinds import WhenJoined
+from ..agreement.call import BARRIER, Call, WhenJoined
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import integer
@@ -76,9 +74,9 @@ def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     _plan_barrier(process_set=process_set).run()
 
 
-@planned(call_kinds.BARRIER)
+@planned(BARRIER)
 def _plan_barrier(*, process_set: ProcessSetLike) -> Plan[None]:
-    return Plan(channel_of(process_set), make_call(call_kinds.BARRIER, None), lambda group, verdict: None)
+    return Plan(channel_of(process_set), make_call(BARRIER, None), lambda group, verdict: None)
 
 
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:

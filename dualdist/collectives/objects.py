@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import ALLGATHER_OBJECT, BROADCAST_OBJECT, GATHER_OBJECT, SCATTER_OBJECT
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import add_note, items, text_of
@@ -51,11 +51,11 @@ def broadcast_object(
     If pickling fails, its error is raised on the root and HorovodInternalError on the other ranks. If unpickling fails
     on a rank, its error is raised there alone.
     """
-    with reporting(call_kinds.BROADCAST_OBJECT, process_set):
+    with reporting(BROADCAST_OBJECT, process_set):
         channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
         is_root = channel.group.rank == root
         data = _dump(obj) if is_root else _NO_BYTES
-        call = make_call(call_kinds.BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
+        call = make_call(BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
         sent = data if is_root else torch.empty(verdict.counts[root], dtype=torch.uint8, device="cpu")
@@ -75,9 +75,9 @@ def allgather_object(
 
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
-    with reporting(call_kinds.ALLGATHER_OBJECT, process_set):
+    with reporting(ALLGATHER_OBJECT, process_set):
         channel, data = channel_of(process_set), _dump(obj)
-        call = make_call(call_kinds.ALLGATHER_OBJECT, name, count=data.numel())
+        call = make_call(ALLGATHER_OBJECT, name, count=data.numel())
 
     def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
         (gathered,) = allgather_rows(group, [data], verdict.counts)
@@ -94,10 +94,10 @@ def gather_object(
 
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
-    with reporting(call_kinds.GATHER_OBJECT, process_set):
+    with reporting(GATHER_OBJECT, process_set):
         channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
         data = _dump(obj)
-        call = make_call(call_kinds.GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
+        call = make_call(GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
         rows, counts = gather_rows(group, data, root, verdict.counts)
@@ -120,7 +120,7 @@ def scatter_object(
     If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks. Other errors
     as for `broadcast_object`.
     """
-    with reporting(call_kinds.SCATTER_OBJECT, process_set):
+    with reporting(SCATTER_OBJECT, process_set):
         channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
         size, is_root = channel.group.size, channel.group.rank == root
         rule = f"a list with one object for each of {size} ranks on the root"
@@ -129,7 +129,7 @@ def scatter_object(
             raise ValueError(f"`objs` must be {rule}, but has {len(given)} objects instead.")
         pickled = [_dump(obj) for obj in given] or [_NO_BYTES] * size
         data, splits = torch.cat(pickled), [each.numel() for each in pickled]
-        call = make_call(call_kinds.SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
+        call = make_call(SCATTER_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
         return alltoall_rows(group, data, splits, verdict.counts)[0]

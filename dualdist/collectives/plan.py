@@ -10,8 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from .. import accelerator
-from ..agreement.call import Call, call_site
-from ..agreement.call_kinds import Kind
+from ..agreement.call import Call, Kind, call_site
 from ..agreement.channel import Channel
 from ..agreement.matching import Execute
 from ..checks import integer, is_dtensor, items, text, wrong

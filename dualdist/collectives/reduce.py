@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import REDUCE
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -44,12 +44,12 @@ def reduce(
         HorovodInternalError: as for `allreduce`.
         NotImplementedError: autograd is active and `op` is neither Sum nor Average.
     """
-    with reporting(call_kinds.REDUCE, process_set):
+    with reporting(REDUCE, process_set):
         channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
         reduction = Reduction(op, prescale_factor, postscale_factor).checked()
         check_tensor(tensor)
         reduction.check([tensor], channel.group.size)
-        call = make_call(call_kinds.REDUCE, name, root_rank=root_rank, **reduction.describe([tensor]))
+        call = make_call(REDUCE, name, root_rank=root_rank, **reduction.describe([tensor]))
 
         def execute(group: Group, verdict: Verdict) -> torch.Tensor:
             output = tensor.detach().clone()

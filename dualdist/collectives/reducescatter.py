@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import GROUPED_REDUCESCATTER, REDUCESCATTER
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
@@ -22,7 +22,7 @@ from .reduction import Reduction, check_reducible, reduce_tensors, scale_
 from .wire import rows_per_rank
 
 
-@planned(call_kinds.REDUCESCATTER)
+@planned(REDUCESCATTER)
 def plan_reducescatter(
     tensors: Sequence[torch.Tensor],
     reduction: Reduction,
@@ -44,7 +44,7 @@ def plan_reducescatter(
             f"`op` must be Sum or Average for reducescatter, but is {REDUCE_OP_NAMES[reduction.op]} instead."
         )
     reduction.check(sent, channel.group.size)
-    kind = call_kinds.GROUPED_REDUCESCATTER if grouped else call_kinds.REDUCESCATTER
+    kind = GROUPED_REDUCESCATTER if grouped else REDUCESCATTER
     call = make_call(kind, name, **reduction.describe(sent))
 
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:

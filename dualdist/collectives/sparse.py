@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import GROUPED_ALLGATHER
 from ..backends.base import Group
 from ..checks import reduce_op, wrong
 from ..compiling import not_compiled
@@ -38,7 +38,7 @@ def sparse_allreduce_async(
         ValueError: `op` is neither Sum nor Average.
         HorovodInternalError: as for `allgather`.
     """
-    with reporting(call_kinds.GROUPED_ALLGATHER, process_set):
+    with reporting(GROUPED_ALLGATHER, process_set):
         averages = _is_average(op)
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             raise wrong("tensor", "a sparse COO tensor", tensor, "Use allreduce_async for others.", TypeError)

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .. import accelerator, checks
-from ..agreement import call_kinds
+from ..agreement.call import BROADCAST_OBJECT
 from ..checkpoint.for_elastic import is_per_rank, is_stateful
 from ..checks import flag, instance, integer, mapping
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
@@ -212,7 +212,7 @@ class _StatefulHandler(_StateDictHandler):
         self.value.load_state_dict(copy.deepcopy(unpickled_on_all_ranks(self._receive)))
 
     def _receive(self) -> Any:
-        with reporting(call_kinds.BROADCAST_OBJECT):  # the object's own code may fail
+        with reporting(BROADCAST_OBJECT):  # the object's own code may fail
             state = self.value.state_dict() if rank() == 0 else None
         return broadcast_object(state)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..agreement import call_kinds
-from ..agreement.call_kinds import Kind
+from ..agreement.call import OPTIMIZER, Kind
 from ..backends.base import Group
 from ..collectives.compression import Compression, Compressor
 from ..collectives.reduction import Reduction, reduction_dtype
@@ -40,7 +39,7 @@ class SyncOptions:
     """What combines the gradients instead of an allreduce. `reduction` and `compression` then have no effect."""
     optimizer: str | None = None
     """The name of the optimizer's class; None if the wrapper has none."""
-    owner: Kind = call_kinds.OPTIMIZER
+    owner: Kind = OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
     hyperparameters: Callable[[], Mapping[str, object]] = dict
     """Returns numbers of the optimizer that should be equal on all ranks, by name. It must not keep the owner alive."""
@@ -103,7 +102,7 @@ def combiners_of(params: Sequence[torch.Tensor]) -> list[Combiner]:
 class Combiner:
     """Combines what the ranks compute. A method that a subclass does not override does nothing."""
 
-    kind: Kind = call_kinds.OPTIMIZER
+    kind: Kind = OPTIMIZER
     """The kind of wrapper that it belongs to."""
 
     is_released = False

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..agreement import call_kinds
+from ..agreement.call import DATA_PARALLEL
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, Group
 from ..compiling import not_compiled
@@ -63,7 +63,7 @@ class GradSync(Combiner):
         """Of each parameter, see Reducer."""
         self._reducer = Reducer(options, self, self._passes)
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
-        self._reducer.reduced = options.owner is call_kinds.DATA_PARALLEL
+        self._reducer.reduced = options.owner is DATA_PARALLEL
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
         self._unhooked: list[int] = []

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import accelerator
-from ..agreement import call_kinds
+from ..agreement import call as call_kinds
 from ..agreement.call import Call, call_site
 from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn

@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..agreement import call_kinds
-from ..agreement.call import remember_call_site
+from ..agreement.call import DATA_PARALLEL, OPTIMIZER, remember_call_site
 from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, reduce_op, wrong
 from ..collectives.allreduce import grouped_allreduce_
 from ..collectives.compression import Compression, Compressor, checked_compression
@@ -207,7 +206,7 @@ def DistributedOptimizer(
         TypeError: an argument is of a wrong type, or `optimizer` or its model is distributed already.
         CollectiveMismatchError: the parameters, options or classes of the optimizers differ between ranks.
     """
-    with reporting(call_kinds.OPTIMIZER, process_set):  # the other ranks must not wait for this one
+    with reporting(OPTIMIZER, process_set):  # the other ranks must not wait for this one
         # Ranks outside a set train alone, so that they would not notice that it is not registered.
         process_set = checked_process_set(process_set, registered=True)
         op, factor, compression = _check_optimizer(optimizer, op, gradient_predivide_factor, compression)
@@ -373,9 +372,9 @@ def _check_model(params: Sequence[torch.Tensor]) -> None:
             "`optimizer` must have plain parameters, but has those of a FullyShardedDataParallel, of which each rank "
             "has another part. Use it without a wrapper: the model exchanges gradients itself."
         )
-    if any(other.kind is call_kinds.DATA_PARALLEL for other in combiners_of(params)):
+    if any(other.kind is DATA_PARALLEL for other in combiners_of(params)):
         raise TypeError(
-            f"`optimizer` must not have parameters of a {call_kinds.DATA_PARALLEL}, but does. Use either style, not "
+            f"`optimizer` must not have parameters of a {DATA_PARALLEL}, but does. Use either style, not "
             "both for one model."
         )
     check_sync_batch_norms(layers_with(params))

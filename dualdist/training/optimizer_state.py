@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
-from ..agreement import call_kinds
+from ..agreement import call as call_kinds
 from ..checks import instance, is_dtensor
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import check_root

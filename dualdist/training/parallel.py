@@ -19,8 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ..agreement import call_kinds
-from ..agreement.call import remember_call_site
+from ..agreement.call import DATA_PARALLEL, remember_call_site
 from ..backends.torch_interface import (
     builtin_comm_hook,
     join_hook,
@@ -128,9 +127,9 @@ class DistributedDataParallel(torch.nn.Module):
         lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
-        with reporting(call_kinds.DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
+        with reporting(DATA_PARALLEL, process_group):  # the other ranks must not wait for this one
             process_set = set_of_group_or_mesh(process_group, device_mesh)
-        with reporting(call_kinds.DATA_PARALLEL, process_set):
+        with reporting(DATA_PARALLEL, process_set):
             ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             named = checked_module(module, ignored)
             check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, module)
@@ -203,7 +202,7 @@ class DistributedDataParallel(torch.nn.Module):
             Reduction(Average),
             reduction_of(self.mixed_precision),
             self._process_set,
-            owner=call_kinds.DATA_PARALLEL,
+            owner=DATA_PARALLEL,
             **self._bucket_options,  # type: ignore[arg-type]
         )
         self._combiner = GradSync(named, options, self, compares_late=compares_late)
@@ -541,7 +540,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise RuntimeError(
                 "A communication hook must not be registered with `mixed_precision`, which reduces gradients itself."
             )
-        with reporting(call_kinds.DATA_PARALLEL, self._process_set):
+        with reporting(DATA_PARALLEL, self._process_set):
             checked = checked_comm_hook((state, hook))
         if checked is not None:
             self._combiner.register_comm_hook(checked)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils._pytree import tree_map_only
 
-from ..agreement import call_kinds
+from ..agreement.call import OPTIMIZER
 from ..backends.torch_interface import DeviceMesh
 from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.compression import Compression, Compressor
@@ -65,9 +65,9 @@ def checked_module(module: Any, ignored: set[str]) -> list[tuple[str, torch.nn.P
         raise RuntimeError(
             "`module` must have a parameter that requires a gradient, but has none. Use it without a wrapper."
         )
-    if any(other.kind is call_kinds.OPTIMIZER for other in combiners_of([param for _, param in named])):
+    if any(other.kind is OPTIMIZER for other in combiners_of([param for _, param in named])):
         raise TypeError(
-            f"`module` must not have parameters of a {call_kinds.OPTIMIZER}, but does. Use either style, not both for "
+            f"`module` must not have parameters of a {OPTIMIZER}, but does. Use either style, not both for "
             "one model."
         )
     check_sync_batch_norms(module.modules())

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..agreement import call_kinds
+from ..agreement.call import BROADCAST_PARAMETERS
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
@@ -58,7 +58,7 @@ def is_extra_state(name: Any) -> bool:
     return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
-@planned(call_kinds.BROADCAST_PARAMETERS)
+@planned(BROADCAST_PARAMETERS)
 def plan_broadcast_parameters(
     params: Parameters, root_rank: int, *, process_set: ProcessSetLike
 ) -> Plan[dict[str, Any]]:
@@ -80,7 +80,7 @@ def plan_broadcast_parameters(
         (name, tuple(t.shape), dtype_name(t.dtype)) for (name, _), t in zip(named, tensors, strict=True)
     ]
     call = make_call(
-        call_kinds.BROADCAST_PARAMETERS,
+        BROADCAST_PARAMETERS,
         None,
         payload=root_payload(channel.group, tensors, root),
         root_rank=root_rank,

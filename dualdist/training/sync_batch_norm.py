@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from ..agreement import call_kinds
+from ..agreement.call import SYNC_BATCH_NORM
 from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
 from ..backends.torch_interface import world_group
@@ -60,7 +60,7 @@ def _exchanged(row: torch.Tensor, name: str, process_set: ProcessSet, *, sums: b
     if wire.is_cpu and wire.nbytes <= payload_capacity(channel.group.size, _LONGEST):
         payload = wire.numpy().tobytes()
     call = make_call(
-        call_kinds.SYNC_BATCH_NORM,
+        SYNC_BATCH_NORM,
         name,
         payload=payload,
         values=row.numel(),
@@ -383,7 +383,7 @@ class SyncBatchNorm(_BatchNorm):
                 0.0,
                 self.eps,
             )
-        with reporting(call_kinds.SYNC_BATCH_NORM, self.process_set):
+        with reporting(SYNC_BATCH_NORM, self.process_set):
             self._check_input_dim(input)
         if input.is_cuda:
             if channel_of(self.process_set).group.size == 1 and input.numel() > input.shape[1]:

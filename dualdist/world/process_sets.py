@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from ..agreement import call_kinds
-from ..agreement.call import Call, call_site
-from ..agreement.call_kinds import Kind
+from ..agreement.call import ADD_PROCESS_SET, DEVICE_MESH, REMOVE_PROCESS_SET, Call, Kind, call_site
 from ..agreement.channel import Channel
 from ..agreement.matching import Verdict
 from ..backends.base import Group
@@ -161,14 +159,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises ValueError if the set is registered already, is empty, or has a rank or a process that is not in the world;
     BackendUnavailableError if the installed Horovod cannot connect its ranks; StallError if a rank stops in this call.
     """
-    with reporting(call_kinds.ADD_PROCESS_SET):
+    with reporting(ADD_PROCESS_SET):
         added = _checked(process_set)
     context = current()
 
     def register(group: Group, verdict: object) -> list[tuple[list[int], int]]:
         return [(members, context.add_channel(members)) for members in _sets_of_all(group, added)]
 
-    for members, set_id in context.channels[0].run(_call(call_kinds.ADD_PROCESS_SET, added), register):
+    for members, set_id in context.channels[0].run(_call(ADD_PROCESS_SET, added), register):
         registered = added if members == added.ranks else ProcessSet(members)
         registered.process_set_id = set_id
         context.process_sets[set_id] = registered
@@ -240,7 +238,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     them. The global process set cannot be removed. Raises TypeError if `process_set` is no ProcessSet.
     """
     context = current()
-    with reporting(call_kinds.REMOVE_PROCESS_SET):
+    with reporting(REMOVE_PROCESS_SET):
         instance(
             "process_set", process_set, ProcessSet, "a ProcessSet", "Pass what add_process_set() returned."
         )
@@ -256,7 +254,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
                 del context.process_sets[number]
                 removed.process_set_id = None
 
-    context.channels[0].run(_call(call_kinds.REMOVE_PROCESS_SET, process_set), remove)
+    context.channels[0].run(_call(REMOVE_PROCESS_SET, process_set), remove)
     return True
 
 
@@ -358,7 +356,7 @@ def device_mesh(shape: Sequence[int] | None = None, names: Sequence[str] = ("dat
         NotInitializedError: before `init()`.
     """
     context = current()
-    with reporting(call_kinds.DEVICE_MESH):
+    with reporting(DEVICE_MESH):
         sizes, labels = _checked_mesh(shape, names, context.world.size)
     arguments = ("shape", sizes), ("names", labels)
 
@@ -366,7 +364,7 @@ def device_mesh(shape: Sequence[int] | None = None, names: Sequence[str] = ("dat
         context.backend.open_process_group()  # dualdist.compat's `init` leaves it out
         return new_mesh(context.device.type, sizes, labels)
 
-    return context.channels[0].run(Call(call_kinds.DEVICE_MESH, arguments, site=call_site()), make)
+    return context.channels[0].run(Call(DEVICE_MESH, arguments, site=call_site()), make)
 
 
 def _checked_mesh(shape: object, names: object, world_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:

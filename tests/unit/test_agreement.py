@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call
-from dualdist.agreement.call_kinds import Kind
+from dualdist.agreement import call as kinds
+from dualdist.agreement.call import Call, Kind
 from dualdist.agreement.matching import (
     ACTIVE,
     FAILED,
@@ -25,7 +24,7 @@ RANKS = (0, 2, 5)
 
 
 def call(
-    kind: Kind = call_kinds.ALLREDUCE,
+    kind: Kind = kinds.ALLREDUCE,
     name: str | None = None,
     line: int = 1,
     count: int = 0,
@@ -51,7 +50,7 @@ def failed(line: int, *later: Call, blocked: bool = False) -> Standing:
     return Standing(entries, frozenset([len(later)] if blocked else []), blocked)
 
 
-JOIN = Standing((PendingCall(JOINED, call(call_kinds.JOIN, line=9)),), frozenset([0]), blocked=True)
+JOIN = Standing((PendingCall(JOINED, call(kinds.JOIN, line=9)),), frozenset([0]), blocked=True)
 
 
 def found(*standings: Standing) -> Match:
@@ -72,7 +71,7 @@ def errors(*standings: Standing) -> list[str]:
 
 def test_equal_calls_run_with_every_count_and_flag() -> None:
     step = only(*(made(call(count=number, flag=number == 1, line=number)) for number in (3, 1, 2)))
-    assert step.verdict.call is not None and step.verdict.call.kind == call_kinds.ALLREDUCE
+    assert step.verdict.call is not None and step.verdict.call.kind == kinds.ALLREDUCE
     assert step.verdict.counts == (3, 1, 2) and step.verdict.flags == (False, True, False)
     assert not step.verdict.joined and not step.verdict.raising and step.entries == (0, 0, 0)
 
@@ -85,7 +84,7 @@ def test_calls_with_names_match_in_any_order_and_run_in_that_of_the_first_member
 
 
 def test_calls_without_a_name_match_by_their_order_within_a_kind() -> None:
-    reduce, gather = call(shape=2), call(call_kinds.ALLGATHER)
+    reduce, gather = call(shape=2), call(kinds.ALLGATHER)
     other = call(shape=3)
     steps = found(made(reduce, other, gather), made(gather, reduce, other), made(reduce, gather)).outcomes
     assert [(step.verdict.call, step.entries) for step in steps] == [
@@ -138,7 +137,7 @@ def test_a_long_list_of_pending_calls_is_cut() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "difference"),
     [
-        (call(call_kinds.ALLREDUCE), call(call_kinds.BROADCAST), "collectives"),
+        (call(kinds.ALLREDUCE), call(kinds.BROADCAST), "collectives"),
         (call(shape=1, op="Sum"), call(shape=1, op="Max"), "op"),
         (call(name="a"), call(name="b"), "name"),
         (call(factor=1), call(factor=1.5), "factor"),
@@ -174,14 +173,14 @@ def test_a_member_that_joined_after_an_asynchronous_call_still_takes_part_in_it(
 
 
 def test_calls_that_cannot_run_with_joined_members_raise_on_the_active_ones() -> None:
-    verdict = only(made(call(call_kinds.BROADCAST)), JOIN, JOIN).verdict
+    verdict = only(made(call(kinds.BROADCAST)), JOIN, JOIN).verdict
     assert verdict.call is None and verdict.raising == {0}
     assert verdict.error is not None and "not supported with Join" in verdict.error
     assert "ranks 2, 5 have joined" in verdict.error
 
 
 def test_a_mismatch_raises_on_the_active_members_alone() -> None:
-    matched = found(JOIN, waits(call(call_kinds.ALLREDUCE)), waits(call(call_kinds.BARRIER)))
+    matched = found(JOIN, waits(call(kinds.ALLREDUCE)), waits(call(kinds.BARRIER)))
     assert [step.verdict.raising for step in matched.outcomes] == [{1}, {2}] and matched.joined == {0}
 
 
@@ -218,14 +217,14 @@ def test_a_failed_call_waits_for_a_member_whose_call_just_ends() -> None:
 
 
 def test_gradients_already_sent_are_received_in_spite_of_a_mismatch() -> None:
-    gradients = call(call_kinds.GRADIENTS, grad_sync=0)
-    matched = found(waits(gradients), waits(call(call_kinds.BARRIER)), waits(gradients))
+    gradients = call(kinds.GRADIENTS, grad_sync=0)
+    matched = found(waits(gradients), waits(call(kinds.BARRIER)), waits(gradients))
     assert [step.verdict.raising for step in matched.outcomes] == [{0}, {1}, {2}]
     assert matched.drained == (gradients,)
 
 
 def test_crossed_gradients_raise_and_are_both_received() -> None:
-    gradients = [call(call_kinds.GRADIENTS, grad_sync=number) for number in (0, 1)]
+    gradients = [call(kinds.GRADIENTS, grad_sync=number) for number in (0, 1)]
     matched = found(*map(waits, gradients))
     assert [step.verdict.raising for step in matched.outcomes] == [{0, 1}]
     assert matched.drained == tuple(gradients)
@@ -238,5 +237,5 @@ def test_payloads_of_all_members_together_stay_small() -> None:
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
-    rows = [row for row in vars(call_kinds).values() if isinstance(row, Kind)]
+    rows = [row for row in vars(kinds).values() if isinstance(row, Kind)]
     assert len({row.name for row in rows}) == len(rows)

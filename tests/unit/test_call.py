@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call
+from dualdist.agreement.call import BROADCAST_PARAMETERS, Call
 
 
 def make_call(num_parameters: int) -> Call:
     parameters = tuple((f"layer{number}.weight", (64, 64), "float32") for number in range(num_parameters))
-    return Call(call_kinds.BROADCAST_PARAMETERS, (("parameters", parameters),), None, ("train.py", 7))
+    return Call(BROADCAST_PARAMETERS, (("parameters", parameters),), None, ("train.py", 7))
 
 
 def test_a_message_shows_a_short_call_whole() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call
+from dualdist.agreement.call import BARRIER, Call
 from dualdist.agreement.watch import GAVE_UP, StallWatch
 from dualdist.cli import main
 from dualdist.types import Settings
@@ -74,7 +73,7 @@ def test_a_folder_that_belongs_to_another_user_is_refused(
 def test_only_the_last_calls_are_kept(watch: StallWatch, tmp_path: Path) -> None:
     channel = watch.add_channel("set 0", (0, 1))
     for number in range(1000):
-        channel.begin(Call(call_kinds.BARRIER, name=str(number)))
+        channel.begin(Call(BARRIER, name=str(number)))
         channel.end()
     note_of(watch, str(tmp_path / "given"))
     file = json.loads((tmp_path / "given" / "rank-0.json").read_text())
@@ -89,7 +88,7 @@ def test_a_rank_that_waits_for_another_one_itself_is_not_behind(
     for watch in ranks:
         pairs = [watch.add_channel(f"set {first}", (first, first + 1)) for first in range(2)]
         if watch.rank < 2:
-            pairs[watch.rank].begin(Call(call_kinds.BARRIER, site=("train.py", 7)))
+            pairs[watch.rank].begin(Call(BARRIER, site=("train.py", 7)))
         note_of(watch, str(tmp_path))
         watch.close()
     assert main(["hang", str(tmp_path)]) == 0

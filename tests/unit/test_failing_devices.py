@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from dualdist import accelerator
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call
+from dualdist.agreement.call import ALLREDUCE, Call
 from dualdist.agreement.guard import Guard
 from dualdist.backends import torch_groups
 from dualdist.backends.torch_groups import TorchGroup
@@ -28,7 +27,7 @@ from dualdist.errors import HorovodInternalError, StallError
 from dualdist.types import Sum
 
 CUDA = torch.device("cuda", 1)
-CALL = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
+CALL = Call(ALLREDUCE, name="loss", site=("train.py", 7))
 MINUTE = timedelta(seconds=60)
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call
+from dualdist.agreement.call import BARRIER, Call
 from dualdist.agreement.channel import Request
 from dualdist.agreement.matching import ACTIVE
 
@@ -21,7 +20,7 @@ jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 
 
 def request() -> Request[object]:
-    return Request(ACTIVE, Call(call_kinds.BARRIER))
+    return Request(ACTIVE, Call(BARRIER))
 
 
 def compute(function: Callable[[], object]) -> object:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from dualdist.agreement import call_kinds
+from dualdist.agreement import call as kinds
 from dualdist.agreement import watch as watch_module
 from dualdist.agreement.call import Call
 from dualdist.agreement.guard import Guard
@@ -22,8 +22,8 @@ from dualdist.types import Settings
 
 from ..helpers.collected_warnings import warned
 
-LOSS = Call(call_kinds.ALLREDUCE, name="loss", site=("train.py", 7))
-BARRIER = Call(call_kinds.BARRIER, site=("train.py", 9))
+LOSS = Call(kinds.ALLREDUCE, name="loss", site=("train.py", 7))
+BARRIER = Call(kinds.BARRIER, site=("train.py", 9))
 TEXT = "allreduce(name='loss') at train.py:7"
 SIZE = 5
 
@@ -169,7 +169,7 @@ def test_a_rank_interrupted_in_another_channel_of_the_process_set_is_missing(ran
 
 
 def test_long_calls_are_shortened(ranks: Sequence[Rank]) -> None:
-    call = Call(call_kinds.OPTIMIZER, (("parameters", "x" * 10_000),))
+    call = Call(kinds.OPTIMIZER, (("parameters", "x" * 10_000),))
     text = str(begin(ranks[1:2], call).survey())
     assert "...) at ?:0" in text and len(text) < 1000
 

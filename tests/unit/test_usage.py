@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call, Record
+from dualdist.agreement.call import BARRIER, Call, Record
 from dualdist.agreement.usage import KINDS, Report, Usage, combined, lines
 from dualdist.cli import main
 
@@ -31,7 +30,7 @@ def row(rank: int, computing: float, data_loading: float, waiting: float, commun
 
 
 def record(called: int, agreed: int, ended: int) -> Record:
-    return Record(Call(call_kinds.BARRIER), called, agreed=agreed, ended=ended)
+    return Record(Call(BARRIER), called, agreed=agreed, ended=ended)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from dualdist.agreement import call_kinds
-from dualdist.agreement.call import Call
+from dualdist.agreement.call import ALLREDUCE, JOIN, Call
 from dualdist.agreement.connections import Connections, _Peer
 from dualdist.agreement.matching import ACTIVE, FAILED, JOINED, PendingCall, Verdict, agree
 from dualdist.errors import HorovodInternalError
@@ -17,7 +16,7 @@ from .test_connections import each_of
 SIZES = (1, 2, 3, 8, 9, 12, 16, 17)
 """Up to 8 members send their times with their calls."""
 
-CALL = Call(call_kinds.ALLREDUCE, (("shape", (2,)),), site=("train.py", 1))
+CALL = Call(ALLREDUCE, (("shape", (2,)),), site=("train.py", 1))
 
 
 def agreed(peers: Connections, own: PendingCall, needs_times: bool = False) -> Verdict:
@@ -60,7 +59,7 @@ def test_members_get_the_counts_flags_and_payloads_of_all_in_rank_order(size: in
     "odd",
     [
         PendingCall(ACTIVE, Call(CALL.kind, (("shape", (3,)),))),
-        PendingCall(JOINED, Call(call_kinds.JOIN)),
+        PendingCall(JOINED, Call(JOIN)),
         PendingCall(FAILED, CALL, "`op` is wrong"),
     ],
     ids=["other arguments", "joined", "failed"],
