@@ -34,7 +34,7 @@ from .collectives.broadcast import (
     broadcast_async as broadcast_async,
     broadcast_async_ as broadcast_async_,
 )
-from .collectives.compression import Compression as Compression
+from .collectives.reduction import Compression as Compression
 from .collectives.gather import (
     gather as gather,
     scatter as scatter,

@@ -14,9 +14,16 @@ from ..checks import wrong
 from ..compiling import not_compiled
 from ..types import Average, Max, Min, Op, Product, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .compression import Compression, Compressor, compressed
 from .plan import Plan, check_tensors, make_call, planned
-from .reduction import Reduction, payload_of, reduce_payloads, reduce_tensors
+from .reduction import (
+    Compression,
+    Compressor,
+    Reduction,
+    compressed,
+    payload_of,
+    reduce_payloads,
+    reduce_tensors,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -15,8 +15,8 @@ from ..types import Average
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .allreduce import Allreduce, plan_allreduce
 from .plan import Plan, check_root, check_tensor, make_call, planned, root_of
-from .reduction import Reduction
-from .wire import broadcast_into, bytes_of, dtype_name, from_bytes
+from .reduction import Reduction, bytes_of
+from .wire import broadcast_into, dtype_name, from_bytes
 
 # Broadcasts of few bytes: the root sends them with the agreement, so that no second exchange is needed.
 

@@ -1,4 +1,4 @@
-"""The arithmetic of reductions, for allreduce, reducescatter, reduce and gradients, on any Group.
+"""The arithmetic of reductions, for allreduce, reducescatter, reduce and gradients, on any Group, and compression.
 
 The rule is Horovod's: out = postscale * reduce(prescale * x). Average is Sum with postscale / size
 (horovod/common/ops/gloo_operations.cc:162, collective_operations.cc:64), also while ranks have joined. Integers are
@@ -7,20 +7,21 @@ scaled in double precision and truncated toward zero; an average of integers is 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..agreement.call import Call
 from ..agreement.matching import payload_capacity
 from ..backends.base import Group
-from ..checks import number, reduce_op
+from ..checks import number, reduce_op, wrong
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
-from .wire import bytes_of, dtype_name, pack, unpack
+from .wire import dtype_name
 
 # The numbers that can be reduced. They are sent in a dtype that the backend can reduce: their own one if possible, else
 # bool and small integers as int32, bfloat16 as float32, and complex numbers as pairs.
@@ -189,6 +190,27 @@ def _described(
     }
 
 
+def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the numbers of `tensors` concatenated, (n,) of `dtype` on `device`; always a copy."""
+    flat = [
+        (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().reshape(-1).to(device, dtype)
+        for t in tensors
+    ]
+    return torch.cat(flat)
+
+
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the numbers of `flat` into `tensors`, the reverse of `pack`; integers wrap around as in torch."""
+    start = 0
+    for tensor in tensors:
+        target = tensor.detach()  # so that autograd does not record the copy
+        target = torch.view_as_real(target) if target.is_complex() else target
+        part = flat if len(tensors) == 1 else flat[start : start + target.numel()]
+        part = part if target.dim() == 1 else part.view(target.shape)
+        target.copy_(part != 0 if target.dtype is torch.bool else part)
+        start += target.numel()
+
+
 def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
     """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation."""
     for (dtype, device), same_kind in _by_kind(tensors).items():
@@ -252,6 +274,15 @@ def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:
         flat.copy_(torch.div(flat, size, rounding_mode="trunc"))
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the numbers of `tensor`, which is on the CPU.
+
+    Not with `numpy()`: after it, torch refuses for ever to resize the tensor's memory, which may be the user's.
+    """
+    sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(sent.data_ptr(), sent.nbytes)
+
+
 def payload_of(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> bytes:
     """Return the prescaled numbers of `tensors`, to be sent with the agreement. b"": they cannot be sent with it."""
     first = tensors[0]
@@ -292,3 +323,77 @@ def scale_(flat: torch.Tensor, factor: float) -> None:
         flat.mul_(factor)
     else:
         flat.copy_(flat.double().mul_(factor).to(flat.dtype))
+
+
+# Gradient compression: a cast before sending and a cast back after. The interface of horovod/torch/compression.py.
+
+
+class Compressor:
+    """Sends tensors as they are; the base class of compressors."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return the tensor to send, and the `ctx` of `decompress`."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Return `tensor` with the dtype that it had before `compress`."""
+        return tensor
+
+
+class _Cast(Compressor):
+    sent: ClassVar[torch.dtype]
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        if not tensor.dtype.is_floating_point or tensor.dtype is cls.sent:
+            return tensor, None
+        return tensor.to(cls.sent), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class _Float16(_Cast):
+    sent = torch.float16
+
+
+class _BFloat16(_Cast):
+    sent = torch.bfloat16
+
+
+Restore = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+def compressed(tensors: list[torch.Tensor], compression: Any) -> tuple[list[torch.Tensor], Restore | None]:
+    """Return the compressed `tensors`, and what decompresses as many results; None if nothing does."""
+    if compression is Compression.none:
+        return tensors, None
+    compression = checked_compression(compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [sent for sent, _ in pairs], lambda outputs: tuple(
+        [compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
+    )
+
+
+def checked_compression(compression: Any) -> Any:
+    """Return `compression`, or its class if that is one of `Compression`. Raise TypeError unless it is a Compressor."""
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise wrong(
+            "compression",
+            "Compression.none, fp16 or bf16, or have compress() and decompress() as these",
+            compression,
+            error=TypeError,
+        )
+    kind = type(compression)
+    return kind if kind in (Compression.none, Compression.fp16, Compression.bf16) else compression
+
+
+class Compression:
+    """The compressors: `none`, `fp16` and `bf16`. They cast only floating-point tensors."""
+
+    none = Compressor
+    fp16 = _Float16
+    bf16 = _BFloat16

@@ -1,12 +1,11 @@
 """The wire format: users' tensors as flat, contiguous tensors that every backend accepts, and collectives of such.
 
 Data that is only moved is sent as bytes, so every dtype works on every backend. Data that is reduced is sent in a dtype
-that the backend can reduce (reduction.py), complex numbers as pairs.
+that the backend can reduce, complex numbers as pairs: reduction.py packs it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import struct
@@ -24,15 +23,6 @@ def as_bytes(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return sent.as_strided((sent.numel(),), (1,)).view(torch.uint8)
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the numbers of `tensor`, which is on the CPU.
-
-    Not with `numpy()`: after it, torch refuses for ever to resize the tensor's memory, which may be the user's.
-    """
-    sent = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return ctypes.string_at(sent.data_ptr(), sent.nbytes)
-
-
 def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Return ((n,), uint8) as a tensor of `shape` with the dtype and on the device of `like`."""
     if data.storage_offset() % like.element_size():
@@ -44,27 +34,6 @@ def from_bytes(data: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of `dtype`, such as "float32"."""
     return str(dtype).removeprefix("torch.")
-
-
-def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the numbers of `tensors` concatenated, (n,) of `dtype` on `device`; always a copy."""
-    flat = [
-        (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().reshape(-1).to(device, dtype)
-        for t in tensors
-    ]
-    return torch.cat(flat)
-
-
-def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the numbers of `flat` into `tensors`, the reverse of `pack`; integers wrap around as in torch."""
-    start = 0
-    for tensor in tensors:
-        target = tensor.detach()  # so that autograd does not record the copy
-        target = torch.view_as_real(target) if target.is_complex() else target
-        part = flat if len(tensors) == 1 else flat[start : start + target.numel()]
-        part = part if target.dim() == 1 else part.view(target.shape)
-        target.copy_(part != 0 if target.dtype is torch.bool else part)
-        start += target.numel()
 
 
 # Rows of tensors as bytes, on any Group.

@@ -89,7 +89,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch": (*_API, _TORCH, f"{_COMMON}:check_extension"),
     "horovod.torch.compression": (
         "dualdist:Compression",
-        "dualdist.collectives.compression:Compressor",
+        "dualdist.collectives.reduction:Compressor",
         f"{_TORCH}:FP16Compressor",
         f"{_TORCH}:NoneCompressor",
     ),

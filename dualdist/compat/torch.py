@@ -17,7 +17,7 @@ import torch
 
 import dualdist
 
-from ..collectives.compression import Compression, Compressor
+from ..collectives.reduction import Compression, Compressor
 from ..gradients.grad_sync import GradSync
 from ..training.optimizer import SynchronizedOptimizer, named_in, subclass_of
 from ..training.sync_batch_norm import SyncBatchNorm

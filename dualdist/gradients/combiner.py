@@ -13,8 +13,7 @@ import torch
 
 from ..agreement.call import OPTIMIZER, Kind
 from ..backends.base import Group
-from ..collectives.compression import Compression, Compressor
-from ..collectives.reduction import Reduction, reduction_dtype
+from ..collectives.reduction import Compression, Compressor, Reduction, reduction_dtype
 from ..types import REDUCE_OP_NAMES, Average
 from ..world.process_sets import ProcessSet
 from .bucket_memory import TrackedParameter

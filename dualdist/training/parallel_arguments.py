@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from ..agreement.call import OPTIMIZER
 from ..backends.torch_interface import DeviceMesh
 from ..checks import flag, instance, is_dtensor, items, number, wrong
-from ..collectives.compression import Compression, Compressor
+from ..collectives.reduction import Compression, Compressor
 from ..compiling import not_compiled
 from ..gradients.combiner import combiners_of
 from ..world.process_sets import ProcessSet, checked_process_set, global_process_set

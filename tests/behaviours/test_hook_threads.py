@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import dualdist as hvd
-from dualdist.collectives.compression import Compressor
+from dualdist.collectives.reduction import Compressor
 from dualdist.gradients import arrivals
 
 from ..helpers.world import everywhere
