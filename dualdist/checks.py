@@ -15,15 +15,11 @@ from types import UnionType
 from typing import Any, TypeVar, cast
 
 from .errors import ConfigurationError
-from .types import REDUCE_OP_NAMES, TORCH_OP_NAMES
 
 T = TypeVar("T")
 
 _LONGEST = 100
 """How many characters of a value a message shows."""
-
-_TORCH_MODULES = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
-"""Where the classes of torch's ops are. They are recognised by name, because torch.distributed may be missing."""
 
 
 def shown(value: Any) -> str:
@@ -197,21 +193,6 @@ def configuration() -> Iterator[None]:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigurationError(str(error)) from None
-
-
-def reduce_op(op: Any) -> int:
-    """Return Horovod's constant for `op`, which is one of these constants or of torch.distributed.ReduceOp."""
-    if type(op) is int and 0 <= op < len(REDUCE_OP_NAMES):
-        return op
-    is_torch_op = type(op).__module__ in _TORCH_MODULES and type(op).__name__ in ("ReduceOp", "RedOpType")
-    name = getattr(op, "op", op).name if is_torch_op else None
-    if is_torch_op and name in TORCH_OP_NAMES:
-        return TORCH_OP_NAMES.index(name)
-    raise ValueError(
-        f"`op` must be {', '.join(REDUCE_OP_NAMES[:-1])} or {REDUCE_OP_NAMES[-1]}, but is "
-        f"{f'torch.distributed.ReduceOp.{name}' if name else shown(op)} instead. Pass hvd.Sum and so on, or "
-        f"{', '.join(filter(None, TORCH_OP_NAMES))} of torch.distributed.ReduceOp."
-    )
 
 
 def add_note(error: Exception, note: str) -> None:

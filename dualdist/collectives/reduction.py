@@ -19,8 +19,8 @@ import torch
 from ..agreement.call import Call
 from ..agreement.matching import payload_capacity
 from ..backends.base import Group
-from ..checks import number, reduce_op, wrong
-from ..types import REDUCE_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
+from ..checks import number, shown, wrong
+from ..types import REDUCE_OP_NAMES, TORCH_OP_NAMES, Adasum, Average, Max, Min, Product, Sum
 from .wire import dtype_name
 
 # The numbers that can be reduced. They are sent in a dtype that the backend can reduce: their own one if possible, else
@@ -129,6 +129,25 @@ def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     keep_a = torch.where(square_a > 0, 1 - dot / (2 * square_a), torch.ones_like(dot))
     keep_b = torch.where(square_b > 0, 1 - dot / (2 * square_b), torch.ones_like(dot))
     return (keep_a * wide_a + keep_b * wide_b).to(a.dtype)
+
+
+_TORCH_MODULES = ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
+"""Where the classes of torch's ops are. They are recognised by name, because torch.distributed may be missing."""
+
+
+def reduce_op(op: Any) -> int:
+    """Return Horovod's constant for `op`, which is one of these constants or of torch.distributed.ReduceOp."""
+    if type(op) is int and 0 <= op < len(REDUCE_OP_NAMES):
+        return op
+    is_torch_op = type(op).__module__ in _TORCH_MODULES and type(op).__name__ in ("ReduceOp", "RedOpType")
+    name = getattr(op, "op", op).name if is_torch_op else None
+    if is_torch_op and name in TORCH_OP_NAMES:
+        return TORCH_OP_NAMES.index(name)
+    raise ValueError(
+        f"`op` must be {', '.join(REDUCE_OP_NAMES[:-1])} or {REDUCE_OP_NAMES[-1]}, but is "
+        f"{f'torch.distributed.ReduceOp.{name}' if name else shown(op)} instead. Pass hvd.Sum and so on, or "
+        f"{', '.join(filter(None, TORCH_OP_NAMES))} of torch.distributed.ReduceOp."
+    )
 
 
 class Reduction(NamedTuple):

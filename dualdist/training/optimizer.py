@@ -18,9 +18,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..agreement.call import DATA_PARALLEL, OPTIMIZER, remember_call_site
-from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, reduce_op, wrong
+from ..checks import flag, instance, integer, is_dtensor, items, mapping, number, wrong
 from ..collectives.allreduce import grouped_allreduce_
-from ..collectives.reduction import Compression, Compressor, Reduction, check_adasum_size, checked_compression
+from ..collectives.reduction import (
+    Compression,
+    Compressor,
+    Reduction,
+    check_adasum_size,
+    checked_compression,
+    reduce_op,
+)
 from ..compiling import not_compiled
 from ..gradients.combiner import Combiner, NullCombiner, SyncOptions, alive, combiners_of
 from ..gradients.comm_hook import checked_comm_hook
