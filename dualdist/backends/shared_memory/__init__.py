@@ -3,8 +3,8 @@
 If members are on several hosts, `share_host` wraps Groups that use the network: reductions use shared memory within
 each host, and the network between hosts; everything else uses the wrapped group.
 
-mesh.py has the memory, and the sockets by which members wait for each other, rounds.py the collectives of one host, and
-collective_queue.py their order and their thread. Here are the Groups, with the reductions over several hosts.
+mesh.py has the memory, and the sockets by which members wait for each other, collectives.py the collectives of one
+host, their order and their thread. Here are the Groups, with the reductions over several hosts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import NamedTuple
 import torch
 
 from ..base import Exchange, Group, Work
-from .collective_queue import CollectiveQueue
+from .collectives import CollectiveQueue, CollectiveSteps, Rounds, combine_into
 from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
-from .rounds import CollectiveSteps, Rounds, combine_into
 
 logger = logging.getLogger("dualdist")
 
