@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DamagedCheckpointError
-from .files import TEMPORARY_SUFFIX
-from .format import Manifest, MemoryFile, copy_verified, read_manifest, write_checkpoint
+from .format import TEMPORARY_SUFFIX, Manifest, MemoryFile, copy_verified, read_manifest, write_checkpoint
 
 logger = logging.getLogger("dualdist")
 

@@ -20,7 +20,7 @@ from .catalog import Catalog, CatalogEntry
 from .contents import check_state, collect, is_per_rank, is_stateful, on_host, to_portable
 from .format import MemoryFile, make_manifest
 from .restoration import restore
-from .transfer import from_writer, receive_newest
+from .save_and_load import from_writer, receive_newest
 
 __all__ = ("Commits", "is_per_rank", "is_stateful")
 

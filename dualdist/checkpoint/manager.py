@@ -35,9 +35,16 @@ from .catalog import Catalog, CatalogEntry
 from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, restore
-from .save_and_load import checked_metrics, read_into
+from .save_and_load import (
+    checked_metrics,
+    from_writer,
+    is_writer,
+    outcomes,
+    read_into,
+    receive_newest,
+    write_state,
+)
 from .sharded import FolderCatalog, Shards, check_part_names, is_foreign, is_sharded, read_folder
-from .transfer import from_writer, is_writer, outcomes, receive_newest, write_state
 
 logger = logging.getLogger("dualdist")
 

@@ -28,11 +28,17 @@ from ..checks import path as checked_path
 from ..errors import CheckpointError, HorovodInternalError
 from ..world.context import current
 from .catalog import Catalog, CatalogEntry
-from .files import PIECE_BYTES, TEMPORARY_SUFFIX, damaged, sync_folder
-from .format import Manifest, MemoryFile, write_checkpoint
+from .format import (
+    PIECE_BYTES,
+    TEMPORARY_SUFFIX,
+    Manifest,
+    MemoryFile,
+    damaged,
+    sync_folder,
+    write_checkpoint,
+)
 from .restoration import report_mismatches
-from .save_and_load import read_into
-from .transfer import attempted, from_writer, outcomes, reported
+from .save_and_load import attempted, from_writer, outcomes, read_into, reported
 
 if TYPE_CHECKING:
     from ..backends.torch_shards import Parts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from dualdist.checkpoint import catalog, files
+from dualdist.checkpoint import catalog, format
 
 __all__ = ("CountingFileSystem", "FaultyFileSystem", "PowerCut")
 
@@ -33,7 +33,7 @@ class CountingFileSystem:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Let checkpoints use it in the block."""
-        with patch.object(files, "os", self), patch.object(catalog, "os", self):
+        with patch.object(format, "os", self), patch.object(catalog, "os", self):
             yield
 
     def __getattr__(self, name: str) -> Any:

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from dualdist.checkpoint import Manifest, read_manifest
-from dualdist.checkpoint.files import replacing
-from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
+from dualdist.checkpoint.format import MemoryFile, copy_verified, replacing, write_checkpoint
 from dualdist.errors import CheckpointError, DamagedCheckpointError
 
 from ..helpers.faulty_file_system import CountingFileSystem, FaultyFileSystem, PowerCut
