@@ -16,7 +16,7 @@ import torch
 from .. import accelerator
 from ..checks import is_dtensor
 from ..training.parallel import DistributedDataParallel
-from ..training.state_names import bare_names
+from ..training.parameters import bare_names
 
 # Names of a module's tensors, with or without wrappers, and which saved tensors a module can load.
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel: a module that averages its gradients over all ranks, with torch's interface, on any backend.
 
 GradSync combines the gradients, as for DistributedOptimizer. The wrapper adds what belongs to a module: equal
-parameters at the start, equal buffers before each forward, and names in state dicts (see state_names.py). It is no
+parameters at the start, equal buffers before each forward, and names in state dicts (see parameters.py). It is no
 subclass of torch's class, which is built around a Reducer in C++; but isinstance() holds.
 """
 
@@ -53,8 +53,7 @@ from .parallel_arguments import (
     reduction_of,
     set_of_group_or_mesh,
 )
-from .parameters import broadcast_parameters
-from .state_names import WrappedState, with_prefix
+from .parameters import WrappedState, broadcast_parameters, with_prefix
 from .sync_batch_norm import SyncBatchNorm
 
 

@@ -1,10 +1,11 @@
-"""Equal parameters and buffers on all ranks: those of one rank."""
+"""The parameters and buffers of a model: equal ones on all ranks, and their names in state dicts."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -192,3 +193,93 @@ def _unpack(data: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
+
+
+# The names in the state dict of a module that DistributedDataParallel wraps.
+#
+# In memory they are torch's: "module.0.weight", as in the module tree, so that torch.distributed.checkpoint and
+# torch.func.functional_call understand them. In files they are those of the bare model, so that a checkpoint of one
+# style loads into the other.
+
+PREFIX = "module."
+
+
+class WrappedState(OrderedDict[str, Any]):
+    """The state dict of a wrapped module. Names without "module." are found, too, and are those that pickle writes."""
+
+    _metadata: Mapping[str, Any]
+    _wrapped_names: frozenset[str] = frozenset()
+    """The names from the wrapper; not those under which others have entered values."""
+
+    def __missing__(self, name: str) -> Any:
+        if isinstance(name, str) and super().__contains__(PREFIX + name):
+            return self[PREFIX + name]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(PREFIX + name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
+        made = WrappedState((name, copy.deepcopy(value, memo)) for name, value in self.items())
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an OrderedDict with the names of the bare model."""
+        return _renamed(self, [""], self._wrapped_names.__contains__).__reduce_ex__(protocol)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+
+def bare_names(
+    module: torch.nn.Module, state: Mapping[str, Any], kind: type[torch.nn.Module]
+) -> Mapping[str, Any]:
+    """Return `state`, the state dict of `module`, with the names of the model without its wrappers.
+
+    kind: the class of the wrappers, which may be anywhere in `module`.
+    """
+    wrappers = [
+        f"{name}." if name else ""
+        for name, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, kind)
+    ]
+    return _renamed(state, wrappers, lambda name: True) if wrappers else state
+
+
+def _renamed(
+    state: Mapping[str, Any], wrappers: Sequence[str], is_wrapped: Callable[[str], bool]
+) -> OrderedDict[str, Any]:
+    """Return `state` without the "module." of the wrappers at the prefixes `wrappers`, and its metadata likewise.
+
+    is_wrapped: whether a name has such a prefix at all.
+    """
+
+    def rename(name: str) -> str:
+        for prefix in wrappers:
+            if name.startswith(prefix + PREFIX):
+                return prefix + name[len(prefix + PREFIX) :]
+        return name
+
+    made: OrderedDict[str, Any] = OrderedDict(
+        (rename(name) if is_wrapped(name) else name, value) for name, value in state.items()
+    )
+    if hasattr(state, "_metadata"):
+        versions = {rename(f"{name}.")[:-1]: value for name, value in state._metadata.items()}
+        made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return made
+
+
+def with_prefix(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Rename the entries of `state` for the wrapper at `prefix`, in place: "module." is added where it is missing.
+
+    module: the model in the wrapper, which may have a part of its own that is called "module".
+    """
+    own: Callable[[str], bool] = set(module.state_dict()).__contains__
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key[len(prefix) :]
+        if own(name) or not name.startswith(PREFIX):
+            state[prefix + PREFIX + name] = state.pop(key)
