@@ -132,10 +132,11 @@ def init(
     env = without_copies(os.environ)
     if timeout is not None:
         env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
-    seconds = read_settings(env).start_timeout_seconds
+    settings = read_settings(env)
+    seconds = settings.start_timeout_seconds
     with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
         override = {"init_method": init_method, "rank": rank, "size": world_size} | part
-        context = join_world(stand_in, backend, transport, override, env)
+        context = join_world(stand_in, backend, transport, override, env, settings)
     context.arguments = arguments
     try:
         register_world(sets, comm)

@@ -34,7 +34,7 @@ from ..backends import check_transport, choose
 from ..backends.base import Backend, Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
-from ..launch.environment import add_copies, read_settings, remove_copies, torchrun_variables
+from ..launch.environment import add_copies, remove_copies, torchrun_variables
 from ..meeting import mpi
 from ..meeting.addresses import own_node, reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
@@ -364,15 +364,17 @@ def join_world(
     transport: str | None,
     override: Mapping[str, Any],
     env: Mapping[str, str],
+    settings: Settings,
 ) -> Context:
     """Join the world that `env` and `override` describe, or return the one joined already. Collective.
+
+    settings: those in `env`.
 
     Raises NotInitializedError in a process that was forked from a rank.
     """
     global _context
     if _context is not None or _inherited is not None:
         return current()
-    settings = read_settings(env)
     launch = launch_from(override, env, mpi.world_size)
     if launch.ignored:
         logger.warning(
