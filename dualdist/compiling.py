@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -56,12 +55,3 @@ def _left_out(function: Any) -> Any:
 
     _frames.skip_code(uncompiled.__code__)
     return functools.update_wrapper(uncompiled, function)
-
-
-def in_compiled_backward() -> bool:
-    """Return whether compiled autograd runs the current backward (`torch._dynamo.config.compiled_autograd`)."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    if module is None:
-        return False
-    # Before torch 2.5, the setting itself ends with the compiled backward.
-    return bool(getattr(module, "in_compiled_autograd_region", module.compiled_autograd_enabled))

@@ -24,9 +24,16 @@ from .. import __version__
 from ..backends import DEFAULT_BACKEND, DISTRIBUTED_BACKENDS, HOROVOD_BACKENDS, TRANSPORTS
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN, detect
-from ..processes.hosts import Host, backend_variables, find_allocation, parse_hosts, read_hostfile
+from ..processes.hosts import (
+    DEFAULT_STARTER,
+    STARTERS,
+    Host,
+    backend_variables,
+    find_allocation,
+    parse_hosts,
+    read_hostfile,
+)
 from ..processes.job import RunOptions, run_job
-from ..processes.starters import DEFAULT_STARTER, STARTERS
 from ..types import NEVER_SECONDS
 
 # horovodrun's options and their effect here: a table, so that no option is silently ignored.

@@ -11,6 +11,7 @@ that were registered later, or in hooks of its autograd node, as torch's Distrib
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
 
-from ..compiling import in_compiled_backward, not_compiled
+from ..compiling import not_compiled
 from .bucket_memory import TrackedParameter
 from .layout import ArrivalOrder
 
@@ -121,7 +122,7 @@ class Arrivals:
 
         Raises RuntimeError in compiled autograd, which calls nothing at its end: gradients would not be combined.
         """
-        if in_compiled_backward():
+        if _in_compiled_backward():
             self.arrived.clear()
             raise RuntimeError(
                 "Compiled autograd must be off, because dualdist combines gradients in hooks of autograd, but it is on "
@@ -243,6 +244,15 @@ class Arrivals:
         self._has_nested = False
         self.handled.clear()
         self._tasks.clear()
+
+
+def _in_compiled_backward() -> bool:
+    """Return whether compiled autograd runs the current backward (`torch._dynamo.config.compiled_autograd`)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is None:
+        return False
+    # Before torch 2.5, the setting itself ends with the compiled backward.
+    return bool(getattr(module, "in_compiled_autograd_region", module.compiled_autograd_enabled))
 
 
 def _ignore(*_: object) -> None:

@@ -29,9 +29,8 @@ from ..meeting.http_store import HttpStore, horovods_scopes
 from ..meeting.server import MeetingServer
 from .agent import ENDED, ENDING_SIGNALS, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
 from .agent_connection import AGENT_COMMAND, LOST, Event, HostJob, Process, Supervisor, describe_exit
-from .hosts import Host, Slot, assign
+from .hosts import DEFAULT_STARTER, Host, Slot, address_of, address_towards, agent_command, assign, is_local
 from .output import Output
-from .starters import DEFAULT_STARTER, address_of, address_towards, agent_command, is_local
 
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
 """Bytes of output that may be sent before any is read: by all hosts together, and by one host at most and at least."""

@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.processes.hosts import Host, Slot, assign, parse_hostfile, parse_hosts
+from dualdist.processes.hosts import Host, Slot, assign, is_local, parse_hostfile, parse_hosts, ssh_command
 from dualdist.processes.job import RunOptions
-from dualdist.processes.starters import is_local, ssh_command
 
 from ..helpers.requirements import need_programs
 
