@@ -1,4 +1,4 @@
-"""Imported as `horovod`, through PYTHONPATH, by a child process of a script under dualdist.compat."""
+"""Imported as `horovod` by a child process of a script under dualdist.compat: this folder is in its PYTHONPATH."""
 
 import importlib
 import sys

@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH, where processes that a script starts find `horovod`."""
