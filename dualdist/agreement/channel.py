@@ -31,8 +31,7 @@ from ..backends.base import Group
 from ..backends.through_host import ThroughHost
 from ..checks import add_note, text_of
 from ..errors import CollectiveMismatchError, StallError
-from . import call as call_kinds
-from .call import Call, Data, Kind, Record, WhenJoined, call_site
+from .call import JOIN, Call, Data, Kind, Record, WhenJoined, call_site
 from .connections import Connections
 from .guard import Guard, OutOfStepError, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
@@ -384,7 +383,7 @@ class Channel:
 
     def join(self) -> int:
         """Take part in the other members' collectives until all have joined; return the rank that joined last."""
-        request: Request[int] = Request(JOINED, Call(call_kinds.JOIN, site=call_site()))
+        request: Request[int] = Request(JOINED, Call(JOIN, site=call_site()))
         return in_turn(request.call, lambda: self._enqueue(request).get())
 
     def receive(self, call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

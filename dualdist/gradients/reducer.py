@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import accelerator
-from ..agreement import call as call_kinds
-from ..agreement.call import Call, call_site
+from ..agreement.call import GRADIENTS, Call, call_site
 from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
@@ -420,7 +419,7 @@ class Reducer:
         """
         arguments = (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id))
         count = 2 * self._channel.sent_digest + self.layout.contributions.changed(self._kinds)
-        return Call(call_kinds.GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self.changes))
+        return Call(GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self.changes))
 
     def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
-from ..agreement import call as call_kinds
+from ..agreement.call import BROADCAST_OBJECT, BROADCAST_PARAMETERS
 from ..checks import instance, is_dtensor
 from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
 from ..collectives.plan import check_root
@@ -51,7 +51,7 @@ def broadcast_optimizer_state(
     sent: dict[int, torch.Tensor] = {}
 
     def exchange() -> Any:
-        with reporting(call_kinds.BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail, too
+        with reporting(BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail, too
             fix = "Pass the optimizer of this rank."
             instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
             root, _ = check_root(root_rank, global_process_set)
@@ -120,7 +120,7 @@ def broadcast_optimizer_state(
 
 def _reporting_lack_of_memory() -> contextlib.AbstractContextManager[None]:
     """If memory runs out in the `with` block, let the other ranks raise, too: they would wait for the next part."""
-    return reporting(call_kinds.BROADCAST_PARAMETERS, global_process_set)
+    return reporting(BROADCAST_PARAMETERS, global_process_set)
 
 
 def _tensors_in(state: Any) -> dict[int, torch.Tensor]:
