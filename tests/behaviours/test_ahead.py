@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from dualdist.collectives.compression import Compressor
 from torch import nn
 
 import dualdist as hvd
 from dualdist.agreement.channel import Channel
 from dualdist.backends.base import Group, Work
+from dualdist.collectives.reduction import Compressor
 from dualdist.training import sync_batch_norm
 from dualdist.world.context import current
 

@@ -339,7 +339,7 @@ def test_wrong_hooks_are_refused() -> None:
     with pytest.raises(RuntimeError, match="only once"):
         model.register_comm_hook(None, noop_hook)
     with pytest.raises(TypeError, match="`comm_hook` must be a communication hook, but is 3 instead"):
-        model.register_comm_hook(None, 3)
+        model.register_comm_hook(None, 3)  # type: ignore[arg-type]
     kept = optimizer(weight, comm_hook=returning(3))
     with pytest.raises(
         TypeError, match=r"`comm_hook` must return a torch.futures.Future, but .* int instead"
