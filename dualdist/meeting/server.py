@@ -205,7 +205,7 @@ class MeetingServer:
     def __init__(self, size: int, hosts: Iterable[str], secret: bytes, port: int = 0) -> None:
         self._size = size
         self._secret = secret
-        self._meeting = _Meeting(size)
+        self._attendance = _Attendance(size)
         """The meeting of the ranks that connect now."""
         self._writers: set[asyncio.StreamWriter] = set()
         """All connections."""
@@ -294,10 +294,10 @@ class MeetingServer:
             self._writers.add(writer)
             try:
                 rank, size = await asyncio.wait_for(self._greet(reader, writer), _PROOF_SECONDS)
-                meeting = self._meeting
+                attendance = self._attendance
                 # A rank that is here already begins its next start before the others, or there are two of this rank.
-                if size == self._size and rank not in meeting.writers:
-                    await self._attend(meeting, rank, reader, writer)
+                if size == self._size and rank not in attendance.writers:
+                    await self._attend(attendance, rank, reader, writer)
             finally:
                 self._writers.discard(writer)
                 writer.close()
@@ -315,21 +315,21 @@ class MeetingServer:
         return int(rank), int(size)
 
     async def _attend(
-        self, meeting: _Meeting, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, attendance: _Attendance, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        meeting.writers[rank] = writer
+        attendance.writers[rank] = writer
         try:
             while True:
-                meeting.handle(rank, *await _receive(reader))
-                if meeting is self._meeting and meeting.is_closed:
-                    self._meeting = _Meeting(self._size)
+                attendance.handle(rank, *await _receive(reader))
+                if attendance is self._attendance and attendance.is_closed:
+                    self._attendance = _Attendance(self._size)
         finally:
             if writer in self._writers:  # else this server leaves first
-                meeting.leave(rank)
+                attendance.leave(rank)
 
 
-class _Meeting:
-    """One meeting, as the server sees it: the connections of its ranks, and the gather in progress."""
+class _Attendance:
+    """Which ranks attend one meeting: their connections, and the gather in progress."""
 
     def __init__(self, size: int) -> None:
         self._size = size
