@@ -47,6 +47,7 @@ def shutdown_after_a_failure() -> bool:
         _on_shutdown=contextlib.ExitStack(),
         _default_group=DefaultGroup(),
         _adopted=False,
+        _elastic=False,
         _is_stuck=False,
         _rendezvous=None,
         _controller=lambda: "gloo",
