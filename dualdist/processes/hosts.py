@@ -277,9 +277,8 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, str]], Iterable[Host]]] = {
 """The variable that names the hosts -> what reads it."""
 
 
-# Starting the agent of another host: over ssh, or by a resource manager or MPI, where ssh is not allowed.
-
-# Other hosts: which names mean this machine, the ssh command, and the address at which they reach this machine.
+# Starting the agent of another host: over ssh, or by a resource manager or MPI, where ssh is not allowed. First: which
+# names mean this machine, the ssh command, and the address at which other hosts reach this machine.
 
 _SSH_SECONDS = "5"
 
