@@ -130,9 +130,7 @@ def flag(name: str, value: Any) -> bool:
 
 def text(name: str, value: Any, fix: str = "Pass a string.") -> str:
     """Return `value`, which must be a string."""
-    if isinstance(value, str):
-        return value
-    raise wrong(name, "a string", value, fix, TypeError)
+    return cast(str, instance(name, value, str, "a string", fix))
 
 
 def path(name: str, value: Any) -> Path:
@@ -174,14 +172,13 @@ def items(name: str, value: Any, rule: str, fix: str = "") -> list[Any]:
 def mapping(name: str, value: Any, *keys: str, fix: str = "") -> Mapping[Any, Any]:
     """Return `value`, which must be a dictionary with `keys`."""
     rule = f"a dictionary with {', '.join(map(repr, keys))}" if keys else "a dictionary"
-    if not isinstance(value, Mapping):
-        raise wrong(name, rule, value, fix, TypeError)
-    missing = [key for key in keys if key not in value]
+    given: Mapping[Any, Any] = instance(name, value, Mapping, rule, fix)
+    missing = [key for key in keys if key not in given]
     if missing:
         raise ValueError(
             f"`{name}` must be {rule}, but has no {', '.join(map(repr, missing))}.{' ' * bool(fix)}{fix}"
         )
-    return value
+    return given
 
 
 @contextlib.contextmanager

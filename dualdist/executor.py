@@ -9,8 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from .errors import HorovodInternalError, StallError
@@ -35,12 +34,9 @@ def in_thread(step: Callable[[], T], name: str = "dualdist-step") -> Future[T]:
 def in_time(step: Callable[[], T], seconds: float) -> T:
     """Return `step()`, which runs in another thread. Raises TimeoutError after `seconds`; the thread is abandoned."""
     outcome = in_thread(step)
-    try:
-        return outcome.result(seconds)
-    except FutureTimeoutError:
-        if outcome.done():
-            return outcome.result()
-        raise TimeoutError(f"It did not end in {seconds:g} s.") from None
+    if not wait([outcome], seconds).done:
+        raise TimeoutError(f"It did not end in {seconds:g} s.")
+    return outcome.result()
 
 
 class Worker:
@@ -119,9 +115,6 @@ class Patience:
 
 def wait_for(outcome: Future[T], patience: Patience) -> T:
     """Return the result of a step. Raises StallError or HorovodInternalError when `patience` runs out first."""
-    while not outcome.done():
-        try:
-            return outcome.result(CHECK_SECONDS)
-        except FutureTimeoutError:
-            patience.check()
+    while not (outcome.done() or wait([outcome], CHECK_SECONDS).done):
+        patience.check()
     return outcome.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,10 @@ from .errors import ConfigurationError
 from .launch import detect
 from .launch.environment import read_settings, without_copies
 from .meeting import mpi
-from .meeting.addresses import find_addresses, reserved_port
+from .meeting.addresses import find_addresses
 from .meeting.member import Meeting
 from .meeting.mpi import MpiBoard, ending_late_calls, limited_start
+from .meeting.server import reserved_port
 from .types import NEVER_SECONDS, Launch
 from .world.context import current, is_forked, is_initialized, join_world, leave_world
 from .world.process_sets import ProcessSet, forget_world, is_communicator, register_world
@@ -31,7 +33,7 @@ from .world.process_sets import ProcessSet, forget_world, is_communicator, regis
 
 @contextlib.contextmanager
 def part_of_world(comm: Any, env: Mapping[str, str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the launch that `comm` changes, while the block joins the world. Collective over `comm`.
+    """Yield the fields of Launch that differ in the world of `comm`. The block joins it. Collective over `comm`.
 
     comm: an mpi4py communicator, a list of ranks, or None for all. seconds: to wait for another member.
     Raises ConfigurationError when this process is not in `comm`, or its members cannot meet.
@@ -77,6 +79,19 @@ def _communicator(ranks: Sequence[int], own: int, size: int, starts_mpi: bool) -
         return library.COMM_WORLD.Create_group(library.COMM_WORLD.Get_group().Incl(ranks))
 
 
+_joining = threading.RLock()
+"""Held by the thread that joins the world. Another one that calls init() meanwhile finds the world joined."""
+
+
+def _after_fork() -> None:
+    """In the forked process, release the lock of a thread that is not there."""
+    global _joining
+    _joining = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def init(
     comm: Any = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
@@ -109,43 +124,34 @@ def init(
         WorldMismatchError: the backend joined a different world from the one that the launcher started.
         NotInitializedError: this process was forked from one that had joined a world.
     """
+    given = dict(locals())
     with configuration():
         comm, sets = _checked(comm, process_sets, backend, transport)
         if timeout is not None:
-            given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            timeout = number(
-                "timeout", given, above=0, most=NEVER_SECONDS, fix="Pass a timedelta, or seconds."
-            )
-    if is_initialized() and not is_forked():
-        _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
-        return
-    arguments = {
-        "comm": comm,
-        "process_sets": process_sets if isinstance(process_sets, str) else sets,
-        "backend": backend,
-        "transport": transport,
-        "init_method": init_method,
-        "rank": rank,
-        "world_size": world_size,
-        "timeout": timeout,
-    }
-    env = without_copies(os.environ)
-    if timeout is not None:
-        env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
-    settings = read_settings(env)
-    seconds = settings.start_timeout_seconds
-    with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
-        override = {"init_method": init_method, "rank": rank, "size": world_size} | part
-        context = join_world(stand_in, backend, transport, override, env, settings)
-    context.arguments = arguments
-    try:
-        register_world(sets, comm)
-        if context.opens_process_group:
-            context.backend.open_process_group()
-        context.backend.finish_start()
-    except BaseException:
-        shutdown()
-        raise
+            timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            fix = "Pass a timedelta, or seconds."
+            timeout = number("timeout", timeout, above=0, most=NEVER_SECONDS, fix=fix)
+    with _joining:
+        if is_initialized() and not is_forked():
+            _check_joined(backend=backend, transport=transport, rank=rank, world_size=world_size)
+            return
+        env = without_copies(os.environ)
+        if timeout is not None:
+            env["DUALDIST_STALL_TIMEOUT_SECONDS"] = str(timeout)
+        settings = read_settings(env)
+        seconds = settings.start_timeout_seconds
+        with limited_start(env, seconds), part_of_world(comm, env, seconds) as part:
+            override = {"init_method": init_method, "rank": rank, "size": world_size} | part
+            context = join_world(stand_in, backend, transport, override, env, settings)
+        context.arguments = given | {"comm": comm, "process_sets": sets}  # lists, since iterators have ended
+        try:
+            register_world(sets, comm)
+            if context.opens_process_group:
+                context.backend.open_process_group()
+            context.backend.finish_start()
+        except BaseException:
+            shutdown()
+            raise
 
 
 def _checked(comm: Any, process_sets: Any, backend: Any, transport: Any) -> tuple[Any, list[Any]]:

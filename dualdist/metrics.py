@@ -180,6 +180,9 @@ class Metric(ABC):
     shape, dtype: of the counter. process_set: the ranks whose samples are counted.
     """
 
+    collective_state = True
+    """Tells checkpoints that all ranks must call `state_dict`."""
+
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSetLike) -> None:
         self.process_set = checked_process_set(process_set)
         sizes = items(
@@ -219,7 +222,8 @@ class Metric(ABC):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the sum of all ranks' counters, equal on every rank, for a world of any size.
 
-        Unlike a module's, it is collective over the process set: call it on all ranks, and write it on one.
+        Unlike a module's, it is collective over the process set: call it on all ranks, and write it on one. A metric of
+        all ranks in the state of a checkpoint is saved so.
         """
         return {"total": self._total()}
 

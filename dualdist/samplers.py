@@ -67,6 +67,25 @@ def given_or_joined_world(
     return num_replicas, rank
 
 
+class _Draws(Iterator[T_co]):
+    """The items of one pass. torchdata's StatefulDataLoader saves the position of an iterator with these methods."""
+
+    def __init__(self, items: Iterator[T_co]) -> None:
+        self._items = items
+
+    def __next__(self) -> T_co:
+        return next(self._items)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "`sampler` must count the drawn samples in a StatefulDataLoader, but this one counts those that the loop "
+            "reports. Use torch's DataLoader, or torchdata's StatefulDistributedSampler(data, hvd.size(), hvd.rank())."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict()
+
+
 class DealingSampler(torch.utils.data.Sampler[T_co]):
     """The base class of samplers that shard a global sequence over the ranks. Subclasses define the sequence.
 
@@ -81,7 +100,7 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
                 sampler.advance(len(images))                     # on every rank, its own samples
                 checkpoint = {"sampler": sampler.state_dict()}   # as often as you like; keep that of rank 0
 
-    Do not use it with torchdata's StatefulDataLoader, which saves the drawn samples as the position.
+    torchdata's StatefulDataLoader raises an error with it, because it saves the drawn samples as the position.
     """
 
     epoch: int
@@ -154,6 +173,9 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         return self._draw(self._sequence(), self._shard())
 
     def _draw(self, sequence: Sequence[T_co], shard: range) -> Iterator[T_co]:
+        return _Draws(self._drawn_items(sequence, shard))
+
+    def _drawn_items(self, sequence: Sequence[T_co], shard: range) -> Iterator[T_co]:
         for drawn, index in enumerate(shard, 1):
             self._drawn = max(self._drawn, drawn)
             yield sequence[index % len(sequence)]

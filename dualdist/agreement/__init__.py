@@ -3,5 +3,5 @@
 A collective is a Call of a Kind (call.py). A Channel (channel.py) runs the calls of one process set, in the guard
 (guard.py). Before each call it asks whether all members make the same one (`agree` in matching.py), over sockets
 between the members (connections.py). If they do not, `match` decides which pending calls run or raise. Stalls and
-deaths are named by watch.py. timeline.py and usage.py record times.
+deaths are named by watch.py. ahead.py has the calls that need no agreement. timeline.py and usage.py record times.
 """

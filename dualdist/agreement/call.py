@@ -81,7 +81,7 @@ class Data(Enum):
     """When the data of a call is sent."""
 
     NONE = "none"
-    """Never: the call ends with the agreement."""
+    """Never: it moves no tensors. After the agreement the members may still connect, as in add_process_set."""
     AFTER = "after"
     """After the agreement."""
     BEFORE = "before"
@@ -111,6 +111,8 @@ class Kind:
     """Its name on the timeline, as Horovod writes it (horovod/common/timeline.cc)."""
     data: Data = Data.AFTER
     when_joined: WhenJoined = WhenJoined.UNSUPPORTED
+    in_step: bool = False
+    """Whether training steps make it, always synchronously. If members make different ones, their steps differ."""
 
     def __str__(self) -> str:
         return self.name
@@ -132,7 +134,7 @@ GATHER = Kind("gather", "GATHER")
 GATHER_OBJECT = Kind("gather_object", "GATHER")
 SCATTER = Kind("scatter", "SCATTER")
 SCATTER_OBJECT = Kind("scatter_object", "SCATTER")
-SYNC_BATCH_NORM = Kind("SyncBatchNorm", "ALLGATHER")
+SYNC_BATCH_NORM = Kind("SyncBatchNorm", "ALLGATHER", in_step=True)
 
 BARRIER = Kind("barrier", "BARRIER", Data.NONE, WhenJoined.NOTHING)
 JOIN = Kind("join", "JOIN", Data.NONE)
@@ -143,7 +145,7 @@ REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
 # The first two compare the layout of the gradients when a wrapper is made. GRADIENTS ends each backward pass.
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
-GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS)
+GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS, in_step=True)
 
 
 LONGEST_TEXT = 400
@@ -162,13 +164,11 @@ class Call:
     """(file, line) of the user's code; shown in errors, never compared."""
     count: int = 0
     """A number of this rank that all members receive, such as its rows in an allgather; it may differ between them."""
-    flag: bool = False
-    """A truth value of this rank that all members receive; it may differ between them."""
     payload: bytes = b""
-    """Small data sent in the same message as the agreement. Its length follows from `arguments`.
+    """Small data sent in the same message as the agreement: of all members, or of the root of a broadcast.
 
-    If the kind has `Data.AFTER`, it is all data of the call: nothing else is sent when all members have sent theirs.
-    `payload_capacity` in matching.py limits it.
+    If the kind has `Data.AFTER`, it is all data of the call: nothing is sent after the agreement. Which members send
+    some follows from `arguments`, and so does its length. `payload_capacity` in matching.py limits it.
     """
 
     @property

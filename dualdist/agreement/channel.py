@@ -5,22 +5,21 @@ each rank's oldest pending call is the same, one exchange of digests suffices (`
 exchange all their pending calls (`match`), and wait for each other's news where nothing matches yet.
 
 A Request holds a call until it has ended. One thread at a time, which holds `_running`, runs the pending ones in
-rounds: the caller's own thread if nothing else is pending, else a worker thread. In this file: Ahead (calls without an
-agreement), Request, News (wakes the thread), Channel.
+rounds: the caller's own thread if nothing else is pending, else a worker thread. In this file: Request, News (wakes the
+thread), Channel. ahead.py has the calls of a channel without an agreement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import pickle
 import queue
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -31,148 +30,17 @@ from ..backends.base import Group
 from ..backends.through_host import ThroughHost
 from ..checks import add_note, text_of
 from ..errors import CollectiveMismatchError, StallError
+from .ahead import Ahead
 from .call import JOIN, Call, Data, Kind, Record, WhenJoined, call_site
 from .connections import Connections
-from .guard import Guard, OutOfStepError, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
+from .guard import Guard, awaited, in_turn, is_blocked, run_calls_of_others, waiting_for
 from .matching import ACTIVE, FAILED, JOINED, Execute, Match, PendingCall, Standing, Verdict, agree, match
 from .timeline import Timeline, profiler_runs
 from .usage import reduced_bytes
 from .watch import StallWatch
 
-# Collectives on devices that the host starts without waiting for the other ranks.
-#
-# An agreement is a message between CPUs. The CPU waits for it, although it could run ahead of the device. The calls of
-# training repeat in each step. Therefore a call that the last step also made at this point needs no agreement. At the
-# end of each step the members compare the calls that they have made, so that a difference raises on all members.
-
-_LONGEST = 10_000
-"""How many calls of a step are remembered. More are made only where no step ends."""
-_DESCRIPTION_BYTES = 32
-"""The length of what a rank reports of its calls."""
-
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class Ahead:
-    """The calls of one process set that run ahead. All members make them in the same order."""
-
-    def __init__(
-        self,
-        run: Callable[[Call, Execute[Any]], Any],
-        guard: Callable[[Call, Callable[[], Any]], Any],
-        make_group: Callable[[], Group] | None,
-    ) -> None:
-        """Prepare. Local.
-
-        Args:
-            run: runs a call with an agreement.
-            guard: returns what the function returns, watched for a stall of the call.
-            make_group: makes the group of the calls; collective over the members. None: every call has an agreement.
-        """
-        self._run, self._guard, self._make_group = run, guard, make_group
-        # A group of its own: other threads use the groups of the channel.
-        self._group: Group | None = None
-        self._start_over()
-
-    def _start_over(self) -> None:
-        self._last_end: Hashable = None
-        """The call that ended the last step."""
-        self._earlier: dict[Hashable, list[tuple[object, ...]]] = {}
-        """The call that ended a step -> the calls of the last step after it."""
-        self._made: list[tuple[object, ...]] = []
-        """The calls since then."""
-        self._count, self._digest = 0, b""
-
-    def run(self, call: Call, execute: Execute[T]) -> T:
-        """Run `call` as Channel.run does, but without an agreement if the last step made it at this point.
-
-        `execute` must not wait for the data.
-        """
-        if self._make_group is None:
-            return self._run(call, execute)  # type: ignore[no-any-return]
-        earlier = self._earlier.get(self._last_end, [])
-        if earlier[self._count : self._count + 1] == [call.identity]:
-            result = in_turn(call, self._execute, call, execute, Verdict(call))
-        else:
-            known = replace(call, arguments=(*call.arguments, ("calls_before", self._description())))
-            result = self._run(known, lambda group, verdict: self._execute(call, execute, verdict))
-        if self._count < _LONGEST:
-            self._made.append(call.identity)
-        self._count += 1
-        self._digest = hashlib.blake2b(self._digest + repr(call.identity).encode(), digest_size=4).digest()
-        return result
-
-    def _execute(self, call: Call, execute: Execute[T], verdict: Verdict) -> T:
-        if self._group is None:
-            assert self._make_group is not None
-            self._group = self._make_group()
-        group = self._group
-        return self._guard(call, lambda: execute(group, verdict))  # type: ignore[no-any-return]
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the members have made such calls. The same on all of them."""
-        return self._group is not None
-
-    def _description(self) -> str:
-        """Return the number and a digest of the calls of this step; "" if there are none."""
-        return f"{self._count} calls ({self._digest.hex()})" if self._count else ""
-
-    def end_step(self, call: Call, execute: Execute[T]) -> T:
-        """Run `call` as Channel.run does, and compare the calls before it. The step ends.
-
-        Raises CollectiveMismatchError if they differ, HorovodInternalError if a member has joined and missed them.
-        """
-        if self._make_group is None:
-            return self._run(call, execute)  # type: ignore[no-any-return]
-        made = self._description()
-        own = made.encode().ljust(_DESCRIPTION_BYTES)
-
-        def compare_first(group: Group, verdict: Verdict) -> tuple[T | None, Sequence[bytes]]:
-            if verdict.joined:
-                if made:
-                    raise OutOfStepError(f"ranks have joined, but the others made {made} of SyncBatchNorm")
-                return execute(group, verdict), ()
-            all_made = verdict.payloads if any(verdict.payloads) else group.allgather_bytes(own)
-            return (None, all_made) if len(set(all_made)) > 1 else (execute(group, verdict), ())
-
-        result, differing = self._run(replace(call, payload=own), compare_first)
-        if differing:
-            self.forget()
-            shown = [text.decode().strip() or "no calls" for text in differing]
-            raise CollectiveMismatchError(
-                f"The ranks ran different layers before {call.kind} at {call.where}: "
-                f"{', '.join(f'{place}: {text}' for place, text in enumerate(shown))} (places in the process set). Run "
-                "the same layers in the same order on all ranks."
-            )
-        if made:
-            self._earlier[self._last_end] = self._made
-            self._earlier.setdefault(call.identity, self._made)  # most programs have one kind of step
-            self._last_end = call.identity
-            self._made, self._count, self._digest = [], 0, b""
-        return result  # type: ignore[no-any-return]
-
-    def forget(self) -> None:
-        """Start over after members have made different calls: those that only some have made would never end. Local."""
-        self._start_over()
-        self.abort()
-        self._group = None
-
-    def abort(self) -> None:
-        """End the collectives in progress without the other members. Local."""
-        if self._group is not None:
-            self._group.abort()
-
-    def close(self) -> None:
-        """Release the group. Local."""
-        if self._group is not None:
-            self._group.close()
-
-    def ends_soon(self) -> bool:
-        """Return what `Group.ends_soon` does. Local."""
-        return self._group is None or self._group.ends_soon()
-
 
 StandIn = Callable[[Call, Group, Verdict], None]
 """What a rank that has called `join` runs when the other ranks call a collective."""
@@ -310,8 +178,6 @@ class Channel:
         self.group = data
         self.gradients = gradients
         """The group that sends buckets of gradients: without an agreement for each, see gradients/reducer.py."""
-        self.through_host = ThroughHost(gradients)
-        """Starts the allreduces of `gradients`."""
         self.sent_digest = 0
         """A digest of which buckets this rank has sent, in their order; equal on all members at each reduction."""
         self._name = name
@@ -342,11 +208,17 @@ class Channel:
         )
         # Without `self`: the group must be freed with its last user.
         data.find_cause = lambda: str(watched.fail())
-        self._usage = watch.usage
-        self._watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
+        self.usage = watch.usage
+        self.watched_gradients = watch.add_channel(f"{name}, gradients", data.ranks)
+        """What the members report about the exchange over `gradients`."""
         watched_ahead = watch.add_channel(f"{name}, ahead", data.ranks)
         self.ahead = Ahead(self.run, functools.partial(self._guard.run, watched_ahead), make_ahead)
         self._groups = data, gradients, self.ahead
+
+    @functools.cached_property
+    def through_host(self) -> ThroughHost:
+        """Starts the allreduces of `gradients`."""
+        return ThroughHost(self.gradients)
 
     @property
     def num_joined(self) -> int:
@@ -366,11 +238,7 @@ class Channel:
         method, `submit`, `fail` and `join` raise RuntimeError in a signal handler that has interrupted one of them in
         the same thread.
         """
-        try:
-            return in_turn(call, self._run, Request(ACTIVE, call, execute))
-        except CollectiveMismatchError:
-            self.ahead.forget()
-            raise
+        return in_turn(call, self._run_or_enqueue, Request(ACTIVE, call, execute))
 
     def submit(self, call: Call, execute: Execute[T]) -> Request[T]:
         """Queue `call` and return at once."""
@@ -391,24 +259,7 @@ class Channel:
 
         Collective over the process set. Raises StallError and HorovodInternalError as `run` does.
         """
-        return self._guard.run(self._watched_gradients, call, step, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def counting_data(self) -> Iterator[None]:
-        """Count the time in the `with` block as a wait for data. Local."""
-        since = time.time_ns()
-        try:
-            yield
-        finally:
-            self._usage.add_data(since)
-
-    def report_failure(self, step: str, text: str) -> None:
-        """Let `failure(step)` return `text` on the other members, which may be waiting. Takes a few seconds at most."""
-        self._watched_gradients.report_failure(step, text)
-
-    def failure(self, step: str) -> str | None:
-        """Return what another member has reported about `step` of the exchange over `gradients`. Local."""
-        return self._watched_gradients.failures.get(step)
+        return self._guard.run(self.watched_gradients, call, step, *args, **kwargs)
 
     def check_peers(self) -> None:
         """End the collectives in progress if a member has died. For devices, from a thread of its own. Local."""
@@ -426,7 +277,8 @@ class Channel:
         self._connections.say_goodbye()
         self._connections.close()
         self._news.close()
-        self.through_host.close(_LAST_CALLS_SECONDS)
+        if "through_host" in vars(self):  # else it was never used
+            self.through_host.close(_LAST_CALLS_SECONDS)
 
     def ends_soon(self) -> bool:
         """Return whether `Group.ends_soon` does for all groups. Local."""
@@ -453,7 +305,7 @@ class Channel:
     # Pending calls
 
     def _enqueue(self, request: Request[T]) -> Request[T]:
-        request.on_wait, request.on_waited = self._news.give, self._usage.add
+        request.on_wait, request.on_waited = self._news.give, self.usage.add
         if request.call.name is not None:
             self._named[request.call.key] = request
         if self._worker is None:
@@ -490,7 +342,7 @@ class Channel:
             oldest.end(error=error)
             self._forget(oldest)
 
-    def _run(self, request: Request[T]) -> T:
+    def _run_or_enqueue(self, request: Request[T]) -> T:
         """Run `request` in this thread if nothing else is pending, else in the worker thread. Return its result."""
         if self._pending or not self._running.acquire(blocking=False):
             return self._enqueue(request).get()
@@ -506,7 +358,7 @@ class Channel:
         finally:
             self._own = None
             self._running.release()
-        self._usage.add(request.record)
+        self.usage.add(request.record)
         return request.get()
 
     def _add(self, request: Request[Any]) -> None:
@@ -523,11 +375,11 @@ class Channel:
     def _run_round(self, oldest: Request[Any]) -> None:
         """Run the oldest call if it is the oldest one of all members, else the pending calls that match."""
         call = oldest.call
-        if not (self._timeline.is_open or profiler_runs()):
+        if self._timeline.file is None and not profiler_runs():
             verdict = agree(self._connections, oldest.state, call, oldest.issued)
         else:
             with self._timeline.negotiation(self._name, self.group.ranks, call) as mark_arrivals:
-                needs_times = self._timeline.is_open
+                needs_times = self._timeline.file is not None
                 verdict = agree(self._connections, oldest.state, call, oldest.issued, needs_times=needs_times)
                 mark_arrivals(verdict.arrivals)
         if verdict.call is None:
@@ -537,7 +389,7 @@ class Channel:
             return
         self._joined = frozenset()
         self._watched.agree(oldest.record)
-        if _has_more_data(call, verdict):
+        if _communicates(call, verdict):
             # An exception here stops the channel (Guard.run): it is unknown how much of the data was sent.
             oldest.end(self._execute(call, oldest.execute, verdict))
         else:
@@ -551,17 +403,17 @@ class Channel:
         except BaseException as error:
             request.end(error=error)
 
-    def _perform(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
-        """Execute a call of a match. If it sends more data, it has a guard of its own: it may stall by itself."""
-        if not _has_more_data(call, verdict):
+    def _execute_matched(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
+        """Execute a call of a match. If the members communicate in it, it has a guard of its own: it may stall."""
+        if not _communicates(call, verdict):
             return self._execute(call, execute, verdict)
         return self._guard.run(self._watched, call, self._execute, call, execute, verdict)
 
     def _execute(self, call: Call, execute: Execute[T] | None, verdict: Verdict) -> T:
         """Return what `execute` returns, and record its time on the timeline."""
         assert execute is not None
-        self._usage.reduced += reduced_bytes(call.arguments)
-        if not (self._timeline.is_open or profiler_runs()):
+        self.usage.reduced += reduced_bytes(call.arguments)
+        if self._timeline.file is None and not profiler_runs():
             return execute(self.group, verdict)
         with self._timeline.operation(self._name, call):
             return execute(self.group, verdict)
@@ -614,6 +466,8 @@ class Channel:
     def _end_matched(self, requests: list[Request[Any]], found: Match, oldest: Request[Any]) -> None:
         """End the calls about which the members have agreed. requests: this rank's."""
         before, self._joined = self._joined, found.joined
+        if any(outcome.verdict.steps_differ for outcome in found.outcomes):
+            self.ahead.forget()  # on all members, also on those that do not raise
         raises = any(self.group.rank in outcome.verdict.raising for outcome in found.outcomes)
         note = self._watched.dump("a call did not match on all ranks")() if raises else ""
         for outcome in found.outcomes:
@@ -625,7 +479,9 @@ class Channel:
                     mark_arrivals(verdict.arrivals)
             if request is None:
                 if verdict.call is not None:  # this rank has joined
-                    self._perform(verdict.call, functools.partial(self._stand_in, verdict.call), verdict)
+                    self._execute_matched(
+                        verdict.call, functools.partial(self._stand_in, verdict.call), verdict
+                    )
                 continue
             if self.group.rank in verdict.raising:
                 error = CollectiveMismatchError(verdict.error)
@@ -634,7 +490,7 @@ class Channel:
             elif verdict.call is None:  # this rank has failed in the call
                 request.end()
             else:
-                self._end(request, verdict, self._perform)
+                self._end(request, verdict, self._execute_matched)
             self._pending.remove(request)
         if found.is_over:
             self._joined = frozenset()
@@ -645,7 +501,8 @@ class Channel:
                     self._pending.remove(request)
 
 
-def _has_more_data(call: Call, verdict: Verdict) -> bool:
-    """Return whether the members send data in `call` after they have agreed on it."""
-    has_data = call.kind.when_joined is not WhenJoined.NOTHING
-    return has_data and not (call.kind.data is Data.AFTER and any(verdict.payloads))
+def _communicates(call: Call, verdict: Verdict) -> bool:
+    """Return whether the members communicate in `call` after they have agreed on it."""
+    if call.kind.data is Data.AFTER and any(verdict.payloads):
+        return False
+    return call.kind.when_joined is not WhenJoined.NOTHING  # of a barrier

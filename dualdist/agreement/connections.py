@@ -232,8 +232,18 @@ class Connections:
         """
         messages = [message]  # messages[j] is from the member at place rank + j, modulo size
         deadline = self.deadline() if seconds is None else time.monotonic() + seconds
-        for count, target, source in self._rounds:
-            messages += _swap(target, messages[:count], source, deadline)
+        try:
+            for count, target, source in self._rounds:  # target and source may be the same peer
+                unsent = memoryview(framed(messages[:count]))
+                taken: list[bytes] = []
+                while unsent := unsent[target.send(unsent) :]:
+                    taken = taken or source.take(count)
+                    _wait(target.socket, None if taken else source.socket, deadline)
+                while not (taken := taken or source.take(count)):
+                    source.wait(deadline)
+                messages += taken
+        except (OSError, ValueError) as error:
+            raise _lost(error) from error
         return messages[self.size - self.rank :] + messages[: self.size - self.rank]
 
     def alert(self) -> None:
@@ -242,10 +252,16 @@ class Connections:
         Raises as `allgather_messages` does.
         """
         deadline = self.deadline()
-        for _, target, _ in self._rounds:
-            _send(target, b"", deadline)
-        for _, _, source in self._rounds:
-            _receive(source, deadline)
+        try:
+            for _, target, _ in self._rounds:
+                unsent = memoryview(framed([b""]))
+                while unsent := unsent[target.send(unsent) :]:
+                    _wait(target.socket, None, deadline)
+            for _, _, source in self._rounds:
+                while not source.take(1):
+                    source.wait(deadline)
+        except (OSError, ValueError) as error:
+            raise _lost(error) from error
 
     def wait_for_peers(self, signal: socket.socket, seconds: float) -> bool:
         """Wait until a peer has sent something, `signal` is readable, or for `seconds`. Return whether a peer has."""
@@ -257,8 +273,8 @@ class Connections:
                 poll.register(held, select.POLLIN)
             ready = poll.poll(min(_LONGEST_POLL, 1e3 * seconds))
             return any(descriptor != signal.fileno() for descriptor, _ in ready)
-        except (OSError, ValueError) as error:  # another thread has closed a socket
-            raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
+        except (OSError, ValueError) as error:
+            raise _lost(error) from error
 
     def deadline(self) -> float:
         """Return when a wait that begins now has stalled, on the clock of `time.monotonic`."""
@@ -436,37 +452,9 @@ def _powers_of_two(limit: int) -> list[int]:
     return [1 << bit for bit in range((limit - 1).bit_length())]
 
 
-def _swap(target: _Peer, messages: list[bytes], source: _Peer, deadline: float) -> list[bytes]:
-    """Send `messages` to `target` and return as many messages from `source`; both may be the same peer."""
-    unsent = memoryview(framed(messages))
-    taken: list[bytes] = []
-    try:
-        while unsent := unsent[target.send(unsent) :]:
-            taken = taken or source.take(len(messages))
-            _wait(target.socket, None if taken else source.socket, deadline)
-        while not (taken := taken or source.take(len(messages))):
-            source.wait(deadline)
-        return taken
-    except (OSError, ValueError) as error:  # ValueError: another thread has closed the socket
-        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
-
-
-def _send(target: _Peer, message: bytes, deadline: float) -> None:
-    unsent = memoryview(framed([message]))
-    try:
-        while unsent := unsent[target.send(unsent) :]:
-            _wait(target.socket, None, deadline)
-    except (OSError, ValueError) as error:
-        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
-
-
-def _receive(source: _Peer, deadline: float) -> bytes:
-    try:
-        while not (taken := source.take(1)):
-            source.wait(deadline)
-    except (OSError, ValueError) as error:
-        raise HorovodInternalError(f"the connection to a rank was lost: {error}") from error
-    return taken[0]
+def _lost(error: OSError | ValueError) -> HorovodInternalError:
+    """Return the error of an exchange. A ValueError means that another thread has closed a socket."""
+    return HorovodInternalError(f"the connection to a rank was lost: {error}")
 
 
 def _wait(writable: socket.socket, readable: socket.socket | None, deadline: float) -> None:

@@ -28,18 +28,18 @@ from .connections import Connections
 
 # How the members of a process set agree when all of them make the same call, which must be fast.
 #
-# Each member sends a digest of its oldest pending call, its state (active, joined or failed), the call's flag and
-# count, the time (for the timeline), and the call's payload. A payload is data small enough to be sent with the
-# agreement, so that a small reduction costs one exchange instead of two. If all members are active and all digests are
-# equal, the call runs. Otherwise the members exchange all their pending calls; see `match`.
+# Each member sends a digest of its oldest pending call, its state (active, joined or failed), the call's count,
+# the time (for the timeline), and the call's payload. A payload is data small enough to be sent with the agreement, so
+# that a small reduction costs one exchange instead of two. If all members are active and all digests are equal, the
+# call runs. Otherwise the members exchange all their pending calls; see `match`.
 #
 # Equal messages are sent as one (connections.py), but times always differ. So in a large world the members exchange the
 # times after the calls, and only if the member that writes a timeline has asked for them. Then an agreement of n
 # members costs each of them log2(n) messages and O(log n) bytes, unless payloads, counts or calls differ.
 
 ACTIVE, JOINED, FAILED = range(3)
-_MESSAGE = struct.Struct("<16sB?6xqq")
-"""Digest, state, the call's flag and count, time. A large world has instead of the time: 1 to ask for it, else 0."""
+_MESSAGE = struct.Struct("<16sB7xqq")
+"""Digest, state, the call's count, time. A large world has instead of the time: 1 to ask for it, else 0."""
 _TIME = struct.Struct("<q")
 _SMALL_WORLD = 8
 """The most members that send the time with the call: one exchange of a few more bytes costs less than two."""
@@ -67,14 +67,14 @@ class Verdict(NamedTuple):
     """Places (indices in the process set) of the members that have joined and did not make the call."""
     counts: tuple[int, ...] = ()
     """Every member's `Call.count`."""
-    flags: tuple[bool, ...] = ()
-    """Every member's `Call.flag`."""
     payloads: tuple[bytes, ...] = ()
-    """Every member's payload; empty unless all sent it with the agreement."""
+    """Every member's payload, b"" if it has sent none. () if the members have exchanged all their pending calls."""
     error: str | None = None
     """The message of the error that the members in `raising` raise."""
     raising: frozenset[int] = frozenset()
     """Places of the members that raise `error`."""
+    steps_differ: bool = False
+    """Whether members may have made different calls in this training step."""
     arrivals: tuple[int, ...] = ()
     """When each member made its call, in nanoseconds since the epoch by its own clock. Empty if nobody needs it."""
 
@@ -85,6 +85,7 @@ Execute = Callable[[Group, Verdict], T]
 """Moves the data of a call over the group, after the agreement; returns the result."""
 
 
+@functools.cache
 def payload_capacity(size: int, most: int = _PAYLOAD_BYTES) -> int:
     """Return how many bytes of payload each of `size` members may send with a call, at most `most`."""
     return min(most, _PAYLOAD_BYTES_OF_ALL // size)
@@ -98,15 +99,13 @@ def agree(
     issued: as in PendingCall. needs_times: whether this member needs `Verdict.arrivals`; it may differ between members.
     """
     digest, is_small = _digest(call.identity), connections.size <= _SMALL_WORLD
-    message = _MESSAGE.pack(digest, state, call.flag, call.count, issued if is_small else needs_times)
+    message = _MESSAGE.pack(digest, state, call.count, issued if is_small else needs_times)
     messages = connections.allgather_messages(message + call.payload)
     are_equal = messages.count(messages[0]) == len(messages)
     if not (is_small or needs_times) and state == ACTIVE and are_equal:
         every = connections.size
-        return Verdict(
-            call, counts=(call.count,) * every, flags=(call.flag,) * every, payloads=(call.payload,) * every
-        )
-    digests, states, flags, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
+        return Verdict(call, counts=(call.count,) * every, payloads=(call.payload,) * every)
+    digests, states, counts, arrivals = zip(*map(_MESSAGE.unpack_from, messages), strict=True)
     if not is_small and any(arrivals):
         times = connections.allgather_messages(_TIME.pack(issued))
         arrivals = tuple([time for message in times for (time,) in [_TIME.unpack(message)]])
@@ -114,7 +113,7 @@ def agree(
         arrivals = ()
     if set(states) == {ACTIVE} and set(digests) == {digest}:
         payloads = tuple([other[_MESSAGE.size :] for other in messages])
-        return Verdict(call, counts=counts, flags=flags, payloads=payloads, arrivals=arrivals)
+        return Verdict(call, counts=counts, payloads=payloads, arrivals=arrivals)
     return Verdict(None, arrivals=arrivals)
 
 
@@ -367,19 +366,18 @@ def _judge(entries: Mapping[int, PendingCall], ranks: Sequence[int]) -> Verdict:
     joined = frozenset(range(len(ranks))) - everyone
     if any(call.identity != first.identity for call in calls.values()):
         text = calls_differ({ranks[place]: call for place, call in calls.items()})
-        return Verdict(None, joined, error=text, raising=everyone)
+        return Verdict(None, joined, error=text, raising=everyone, steps_differ=first.kind.in_step)
     if joined and first.kind.when_joined is WhenJoined.UNSUPPORTED:
         members = ", ".join(str(ranks[place]) for place in sorted(joined))
         text = (
             f"{first} at {first.where} is not supported with Join at this time: ranks {members} have joined."
         )
-        return Verdict(None, joined, error=text, raising=everyone)
+        return Verdict(None, joined, error=text, raising=everyone, steps_differ=first.kind.in_step)
     every = [entries.get(place) for place in range(len(ranks))]
     return Verdict(
         first,
         joined,
         counts=tuple(entry.call.count if entry else 0 for entry in every),
-        flags=tuple(entry.call.flag if entry else False for entry in every),
         arrivals=tuple(entry.issued if entry else 0 for entry in every),
     )
 
@@ -402,7 +400,7 @@ def _end_all(
     text = nothing_matches(awaited, others)
     return [
         Outcome(
-            Verdict(None, error=text, raising=frozenset([place])),
+            Verdict(None, error=text, raising=frozenset([place]), steps_differ=True),
             tuple(index if other == place else None for other in range(len(ranks))),
         )
         for place, index in ended

@@ -152,9 +152,8 @@ class Timeline:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._file: TraceFile | None = None
-        self.is_open = False
-        """Whether a file is."""
+        self.file: TraceFile | None = None
+        """The open file."""
         self._mark_cycles = False
         self._rows: dict[str, int] = {}
         """Channel -> its row (tid) in each track."""
@@ -166,21 +165,20 @@ class Timeline:
         Raises ConfigurationError when the file cannot be written.
         """
         self._mark_cycles = mark_cycles
-        if self._backend.rank != 0 or (self._file is not None and self._file.path == path):
+        if self._backend.rank != 0 or (self.file is not None and self.file.path == path):
             return
         self.close()
         try:
-            self._file = TraceFile(path)
+            self.file = TraceFile(path)
         except OSError as error:
             raise ConfigurationError(
                 f"The timeline must be a file that can be written, but is {path!r} instead: {error.strerror}. "
                 "Choose another one in HOROVOD_TIMELINE or start_timeline()."
             ) from error
-        self.is_open = True
 
     def close(self) -> None:
         """Close the file, if one is open."""
-        file, self._file, self.is_open = self._file, None, False
+        file, self.file = self.file, None
         self._recorded.clear()
         if file is not None:
             file.close()
@@ -188,7 +186,7 @@ class Timeline:
     @contextlib.contextmanager
     def negotiation(self, channel: str, ranks: Sequence[int], call: Call) -> Iterator[MarkArrivals]:
         """Record the `with` block as the agreement of `ranks` on `call`. Yield a function that marks the calls."""
-        file, track, event = self._file, _track_name(call), f"NEGOTIATE_{_event_name(call)}"
+        file, track, event = self.file, _track_name(call), f"NEGOTIATE_{_event_name(call)}"
         with record_function(f"dualdist::{event} {track}"):
             if file is None:
                 yield lambda arrivals: None
@@ -211,7 +209,7 @@ class Timeline:
     @contextlib.contextmanager
     def operation(self, channel: str, call: Call) -> Iterator[None]:
         """Record the `with` block as the time in which the data of `call` is sent."""
-        file, track, event = self._file, _track_name(call), _event_name(call)
+        file, track, event = self.file, _track_name(call), _event_name(call)
         if call.kind.data is not Data.AFTER:
             yield
             return
@@ -232,7 +230,7 @@ class Timeline:
 
         The span ends when the program notices that the work is done: in a wait for it, or when the next work starts.
         """
-        file = self._file
+        file = self.file
         if file is None:
             return _RecordedWork(work, name) if profiler_runs() else work
         abandoned = self._recorded.pop(name, None)

@@ -6,16 +6,16 @@ rank that agrees on a call knows when it has made the call, when the last member
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import math
 import operator
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -58,10 +58,15 @@ class Usage:
             self._data += max(0, record.ended - max(agreed, begin))
             self._calls += 1
 
-    def add_data(self, since: int) -> None:
-        """Add a wait for data, from `since` to now."""
-        if _is_of_the_script():
-            self._data += time.time_ns() - since
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time in the `with` block as a wait for data."""
+        since = time.time_ns()
+        try:
+            yield
+        finally:
+            if _is_of_the_script():
+                self._data += time.time_ns() - since
 
     def measure_loading(self) -> Callable[[], None]:
         """From now on, count how long DataLoaders take for the next batch. Returns the function that ends this."""
@@ -141,7 +146,7 @@ def combined(ranks: Sequence[Report], former: Report | None = None) -> Report:
     others = [report for report in ranks if report is not slowest]
     if not others:
         return found
-    more = {kind: slowest[kind] - statistics.fmean(report[kind] for report in others) for kind in KINDS}
+    more = {kind: slowest[kind] - sum(report[kind] for report in others) / len(others) for kind in KINDS}
     if -more["waiting"] >= _MOST_DIFFERENCE:
         reason = max(("computing", "data_loading"), key=lambda kind: more[kind])
         found |= {"slowest": slowest["rank"], "reason": reason, "share": -more["waiting"]}

@@ -439,10 +439,15 @@ class StallWatch:
         """Return what the members of `channel` are doing, seen from a call with this number and key."""
         seconds = _FAILED_SECONDS if has_failed else _STALLED_SECONDS
         seconds = min(seconds, self._settings.stall_timeout_seconds)
+
+        def ask(rank: int) -> Doing:
+            return self._doing(rank, channel, number, key, seconds)
+
         with ThreadPoolExecutor(min(_MOST_QUESTIONS, len(channel.ranks)), "dualdist-survey") as pool:
-            found = list(
-                pool.map(lambda rank: self._doing(rank, channel, number, key, seconds), channel.ranks)
-            )
+            try:
+                found = list(pool.map(ask, channel.ranks))
+            except RuntimeError:  # the interpreter ends, and starts no thread
+                found = list(map(ask, channel.ranks))
         if has_failed and self._server is not None:
             self._try_to_ask(self.rank, ["", channel.name])  # reads first what ranks said before they ended
         members = dict(zip(channel.ranks, found, strict=True))

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import BackendUnavailableError, ConfigurationError
 from ..types import Launch
@@ -102,27 +102,43 @@ def load(name: str) -> type[Backend]:
     return backend
 
 
-def choose(
-    asked: str | None, transport: str | None, launch: Launch, env: Mapping[str, str]
-) -> tuple[type[Backend], str]:
-    """Return the backend class to use, and the reason in a few words.
+class Choice(NamedTuple):
+    """What `init` starts."""
 
-    The first of these decides: the argument of `init`, DUALDIST_BACKEND, a backend that already runs in this process,
-    the launcher.
+    backend: type[Backend]
+    transport: str | None
+    """The one that the user asks for; None: the backend takes the fastest one on this machine."""
+    reason: str
+    """Why this backend, in a few words."""
+
+
+def choose(asked: str | None, transport: str | None, launch: Launch, env: Mapping[str, str]) -> Choice:
+    """Return the backend and the transport to use. asked, transport: the arguments of `init`.
+
+    The first of these decides on the backend: the argument, DUALDIST_BACKEND, a backend that already runs in this
+    process, the launcher. On the transport: the argument, DUALDIST_TRANSPORT.
+
+    Raises ConfigurationError for an unknown name, BackendUnavailableError when the backend is not installed.
     """
+    transport = transport or env.get("DUALDIST_TRANSPORT") or None
+    check_transport(transport)
+
+    def choice(name: str, reason: str) -> Choice:
+        return Choice(load(name), transport, reason)
+
     if asked is not None:
-        return load(asked), "asked for by init(backend=)"
+        return choice(asked, "asked for by init(backend=)")
     if env.get("DUALDIST_BACKEND"):
-        return load(env["DUALDIST_BACKEND"]), "asked for by DUALDIST_BACKEND"
+        return choice(env["DUALDIST_BACKEND"], "asked for by DUALDIST_BACKEND")
     imported = {"torch": "torch.distributed" in sys.modules, "horovod": is_imported()}
     for name in BACKENDS:
         if imported.get(name) and load(name).is_running():
-            return load(name), f"{name} already runs in this process"
+            return choice(name, f"{name} already runs in this process")
     if transport is None and not launch.by_launcher and launch.init_method is None:
-        return load("local"), "a single process"
+        return choice("local", "a single process")
     if _launcher_starts_horovod(launch, env):
-        return load("horovod"), f"started by {launch.launcher} with Horovod installed"
-    return load(DEFAULT_BACKEND), f"started by {launch.launcher}"
+        return choice("horovod", f"started by {launch.launcher} with Horovod installed")
+    return choice(DEFAULT_BACKEND, f"started by {launch.launcher}")
 
 
 def _launcher_starts_horovod(launch: Launch, env: Mapping[str, str]) -> bool:

@@ -60,7 +60,7 @@ def allow_open_files(size: int) -> None:
     Rank 0 has one more connection to each rank while the world starts. Raises ConfigurationError if the hard limit is
     too low.
     """
-    needed, allowed = server.allow_open_files((_GROUPS + 1) * size)
+    needed, allowed = server.raise_file_limit((_GROUPS + 1) * size)
     if allowed < needed - server.SPARE_FILES:
         raise ConfigurationError(
             f"The hard limit of open files must be at least {needed} for {size} ranks, but is {allowed} instead. Raise "
@@ -339,7 +339,10 @@ class Backend(ABC):
         """
 
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:
-        """Do the same. Collective over `ranks` alone. A backend overrides it if `new_groups` needs the other ranks."""
+        """Return what `new_groups` does. Collective over `ranks` alone.
+
+        A backend overrides it if its `new_groups` needs the other ranks.
+        """
         return self.new_groups(ranks, count, exchange)
 
     @abstractmethod

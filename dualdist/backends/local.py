@@ -82,7 +82,7 @@ class LocalBackend(Backend):
 
     def open_process_group(self) -> None:
         with temporary_environment({"GLOO_SOCKET_IFNAME": interface_of(self.address)}):
-            self._default_group.open("gloo", dist.HashStore(), self.rank, self.size, self._timeout)
+            self._default_group.open({"cpu": "gloo"}, dist.HashStore(), self.rank, self.size, self._timeout)
 
     def shutdown(self) -> None:
         self._default_group.close()

@@ -8,18 +8,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..meeting import find_board
+from ..meeting import find_board, no_board
 from ..meeting.addresses import Addresses, find_addresses
-from ..meeting.boards import ADVICE, Board, PublishedBoard
+from ..meeting.boards import ADVICE, Board, PublishedBoard, given_board
+from ..meeting.export import export_environment
 from ..meeting.member import Meeting
+from ..meeting.pmi import process_manager
 from ..types import Launch
 
 
@@ -65,7 +69,7 @@ def meet(
 
 def _board(launch: Launch, env: Mapping[str, str], seconds: float) -> Board:
     if launch.init_method != "env://" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return find_board(launch, env)
+        return _launchers_board(launch, env)
     try:
         store = _agents_store(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -75,6 +79,20 @@ def _board(launch: Launch, env: Mapping[str, str], seconds: float) -> Board:
             f"does not: {problem}. Look at torchrun's output."
         ) from error
     return StoreBoard(launch, env, store)
+
+
+def _launchers_board(launch: Launch, env: Mapping[str, str]) -> Board:
+    """Return where the ranks meet. If the launcher gives no address, they first agree on one through PMI-1 or PMIx."""
+    board = find_board(launch, env)
+    if board is not None:
+        return board
+    if launch.starts_mpi and process_manager(env):
+        export_environment()
+        return given_board(replace(launch, init_method="env://"), os.environ)
+    raise no_board(
+        launch,
+        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)",
+    )
 
 
 @functools.cache

@@ -62,27 +62,25 @@ class ThroughHost:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._waiting: deque[_QueuedWork] = deque()
-        """Those that the worker thread has not started yet."""
+        self.waiting: deque[_QueuedWork] = deque()
+        """Those that the worker thread has not started yet. If there are any, `allreduce_` must start the next one."""
         self._worker = Worker(self._start_waiting, "dualdist-buckets")
         self._stream_on = functools.cache(accelerator.new_stream)
         """The stream of the copies from a device."""
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str, host: torch.Tensor | None) -> Work:
         """Start what `Group.allreduce_` does. host: memory for a copy of `tensor`; None: the group can send it."""
-        if host is None and not self._waiting:
-            return self._group.allreduce_(tensor, op, tag)
         work = _QueuedWork(self._group, tensor, tensor if host is None else host, op, tag)
         if host is not None:
             work.copy_on(self._stream_on(tensor.device))
-        self._waiting.append(work)
+        self.waiting.append(work)
         self._worker.wake()
         return work
 
     def _start_waiting(self) -> None:
-        while self._waiting:
-            self._waiting[0].start()
-            self._waiting.popleft()  # only now: later ones must not overtake it
+        while self.waiting:
+            self.waiting[0].start()
+            self.waiting.popleft()  # only now: later ones must not overtake it
 
     def close(self, seconds: float) -> None:
         """End the worker thread, for which to wait at most `seconds`. Local."""

@@ -31,7 +31,7 @@ from ..types import Launch, Settings
 from . import needs_gpus, transport_named
 from .base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from .store import SharedStore, StoreBoard, connect_again, meet, open_store
-from .torch_groups import DefaultGroup, TorchGroups, abort_process_group, config_text, gloo_interface
+from .torch_groups import DefaultGroup, TorchGroups, abort_process_group, gloo_interface
 from .torch_interface import (
     adopted_config,
     adopted_device,
@@ -41,7 +41,6 @@ from .torch_interface import (
     config_of,
     device_transport,
     error_handling,
-    transport_timeout,
     wrapped,
 )
 
@@ -122,15 +121,6 @@ def _shown(host: str) -> str:
     return host.rpartition("-")[0] or host
 
 
-def _start_mpi(launch: Launch, required: bool) -> bool:
-    """Start MPI and return whether it can be used. Raises BackendUnavailableError when it is `required` but cannot."""
-    from . import mpi
-
-    if required:
-        mpi.require(launch)
-    return required or mpi.start(launch)
-
-
 class TorchBackend(Backend):
     name = "torch"
 
@@ -140,13 +130,12 @@ class TorchBackend(Backend):
         config: Mapping[str, str],
         device: torch.device | None,
         shared: SharedStore,
-        place: tuple[int, int],
         settings: Settings,
         meeting: Meeting,
         adopted: bool,
     ) -> None:
-        """place: rank and size. adopted: whether the program has initialized torch.distributed."""
-        self.rank, self.size = place
+        """adopted: whether the program has initialized torch.distributed."""
+        self.rank, self.size = meeting.rank, meeting.size
         self.transport = transport_named(transport)
         self.device = device
         self.runs_ahead = device is not None
@@ -173,7 +162,7 @@ class TorchBackend(Backend):
 
     @classmethod
     def is_running(cls) -> bool:
-        return dist.is_available() and dist.is_initialized()
+        return dist.is_initialized()
 
     @classmethod
     def start(
@@ -183,9 +172,14 @@ class TorchBackend(Backend):
             return cls._adopt(transport, env, settings)
         if transport is not None:
             cls.check(transport, launch)
-        chosen = transport or device_transport() or ("mpi" if launch.starts_mpi else "gloo")
-        if chosen == "mpi" and not _start_mpi(launch, required=transport is not None):
-            chosen = "gloo"
+        chosen = transport or device_transport() or ("mpi" if launch.starts_mpi else _FALLBACK)
+        if chosen == "mpi":
+            from . import mpi
+
+            if transport is not None:
+                mpi.require(launch)
+            elif not mpi.start(launch):
+                chosen = _FALLBACK
         views = accelerator.visible(by_uuid=needs_gpus(chosen))
         offer = Offer(own_node(), launch.local_rank, views, chosen, is_asked=transport is not None)
         seconds = settings.start_timeout_seconds
@@ -200,8 +194,7 @@ class TorchBackend(Backend):
             undo.enter_context(temporary_environment(variables))
             if "gloo" in config.values():
                 allow_open_files(launch.size)
-            place = (launch.rank, launch.size)
-            started = cls(chosen, config, device, shared, place, settings, meeting, adopted=False)
+            started = cls(chosen, config, device, shared, settings, meeting, adopted=False)
             if device is not None:  # torch makes no other groups for accelerators without the default group
                 started.open_process_group()
             started._on_shutdown.push(undo.pop_all())
@@ -230,7 +223,7 @@ class TorchBackend(Backend):
                 offers = [Offer.from_text(text) for text in shared.messages]
                 device = bind_device(transport, offers, dist.get_rank())
             undo.pop_all()
-        adopted = cls(transport, config, device, shared, place, settings, meeting, adopted=True)
+        adopted = cls(transport, config, device, shared, settings, meeting, adopted=True)
         # For the groups that the adopted world makes from now on.
         adopted._on_shutdown.enter_context(temporary_environment(error_handling(device, env)))
         return adopted
@@ -290,7 +283,7 @@ class TorchBackend(Backend):
             return
         self._timeout = timeout
         self.store.set_timeout(timeout)
-        self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
+        self._default_group.set_timeout(timeout)
         self._groups.set_timeout(timeout)
 
     def open_process_group(self) -> None:
@@ -298,13 +291,13 @@ class TorchBackend(Backend):
             return
         connect = functools.partial(
             self._default_group.open,
-            config_text(self._config),
+            self._config,
             # NCCL has threads that wait in a store. Without NCCL, one connection is enough. Each takes time: c10d's
             # server looks up the peers' names one by one.
             self.store if self.device is None else connect_again(self.store),
             self.rank,
             self.size,
-            transport_timeout(self._timeout, self.device),
+            self._timeout,
             self.device,
         )
         self.start_step(connect)

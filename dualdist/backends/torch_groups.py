@@ -165,8 +165,15 @@ class TorchGroup(Group):
         return [row.numpy().tobytes() for row in received]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        if self._pg is not None:
-            set_timeout(timeout, self._pg)
+        if self._pg is None:
+            return
+        timeout = transport_timeout(timeout, self._device)
+        # Older releases of torch have only the private functions, newer ones warn of them.
+        setter = getattr(self._pg, "set_timeout", None) or getattr(self._pg, "_set_default_timeout", None)
+        if setter is not None:
+            setter(timeout)
+        else:
+            dist.distributed_c10d._set_pg_timeout(timeout, self._pg)
 
     def abort(self) -> None:
         """Begin to end the kernels of NCCL, which otherwise wait for a dead peer until the timeout.
@@ -224,16 +231,6 @@ def _abort_device_part(process_group: Any, device: torch.device) -> None:
         (backend.abort if hasattr(backend, "abort") else backend._shutdown)()  # before torch 2.6
 
 
-def set_timeout(timeout: timedelta, process_group: Any) -> None:
-    """Set the timeout of later collectives."""
-    # Older releases of torch have only the private function, newer ones warn of it.
-    setter = getattr(process_group, "set_timeout", None)
-    if setter is not None:
-        setter(timeout)
-    else:
-        dist.distributed_c10d._set_pg_timeout(timeout, process_group)
-
-
 # Process groups that their members make without the other ranks, and without torch.distributed's list of groups.
 #
 # torch.distributed.new_group names such a group after the number of groups that the process has made. The members of a
@@ -244,7 +241,7 @@ _DIRECT_KINDS = ("gloo", "mpi4py")
 
 
 class DirectGroup(TorchGroup):
-    """A group for tensors on the CPU."""
+    """A group of gloo or MPI for tensors on the CPU, which torch.distributed does not know."""
 
     def __init__(
         self, kind: str, store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta
@@ -261,12 +258,6 @@ class DirectGroup(TorchGroup):
                 else _mpi_group(own_store, name, place, len(ranks), timeout)
             )
         super().__init__(ranks, rank, own, frozenset({"cpu"}), None)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        if self._pg is not None:
-            # Gloo has only the private method in older releases of torch.
-            setter = getattr(self._pg, "set_timeout", None) or self._pg._set_default_timeout
-            setter(timeout)
 
     def close(self) -> None:
         pg, self._pg = self._pg, None
@@ -311,27 +302,32 @@ class DefaultGroup:
 
     def open(
         self,
-        backend: str,
+        config: Mapping[str, str],
         store: dist.Store,
         rank: int,
         size: int,
         timeout: timedelta,
         device: torch.device | None = None,
     ) -> None:
-        """Make the group, unless there is one. Collective. The arguments are those of init_process_group."""
+        """Make the group, unless there is one. Collective. config, device: as for TorchGroups."""
         if dist.is_initialized():
             return
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+            _config_text(config),
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=transport_timeout(timeout, device),
+            device_id=device,
         )
         self._own, self._store = dist.group.WORLD, store
         self.group = TorchGroup(range(size), rank, self._own, frozenset(), device)
 
-    def set_timeout(self, store_timeout: timedelta, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeouts of the group's store, and of its later collectives. Local."""
-        if self._store is not None and self._own is not None:
-            self._store.set_timeout(store_timeout)
-            set_timeout(timeout, self._own)
+        if self._store is not None and self.group is not None:
+            self._store.set_timeout(timeout)
+            self.group.set_timeout(timeout)
 
     def close(self, end: Callable[[], None] = dist.destroy_process_group) -> None:
         """Destroy the group by `end`, unless the program has done it. Local."""
@@ -346,7 +342,7 @@ _FIRST_MEMBERS_GROUP = 1_000_000
 """Above the numbers of all groups that all ranks make together."""
 
 
-def config_text(config: Mapping[str, str]) -> str:
+def _config_text(config: Mapping[str, str]) -> str:
     """Return `config` as torch's argument `backend`."""
     return ",".join(f"{kind}:{name}" for kind, name in config.items()) if len(config) > 1 else config["cpu"]
 
@@ -406,7 +402,7 @@ class TorchGroups:
         with wrapped():
             process_group = dist.new_group(
                 list(ranks),
-                backend=config_text(self._config),
+                backend=_config_text(self._config),
                 timeout=transport_timeout(self._timeout, self._device),
                 **options,
             )
@@ -444,7 +440,7 @@ class TorchGroups:
         """Set the timeout of later collectives. Local."""
         self._timeout = timeout
         for group in self._groups:
-            group.set_timeout(transport_timeout(timeout, self._device))
+            group.set_timeout(timeout)
 
     @property
     def are_aborted(self) -> bool:

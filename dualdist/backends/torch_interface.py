@@ -43,7 +43,7 @@ def wrapped() -> Iterator[None]:
 
 def world_group() -> Any:
     """Return torch's group of the whole world, None if torch.distributed does not run."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 TorchRanks: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -213,7 +213,7 @@ def config_of(transport: str) -> dict[str, str]:
 
 
 def adopted_config() -> dict[str, str]:
-    """Return the same for the process group that torch.distributed has, with a backend for the CPU."""
+    """Return what `config_of` does, for the process group that torch.distributed has. It always has the CPU."""
     pairs = [part.split(":", 1) for part in dist.get_backend_config().split(",")]
     return {"cpu": _CPU, **dict(pairs)}
 

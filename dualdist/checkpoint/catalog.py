@@ -32,7 +32,7 @@ class CatalogEntry:
 class Catalog:
     """The checkpoints of one folder, in the order in which they were saved. Only the processes that write use it.
 
-    Each is a file here. A subclass may have others: it overrides `pattern`, `sharded`, `place`, `file_of` and `remove`.
+    Each is a file here. A subclass may have others: it overrides `suffix`, `sharded`, `place`, `file_of` and `remove`.
 
     Damaged files stay for inspection, but are not among its entries.
 
@@ -41,7 +41,8 @@ class Catalog:
     durable: as for `replacing`.
     """
 
-    pattern = re.compile(r"step-(\d+)\.pt")
+    suffix = ".pt"
+    """Of the names of checkpoints."""
     sharded = False
     """The setting of CheckpointManager that has such a catalog."""
 
@@ -53,9 +54,10 @@ class Catalog:
         self._best = best
         self._durable = durable
         self._entries: list[CatalogEntry] = []
-        self._rejected: dict[Path, str] = {}
-        self._last_serial = 0
-        """The highest serial number that any file had, even a damaged one. Later checkpoints get higher ones."""
+        self.rejected: dict[Path, str] = {}
+        """Checkpoints that `find` passes over, because a rank has found them to be damaged, and why."""
+        self.next_serial = 1
+        """Higher than the serial number of every checkpoint that was listed, even if its data are damaged."""
 
     def open(self) -> None:
         """Make the folder, list its checkpoints, and remove the temporary files of a writer that was killed."""
@@ -66,29 +68,29 @@ class Catalog:
         self._read()
 
     def find(self, file: MemoryFile, *, best: bool = False) -> CatalogEntry | None:
-        """Copy the undamaged checkpoint that was saved last into `file`, and return its entry; None if there are none.
+        """Copy the undamaged checkpoint that was saved last into `file`, and return its entry; None if there is none.
 
-        best: the one with the best metric instead. Logs a warning for each damaged file that it skips. Raises
-        DamagedCheckpointError when all files are damaged.
+        best: the one with the best metric instead; None if none has the metric. Logs a warning for each damaged file
+        that it skips. Raises DamagedCheckpointError when all files are damaged.
         """
-        problems = self._read()
+        problems, found = self._read(), None
         for entry in self._best_first() if best else self._entries[::-1]:
             file.clear()
             try:
                 copy_verified(self.file_of(entry.path), file.append)
                 file.load(entry.path)
+                found = entry
+                break
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 self._entries.remove(entry)
-                continue
-            for problem in problems:
-                logger.warning("Passed over a checkpoint: %s", problem)
-            return entry
-        if problems:
+        if problems and not self._entries:
             raise DamagedCheckpointError(
                 f"All {len(problems)} checkpoints are damaged: {' '.join(problems)} Remove them to train from the "
                 "start."
             )
+        for problem in problems:
+            logger.warning("Passed over a checkpoint: %s", problem)
         if not self._entries and any(_ANY_NAME.fullmatch(path.name) for path in self.folder.iterdir()):
             logger.warning(
                 "%s has checkpoints, but none that CheckpointManager(sharded=%s) reads. To load them, pass sharded=%s.",
@@ -96,7 +98,7 @@ class Catalog:
                 self.sharded,
                 not self.sharded,
             )
-        return None
+        return found
 
     def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
         """Write the checkpoint of `manifest.step`, and remove those beyond the number to keep.
@@ -104,13 +106,14 @@ class Catalog:
         Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written. It calls no
         collective, because it may run in another thread.
         """
+        path = self.path_of(manifest.step or 0)
         try:
-            path = self.place(values, manifest)
+            self.place(path, values, manifest)
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoint of step {manifest.step} was not saved: {error}. {self.newest()}"
             ) from error
-        self._rejected.pop(path, None)
+        self.rejected.pop(path, None)
         self._list([*(known for known in self._entries if known.path != path), CatalogEntry(path, manifest)])
         if self._keep is not None:
             kept = self._entries[-self._keep :] + self._best_first()[:1]
@@ -118,20 +121,13 @@ class Catalog:
                 self.remove(entry.path)
                 self._entries.remove(entry)
 
-    def place(self, values: Mapping[str, Any], manifest: Manifest) -> Path:
-        """Write a checkpoint, and return its path."""
-        path = self.folder / f"step-{manifest.step or 0:09d}.pt"
+    def path_of(self, step: int) -> Path:
+        """Return the path of the checkpoint of `step`."""
+        return self.folder / f"step-{step:09d}{self.suffix}"
+
+    def place(self, path: Path, values: Mapping[str, Any], manifest: Manifest) -> None:
+        """Write the checkpoint `path`."""
         write_checkpoint(path, values, manifest, durable=self._durable)
-        return path
-
-    def reject(self, entry: CatalogEntry, problem: str) -> None:
-        """Let `find` pass over a checkpoint that is found to be damaged."""
-        self._rejected[entry.path] = problem
-
-    @property
-    def next_serial(self) -> int:
-        """The serial number of the next checkpoint."""
-        return self._last_serial + 1
 
     def file_of(self, path: Path) -> Path:
         """Return the file with the manifest of the checkpoint `path`."""
@@ -149,10 +145,11 @@ class Catalog:
     def _read(self) -> list[str]:
         """List the checkpoints of the folder, and return an error text for each file without a manifest."""
         found, problems = [], []
-        for path in sorted(path for path in self.folder.iterdir() if self.pattern.fullmatch(path.name)):
+        pattern = re.compile(r"step-\d+" + re.escape(self.suffix))
+        for path in sorted(path for path in self.folder.iterdir() if pattern.fullmatch(path.name)):
             try:
-                if path in self._rejected:
-                    raise DamagedCheckpointError(self._rejected[path])
+                if path in self.rejected:
+                    raise DamagedCheckpointError(self.rejected[path])
                 found.append(CatalogEntry(path, read_manifest(self.file_of(path))))
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
@@ -161,7 +158,7 @@ class Catalog:
 
     def _list(self, entries: list[CatalogEntry]) -> None:
         self._entries = entries
-        self._last_serial = max([self._last_serial, *(entry.manifest.serial for entry in entries)])
+        self.next_serial = max([self.next_serial, *(entry.manifest.serial + 1 for entry in entries)])
 
     def _best_first(self) -> list[CatalogEntry]:
         """Return the checkpoints that have the metric, the best first. Of equal ones, the later one is first."""

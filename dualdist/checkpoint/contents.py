@@ -1,7 +1,7 @@
 """From live objects to the values of a checkpoint; restoration.py goes the other way.
 
 Data-parallel ranks hold equal objects, so the writer's are saved. An object with `per_rank = True` is saved from every
-rank.
+rank. One with `collective_state = True` has a collective `state_dict`, which every rank calls.
 """
 
 from __future__ import annotations
@@ -245,6 +245,11 @@ def is_per_rank(value: Any) -> bool:
     return is_stateful(value) and getattr(value, "per_rank", False) is True
 
 
+def is_collective(value: Any) -> bool:
+    """Return whether all ranks must call the `state_dict` of `value`."""
+    return is_stateful(value) and getattr(value, "collective_state", False) is True
+
+
 def state_of(value: Any) -> Any:
     """Return `value.state_dict()`; for a module with the names of the bare model, without those of wrappers."""
     state = value.state_dict()
@@ -269,9 +274,20 @@ def check_state(state: Any) -> list[str]:
     return sorted(state)
 
 
-def collect_own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states that this rank must send to the writer."""
-    return {name: value.state_dict() for name, value in state.items() if is_per_rank(value)}
+def collect_own(state: Mapping[str, Any], *, writes: bool) -> dict[str, Any]:
+    """Return the states of objects that every rank takes, and this rank sends. Collective if a `state_dict` is.
+
+    writes: whether this rank is the writer. Only the writer keeps states that are equal on all ranks.
+    """
+    own = {}
+    for name in sorted(state):  # so that all ranks make the same calls
+        value = state[name]
+        if is_per_rank(value):
+            own[name] = value.state_dict()
+        elif is_collective(value):
+            taken = value.state_dict()
+            own |= {name: taken} if writes else {}
+    return own
 
 
 def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -280,6 +296,8 @@ def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[
     def saved(name: str, value: Any) -> Any:
         if is_per_rank(value):
             return {RANKS: [states[name] for states in own]}
+        if own and name in own[0]:
+            return own[0][name]
         return state_of(value) if is_stateful(value) else value
 
     return {name: saved(name, value) for name, value in state.items()}

@@ -13,16 +13,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..collectives.objects import on_all_ranks
+from ..collectives.objects import if_all_succeed
 from ..errors import CheckpointError
 from ..world.ranks import rank
 from .catalog import Catalog, CatalogEntry
-from .contents import check_state, collect, is_per_rank, is_stateful, on_host, to_portable
+from .contents import (
+    check_state,
+    collect,
+    collect_own,
+    is_collective,
+    is_per_rank,
+    is_stateful,
+    on_host,
+    to_portable,
+)
 from .format import MemoryFile, make_manifest
-from .restoration import restore
-from .save_and_load import from_writer, receive_newest
+from .restoration import load_into
+from .save_and_load import from_writer, receive_checkpoint
 
-__all__ = ("Commits", "is_per_rank", "is_stateful")
+__all__ = ("Commits", "is_collective", "is_per_rank", "is_stateful")
 
 logger = logging.getLogger("dualdist")
 
@@ -45,8 +54,8 @@ class Commits:
         self._catalog = Catalog(folder, _KEPT, durable=durable)
         self._reads = first_of_node
         self._number = 0
-        shared_with_rank_0 = _is_shared_with_rank_0(folder)
-        self._writes = first_of_node and not shared_with_rank_0
+        is_shared = _is_shared_with_rank_0(folder)  # collective, so not after `and`
+        self._writes = first_of_node and not is_shared
 
     def resume(self, objects: dict[str, Any]) -> bool:
         """Load the newest commit of all nodes into `objects`, and return whether there is one. Collective.
@@ -54,30 +63,33 @@ class Commits:
         Plain values are set in the dictionary. Raises TypeError if `objects` cannot be written, CheckpointError if
         another rank's cannot; CheckpointError on every rank when the commit does not fit.
         """
-        on_all_ranks(lambda: _check(objects), CheckpointError)
-        found = receive_newest(self._find if self._reads else None)
+        if_all_succeed(lambda: _check(objects), CheckpointError)
+        found = receive_checkpoint(self._find if self._reads else None)
         if found is None:
             return False
         root, entry, values = found
-        restore(objects, values, strict=True, origin=f"{entry.path.name} of rank {root}")
+        load_into(objects, values, strict=True, origin=f"{entry.path.name} of rank {root}")
         self._number = entry.manifest.serial
         if rank() == 0:
             logger.warning("Resuming from commit %d, which rank %d has read.", self._number, root)
         return True
 
     def save(self, objects: Mapping[str, Any]) -> None:
-        """Write the next commit, on one process of each node. Every rank must call it; none waits for another.
+        """Write the next commit, on one process of each node. Every rank must call it.
+
+        None waits for another, unless `objects` has a state that is collective.
 
         When writing fails, it logs a warning and training continues: other nodes may have the commit, and the last one
         is kept. Raises TypeError on every rank that has a plain value which cannot be written, not only on writers.
         """
         self._number += 1
         _check({name: value for name, value in objects.items() if not is_stateful(value)})
+        own = collect_own(objects, writes=self._writes)
         if not self._writes:
             return
         try:
             manifest = make_manifest(self._number, {}, self._number)
-            self._catalog.write(on_host(collect(objects, []), "state"), manifest)
+            self._catalog.write(on_host(collect(objects, [own]), "state"), manifest)
         except CheckpointError as error:
             logger.warning("Commit %d is missing on the node of rank %d: %s", self._number, rank(), error)
 
@@ -105,6 +117,6 @@ def _is_shared_with_rank_0(folder: Path) -> bool:
         return mark.name
 
     mark = folder / from_writer(make_mark)
-    seen: list[bool] = on_all_ranks(lambda: rank() != 0 and mark.exists(), CheckpointError)
+    is_seen = if_all_succeed(lambda: rank() != 0 and mark.exists(), CheckpointError)
     from_writer(mark.unlink)
-    return seen[rank()]
+    return is_seen

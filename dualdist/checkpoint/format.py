@@ -88,10 +88,13 @@ _FLUSH_BYTES = 8 << 20
 
 
 class NewFile:
-    """A file that is being written, and the CRC-32 of its bytes so far."""
+    """A file that is being written. Small writes are collected."""
 
     def __init__(self, descriptor: int, durable: bool) -> None:
+        self.pending = bytearray()
+        """The last bytes, which are not written yet: all of the last small write, and of those before it."""
         self.crc = 0
+        """The CRC-32 of the bytes before them."""
         self.failure: OSError | None = None
         """The first error of the file system, because torch.save raises another error in its place."""
         self._size = self._flushed = 0
@@ -99,32 +102,48 @@ class NewFile:
         self._durable = durable
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of `data` and return its length."""
-        view = memoryview(data)
-        try:
-            for start in range(0, len(view), PIECE_BYTES):
-                self._write_piece(view[start : start + PIECE_BYTES])
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        return len(view)
+        """Write all of `data`, at the latest with `write_pending`, and return its length."""
+        if len(self.pending) + len(data) > PIECE_BYTES:
+            self.write_pending()
+        if len(data) > PIECE_BYTES:
+            self._write(data)
+        else:
+            self.pending += data
+        return len(data)
 
     def flush(self) -> None:
         """Do nothing. torch.save calls it in the middle."""
 
-    def _write_piece(self, piece: memoryview) -> None:
+    def write_pending(self) -> None:
+        """Write what is pending."""
+        pending, self.pending = self.pending, bytearray()
+        self._write(pending)
+
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
         if self.failure is not None:
             raise self.failure
-        self.crc = zlib.crc32(piece, self.crc)
-        while piece:
-            written = os.write(self._descriptor, piece)
-            piece = piece[written:]
-            self._size += written
-        unflushed = self._size - self._flushed
-        if self._durable and unflushed >= _FLUSH_BYTES:
-            # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
-            os.posix_fadvise(self._descriptor, self._flushed, unflushed, os.POSIX_FADV_DONTNEED)
-            self._flushed = self._size
+        view = memoryview(data)
+        try:
+            for start in range(0, len(view), PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                self.crc = zlib.crc32(piece, self.crc)
+                while piece:
+                    written = os.write(self._descriptor, piece)
+                    piece = piece[written:]
+                    self._size += written
+                unflushed = self._size - self._flushed
+                if self._durable and unflushed >= _FLUSH_BYTES:
+                    # Linux then starts to write dirty pages: mm/fadvise.c, POSIX_FADV_DONTNEED.
+                    os.posix_fadvise(self._descriptor, self._flushed, unflushed, os.POSIX_FADV_DONTNEED)
+                    self._flushed = self._size
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def temporary_name(path: Path) -> Path:
+    """Return the path of a hidden file or folder beside `path`, for what is not complete yet, or is to be removed."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
 @contextlib.contextmanager
@@ -145,12 +164,13 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[NewFile]:
         raise FileExistsError(
             errno.EEXIST, "There is a folder or a special file, which is not replaced", str(path)
         )
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    temporary = temporary_name(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     file = NewFile(descriptor, durable)
     try:
         try:
             yield file
+            file.write_pending()
             if durable:
                 os.fsync(descriptor)
         finally:
@@ -282,39 +302,15 @@ def write_checkpoint(
     """
     comment = _encode(manifest)
     with replacing(path, durable=durable) as file:
-        archive = _Archive(file)
-        torch.save(dict(values), archive)  # type: ignore[arg-type]
-        archive.finish(comment)
-
-
-class _Archive:
-    """The file object for torch.save. It buffers small writes, the last of which is the archive's end record."""
-
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
-        self._pending = bytearray()
-
-    def write(self, data: Any) -> int:
-        if len(self._pending) + len(data) > PIECE_BYTES:
-            self._file.write(bytes(self._pending))
-            self._pending.clear()
-        if len(data) > PIECE_BYTES:
-            self._file.write(data)
-        else:
-            self._pending += data
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing. torch.save calls it in the middle."""
-
-    def finish(self, comment: bytes) -> None:
-        end = self._pending[-_END_BYTES:]
+        torch.save(dict(values), file)  # type: ignore[arg-type]
+        end = file.pending[-_END_BYTES:]  # torch.save writes the end record last, in one piece
         assert end.startswith(_END_RECORD) and end.endswith(b"\0\0"), (
             "torch.save has not written a plain zip archive"
         )
-        self._pending[-2:] = COMMENT_BYTES.to_bytes(2, "little")
-        self._file.write(bytes(self._pending + comment))
-        self._file.write(_checksum_line(self._file.crc))
+        file.pending[-2:] = COMMENT_BYTES.to_bytes(2, "little")
+        file.write(comment)
+        file.write_pending()
+        file.write(_checksum_line(file.crc))
 
 
 def copy_verified(path: str | os.PathLike[str], take: Callable[[bytes], object]) -> Manifest:
@@ -404,17 +400,12 @@ class MemoryFile(io.FileIO):
                 path = f"/proc/self/fd/{self.fileno()}"
                 if not hasattr(torch.serialization, "safe_globals"):  # torch 2.4 refuses values of bytes
                     torch.serialization.add_safe_globals([codecs.encode])
-                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
         except Exception as error:
             reason = " ".join(str(error).split()).partition(". ")[0][:200]
             raise DamagedCheckpointError(
                 f"`path` must hold only tensors and plain values, but {name} was refused: {reason}."
             ) from error
-        if not isinstance(loaded, dict):
-            raise CheckpointError(
-                f"`path` must hold a dictionary, but {name} holds a {type(loaded).__name__} instead."
-            )
-        return loaded
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

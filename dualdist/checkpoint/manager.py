@@ -34,17 +34,17 @@ from ..world.process_sets import reporting
 from .catalog import Catalog, CatalogEntry
 from .contents import HostCopy, check_state, on_host
 from .format import Manifest, MemoryFile, make_manifest
-from .restoration import RandomState, restore
+from .restoration import RandomState, load_into
 from .save_and_load import (
     checked_metrics,
     from_writer,
     is_writer,
     outcomes,
     read_into,
-    receive_newest,
+    receive_checkpoint,
     write_state,
 )
-from .sharded import FolderCatalog, Shards, check_part_names, is_foreign, is_sharded, read_folder
+from .sharded import REST, FolderCatalog, Shards, check_part_names, is_foreign, is_sharded
 
 logger = logging.getLogger("dualdist")
 
@@ -65,12 +65,17 @@ _NOT_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
 
 
 def check_signals(signals: Any) -> None:
-    """Raise TypeError or ValueError unless a handler can be installed for each of `signals`."""
+    """Raise TypeError or ValueError unless this thread can install a handler for each of `signals`."""
     fix = "Pass signals such as (signal.SIGTERM,), or ()."
-    for place, signum in enumerate(items("signals", signals, "a list of signals", fix)):
+    given = items("signals", signals, "a list of signals", fix)
+    for place, signum in enumerate(given):
         name = f"signals[{place}]"
         if integer(name, signum, fix=fix) not in signal.valid_signals() or signum in _NOT_HANDLED:
             raise wrong(name, "a signal that can be handled", int(signum), fix)
+    if given and threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            "`signals` must be () outside the main thread, but are given. Make the manager in the main thread."
+        )
 
 
 def check_best(best: Any) -> None:
@@ -92,15 +97,11 @@ class SignalWatch:
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        """Install the handlers. Raises ValueError outside the main thread, where Python does not allow it."""
-        if numbers and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "`signals` must be () outside the main thread, but are given. Make the manager in the main thread."
-            )
+        """Install the handlers. Only the main thread can do that."""
         self.received = 0
         """The number of the received signal; 0: none."""
         self.previous: dict[int, Any] = {signum: signal.signal(signum, self._note) for signum in numbers}
-        """The former handlers; empty after `restore`."""
+        """The former handlers; empty after `end`."""
         if not numbers:
             return
         # Only this process has the second end, so the first one is readable when the watch or this process has ended.
@@ -109,7 +110,7 @@ class SignalWatch:
         DataLoader.__iter__ = _start_workers  # type: ignore[method-assign]
         atexit.register(self._ignore)  # runs before that of multiprocessing, which ends workers by SIGTERM
 
-    def restore(self) -> None:
+    def end(self) -> None:
         """Install the former handlers again."""
         if not self.previous:
             return
@@ -186,7 +187,7 @@ def _after_fork() -> None:
 
 def _in_child() -> None:
     for watch in _watches[::-1]:
-        watch.restore()
+        watch.end()
     _after_fork()
 
 
@@ -356,8 +357,9 @@ class CheckpointManager:
         """Wait for a running asynchronous save. Raises CheckpointError on every rank when it has failed."""
         if not self._asynchronous:
             return
+        saving, self._saving = self._saving, None
         try:
-            (from_writer if self._shards is None else outcomes)(self._finish_saving)
+            outcomes(None if saving is None else saving.result)
         except CheckpointError:
             self._saved_step = None  # the next save tries again
             raise
@@ -386,13 +388,13 @@ class CheckpointManager:
             self.wait()
             self._shards.fit(Path(path), strict=strict)()
         else:
-            read = read_into if self._shards is None else read_folder
-            self._restore(lambda file: read(path, file), strict, skips=False)
+            part = "" if self._shards is None else REST
+            self._restore(lambda file: read_into(path, file, part), strict, skips=False)
         self._saved_step = None
 
     def close(self) -> None:
         """Finish a running save, and install the former signal handlers. Raises CheckpointError as `wait` does."""
-        self._signals.restore()
+        self._signals.end()
         try:
             self.wait()
         finally:
@@ -419,7 +421,7 @@ class CheckpointManager:
                     signum,
                     signal.strsignal(signum),
                 )
-            self._signals.restore()
+            self._signals.end()
 
     def _open(self) -> None:
         try:
@@ -470,11 +472,6 @@ class CheckpointManager:
         else:
             function(*arguments)
 
-    def _finish_saving(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
-
     def _failure(self) -> BaseException | None:
         """Return the error of the asynchronous save, None if it is still running. Local."""
         return self._saving.exception() if self._saving is not None and self._saving.done() else None
@@ -496,19 +493,19 @@ class CheckpointManager:
         with reporting(ALLGATHER_OBJECT):
             strict = flag("strict", strict)
         self.wait()
-        while (found := receive_newest(find if is_writer() else None)) is not None:
+        while (found := receive_checkpoint(find if is_writer() else None)) is not None:
             _, entry, values = found
             problem = None if self._shards is None else self._shards.verify(entry.path, values)
             if problem is None:
                 break
             if not skips:
                 raise DamagedCheckpointError(problem)
-            self._catalog.reject(entry, problem)
+            self._catalog.rejected[entry.path] = problem
         else:
             return None
         load_parts = None if self._shards is None else self._shards.fit(entry.path, strict=strict)
         everything = self._everything()
-        restore(everything, values, strict=strict, origin=entry.path)
+        load_into(everything, values, strict=strict, origin=entry.path)
         plain = {name: value for name, value in everything.maps[0].items() if value is not self._state[name]}
         if plain:
             cast("MutableMapping[str, Any]", self._state).update(plain)

@@ -20,7 +20,7 @@ import torch
 
 from .. import accelerator
 from ..checks import mapping
-from ..collectives.objects import on_all_ranks
+from ..collectives.objects import if_all_succeed
 from ..errors import CheckpointError
 from ..training.optimizer_state import load_optimizer_state
 from ..world.ranks import rank
@@ -97,7 +97,7 @@ _ADDED_TO_GROUPS = {
 Load = Callable[[], object]
 
 
-def restore(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool, origin: object) -> None:
+def load_into(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool, origin: object) -> None:
     """Load the objects of `state` from `values`, and set its plain values. Collective over the world.
 
     strict: False loads what fits, and warns about the rest. origin: the file, for messages.
@@ -105,12 +105,10 @@ def restore(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool
     Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
     except modules when the `load_state_dict` of a module or an optimizer raised.
     """
-    found: list[_Restoration] = []
-    on_all_ranks(lambda: found.append(_Restoration(state, values, strict, origin)), CheckpointError)
-    own = found[0]
+    own = if_all_succeed(lambda: _Restoration(state, values, strict, origin), CheckpointError)
     try:
         for kind in _ORDER:
-            on_all_ranks(functools.partial(own.load, kind), CheckpointError)
+            if_all_succeed(functools.partial(own.load, kind), CheckpointError)
     except BaseException:
         # BaseException, to do it also when another rank has ended.
         own.give_back()

@@ -15,16 +15,16 @@ from ..checks import converted, flag, instance, integer, is_dtensor, mapping, te
 from ..checks import path as checked_path
 from ..collectives.broadcast import broadcast_
 from ..collectives.join import barrier
-from ..collectives.objects import allgather_object, gather_object, on_all_ranks
+from ..collectives.objects import allgather_object, gather_object, if_all_succeed, on_all_ranks
 from ..errors import CheckpointError, DamagedCheckpointError
-from ..meeting.addresses import own_node
 from ..training.parallel import DistributedDataParallel
+from ..world.context import current
 from ..world.process_sets import reporting
 from ..world.ranks import rank
 from .catalog import CatalogEntry
 from .contents import check_state, collect, collect_own, few, on_host
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
-from .restoration import restore
+from .restoration import load_into
 
 T = TypeVar("T")
 
@@ -43,7 +43,8 @@ def outcomes(function: Callable[[], T] | None) -> list[Any]:
     """Run `function` on the ranks that pass one, and return every rank's result, in rank order.
 
     Collective over the world. The results are sent by pickle, so they must be small. When `function` raises on a rank,
-    every rank raises CheckpointError, or DamagedCheckpointError if `function` did.
+    every rank raises the same CheckpointError, or DamagedCheckpointError if `function` did. (`on_all_ranks` raises each
+    rank's own exception: use it for arguments, which may be wrong on some ranks only.)
     """
     result, failure = (None, None) if function is None else attempted(function)
     text = reported(failure, rank())
@@ -91,8 +92,10 @@ def write_state(
         check()
         return check_state(state)
 
-    names, wrong = attempted(checked)
-    own, failure = (None, wrong) if wrong else attempted(lambda: on_host(collect_own(state), "state"))
+    names, refusal = attempted(checked)
+    own, failure = None, refusal
+    if refusal is None:
+        own, failure = attempted(lambda: on_host(collect_own(state, writes=is_writer()), "state"))
     gathered = gather_object((names, own, reported(failure, rank()))) or []
 
     def write_gathered() -> str:
@@ -108,15 +111,14 @@ def write_state(
     try:
         differing = from_writer(write_gathered)
     except CheckpointError:
-        if wrong is not None:
-            raise wrong from None
+        if refusal is not None:
+            raise refusal from None
         raise
     if differing:
         raise ValueError(f"`state` must have the same names on all ranks, but {differing}.")
 
 
 class _FoundFile(NamedTuple):
-    node: str
     entry: CatalogEntry | None
     size: int
     address: MemoryAddress
@@ -125,10 +127,10 @@ class _FoundFile(NamedTuple):
 _PIECE_BYTES = 32 << 20
 
 
-def receive_newest(
+def receive_checkpoint(
     find: Callable[[MemoryFile], CatalogEntry | None] | None,
 ) -> tuple[int, CatalogEntry, dict[str, Any]] | None:
-    """Load the newest checkpoint that a rank finds, on every rank. Collective over the world.
+    """Load on every rank the checkpoint that one finds, the newest if several do. Collective over the world.
 
     Each host holds the file in memory once.
 
@@ -141,7 +143,7 @@ def receive_newest(
 
         def look() -> _FoundFile:
             entry = None if find is None else find(file)
-            return _FoundFile(own_node(), entry, os.fstat(file.fileno()).st_size, file.address())
+            return _FoundFile(entry, os.fstat(file.fileno()).st_size, file.address())
 
         found: list[_FoundFile] = outcomes(look)
         serials = [-1 if each.entry is None else each.entry.manifest.serial for each in found]
@@ -150,9 +152,7 @@ def receive_newest(
         if entry is None:
             return None
         _send_file(file, found, root)
-        values: list[dict[str, Any]] = []
-        on_all_ranks(lambda: values.append(file.load(entry.path)), CheckpointError)
-        return root, entry, values[0]
+        return root, entry, if_all_succeed(lambda: file.load(entry.path), CheckpointError)
 
 
 def _send_file(file: MemoryFile, found: list[_FoundFile], root: int) -> None:
@@ -160,8 +160,8 @@ def _send_file(file: MemoryFile, found: list[_FoundFile], root: int) -> None:
 
     On each host one rank keeps it, and the others use that rank's file. A rank that cannot open it keeps its own.
     """
-    on_host = [place for place, each in enumerate(found) if each.node == found[rank()].node]
-    keeper = root if root in on_host else on_host[0]
+    hosts = current().hosts
+    keeper = root if hosts[root] == hosts[rank()] else hosts.index(hosts[rank()])
     is_kept = rank() != root and (rank() == keeper or not file.become(found[keeper].address))
     if is_kept:
         file.clear()
@@ -212,19 +212,20 @@ def save(
         step, metrics: stored in the manifest.
 
     Raises:
-        CheckpointError: on every rank, when the file could not be written.
-        ValueError, TypeError: on every rank, when `state` is wrong, or its names differ between ranks.
+        CheckpointError: on every rank, when a value cannot be saved, or the file could not be written.
+        ValueError: on every rank, when the names in `state` differ between ranks.
+        ValueError, TypeError: an argument is wrong on this rank; the others raise CheckpointError.
     """
 
+    noted: dict[str, Any] = {}
+
     def check() -> None:
-        checked_metrics(metrics)
-        if step is not None:
-            integer("step", step, least=0)
+        noted["metrics"] = checked_metrics(metrics)
+        noted["step"] = None if step is None else integer("step", step, least=0)
 
     def write(values: dict[str, Any]) -> None:
-        manifest = make_manifest(None if step is None else int(step), checked_metrics(metrics))
         try:
-            write_checkpoint(checked_path("path", path), on_host(values, "state"), manifest)
+            write_checkpoint(checked_path("path", path), on_host(values, "state"), make_manifest(**noted))
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoint {path} was not saved: {error}. An older file of that name is unchanged."
@@ -256,19 +257,22 @@ def load(
     """
     with reporting(ALLGATHER_OBJECT):
         strict = flag("strict", strict)
-    found = receive_newest((lambda file: read_into(path, file)) if is_writer() else None)
+    found = receive_checkpoint((lambda file: read_into(path, file)) if is_writer() else None)
     assert found is not None  # else `find` has raised
     _, _, values = found
     if state is not None:
-        restore(state, values, strict=strict, origin=path)
+        load_into(state, values, strict=strict, origin=path)
     return values
 
 
-def read_into(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
-    """Copy the checkpoint `path` into `file`, and return its entry. Raises CheckpointError when it is damaged."""
+def read_into(path: str | os.PathLike[str], file: MemoryFile, part: str = "") -> CatalogEntry:
+    """Copy the checkpoint `path` into `file`, and return its entry. Raises CheckpointError when it is damaged.
+
+    part: what to copy of a folder.
+    """
     checked = checked_path("path", path)
     try:
-        return CatalogEntry(checked, copy_verified(checked, file.append))
+        return CatalogEntry(checked, copy_verified(checked / part, file.append))
     except OSError as error:
         raise CheckpointError(f"`path` could not be read as a checkpoint: {error}.") from error
 

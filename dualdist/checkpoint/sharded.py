@@ -10,35 +10,33 @@ The folder gets its name when all ranks have written, so that a save that was ki
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import re
-import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checks import path as checked_path
-from ..errors import CheckpointError, HorovodInternalError
+from ..errors import CheckpointError, ConfigurationError, HorovodInternalError
 from ..world.context import current
-from .catalog import Catalog, CatalogEntry
+from .catalog import Catalog
 from .format import (
     PIECE_BYTES,
     TEMPORARY_SUFFIX,
     Manifest,
-    MemoryFile,
     damaged,
     sync_folder,
+    temporary_name,
     write_checkpoint,
 )
 from .restoration import report_mismatches
-from .save_and_load import attempted, from_writer, outcomes, read_into, reported
+from .save_and_load import attempted, from_writer, outcomes, reported
 
 if TYPE_CHECKING:
     from ..backends.torch_shards import Parts
@@ -53,7 +51,7 @@ _CHECKSUMS = "dualdist.checksums"
 class FolderCatalog(Catalog):
     """The checkpoints of a folder, each in a folder of its own."""
 
-    pattern = re.compile(r"step-(\d+)")
+    suffix = ""
     sharded = True
 
     def open(self) -> None:
@@ -65,31 +63,24 @@ class FolderCatalog(Catalog):
         super().open()
 
     def begin(self, step: int) -> Path:
-        """Make a folder for the parts of a new checkpoint, and return it."""
-        made = self.folder / f".step-{step:09d}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}"
-        made.mkdir()
-        return made
+        """Make a folder for the parts of the next checkpoint that `write` completes, and return it."""
+        self._unfinished = temporary_name(self.path_of(step))
+        self._unfinished.mkdir()
+        return self._unfinished
 
-    def commit(self, folder: Path, values: Mapping[str, Any], manifest: Manifest) -> None:
-        """Complete the checkpoint whose parts are in `folder`. Otherwise as `write`."""
-        self._unfinished = folder
-        self.write(values, manifest)
-
-    def place(self, values: Mapping[str, Any], manifest: Manifest) -> Path:
+    def place(self, path: Path, values: Mapping[str, Any], manifest: Manifest) -> None:
         write_checkpoint(self._unfinished / REST, values, manifest)
         sync_folder(self._unfinished)
-        placed = self.folder / f"step-{manifest.step or 0:09d}"
-        replaced = self._hide(placed) if placed.exists() else None
+        replaced = self._hide(path) if path.exists() else None
         try:
-            os.rename(self._unfinished, placed)
+            os.rename(self._unfinished, path)
         except OSError:
             if replaced is not None:
-                os.rename(replaced, placed)
+                os.rename(replaced, path)
             raise
         sync_folder(self.folder)
         if replaced is not None:
             self.remove(replaced)
-        return placed
 
     def file_of(self, path: Path) -> Path:
         return path / REST
@@ -104,7 +95,7 @@ class FolderCatalog(Catalog):
             logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
 
     def _hide(self, path: Path) -> Path:
-        hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+        hidden = temporary_name(path)
         os.rename(path, hidden)
         return hidden
 
@@ -114,8 +105,13 @@ class Shards:
 
     def __init__(self, state: Mapping[str, Any], catalog: FolderCatalog) -> None:
         """Collective over the world."""
-        from ..backends import torch_shards  # it takes half a second
-
+        try:
+            from ..backends import torch_shards  # it takes half a second
+        except ImportError as error:
+            raise ConfigurationError(
+                f"`sharded` must be False with torch {torch.__version__}, but is True instead. Install torch 2.5 or "
+                "newer."
+            ) from error
         context = current()
         context.backend.open_process_group()
         self._torch, self._catalog = torch_shards, catalog
@@ -125,7 +121,7 @@ class Shards:
         self.close = self._group.close
 
     def write(self, step: int, *, asynchronous: bool) -> Callable[..., None]:
-        """Begin to save, and return `finish` for the parts, or for copies of them. Collective over the world."""
+        """Begin to save, and return `_finish` for the parts, or for copies of them. Collective over the world."""
         folder = from_writer(lambda: self._catalog.begin(step))
         parts: Parts = {}
         by_group: Parts = {}
@@ -148,19 +144,19 @@ class Shards:
             raise
         if all(names == first for names in others):  # else the groups of the ranks would replace each other
             parts |= by_group
-        return functools.partial(self.finish, folder, parts)
+        return functools.partial(self._finish, folder, parts)
 
-    @contextlib.contextmanager
-    def _naming_lost_ranks(self, folder: Path) -> Iterator[None]:
+    def _gather(self, folder: Path, value: Any) -> list[Any]:
+        """Do what `PartGroup.gather` does, with an error that says which checkpoint is the newest."""
         try:
-            yield
+            return self._group.gather(value)
         except HorovodInternalError as error:
             cause = current().channels[0].group.find_cause()
             raise HorovodInternalError(
                 f"{folder} was not completed: {cause}. {self._catalog.newest()}"
             ) from error
 
-    def finish(
+    def _finish(
         self,
         folder: Path,
         parts: Parts,
@@ -177,8 +173,7 @@ class Shards:
             return checksums(folder, self._own(os.listdir(folder)))
 
         sums, failure = attempted(finished)
-        with self._naming_lost_ranks(folder):
-            gathered = self._group.gather((sums, reported(failure, self._rank)))
+        gathered = self._gather(folder, (sums, reported(failure, self._rank)))
         if manifest is not None:
             whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
             if (problem := next((text for _, text in gathered if text), None)) is not None:
@@ -187,12 +182,11 @@ class Shards:
                 )
             else:
                 _, failure = attempted(
-                    lambda: self._catalog.commit(folder, {**(values or {}), _CHECKSUMS: whole}, manifest)
+                    lambda: self._catalog.write({**(values or {}), _CHECKSUMS: whole}, manifest)
                 )
             if failure is not None:
                 self._catalog.remove(folder)
-        with self._naming_lost_ranks(folder):
-            text = self._group.gather(None if failure is None else str(failure))[0]
+        text = self._gather(folder, None if failure is None else str(failure))[0]
         if text is not None:
             raise CheckpointError(text) from failure
 
@@ -289,9 +283,3 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
     """Return whether another program has written the folder `path` by DCP."""
     folder = checked_path("path", path)
     return (folder / ".metadata").exists() and not (folder / REST).exists()
-
-
-def read_folder(path: str | os.PathLike[str], file: MemoryFile) -> CatalogEntry:
-    """Do what `read_into` does, for the folder of a checkpoint."""
-    folder = checked_path("path", path)
-    return CatalogEntry(folder, read_into(folder / REST, file).manifest)

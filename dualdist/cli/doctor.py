@@ -43,7 +43,7 @@ _MPI_SOURCE = """\
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
           MPI.THREAD_MULTIPLE: "multiple"}
-print(MPI.Get_library_version().split(",")[0].strip("\\0\\n "), levels[MPI.Query_thread()], sep="\\n")
+print(MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\\0 "), levels[MPI.Query_thread()], sep="\\n")
 """
 
 
@@ -121,10 +121,10 @@ def _sections(
             for name, known in TRANSPORTS.items()
             if (problem := _problem(backend, name, launch)) is None or known.comes_with_torch
         }
-        found, chosen["why"] = choose(backend, transport, launch, env)
-        chosen["backend"] = found.name
+        choice = choose(backend, transport, launch, env)
+        chosen |= {"backend": choice.backend.name, "why": choice.reason}
         if transport is not None:
-            chosen["problem"] = _problem(found.name, transport, launch)
+            chosen["problem"] = _problem(choice.backend.name, transport, launch)
     except ConfigurationError as error:
         chosen["problem"] = str(error)
     name = "+".join(filter(None, (chosen["backend"], transport))) or "nothing"

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from ..launch.detect import numbers_in
 from ..meeting.export import export_environment
 from ..types import World
 
@@ -92,7 +93,7 @@ def _bind(how: str, world: World, env: Mapping[str, str]) -> dict[str, str]:
         raise ConfigurationError(
             f"`--bind {how}` needs a GPU for each process, but {socket.gethostname()} has {len(devices)} for "
             f"{world.local_size} processes ({variable}={env.get(variable, 'not set')}). Start fewer processes there, "
-            f"or set {variable} to the GPUs."
+            f"set {variable} to the GPUs, or leave --bind out."
         )
     device = devices[index]
     if how == "gpu":
@@ -123,10 +124,7 @@ def numa_node(address: str) -> int:
 def cores_by_node() -> dict[int, set[int]]:
     """Return the CPUs of each NUMA node of this host."""
     files = _NODES.glob("node[0-9]*/cpulist")
-    return {int(file.parent.name[len("node") :]): _numbers(file.read_text()) for file in files}
-
-
-def _numbers(ranges: str) -> set[int]:
-    """Return the numbers in a list such as 0-3,8."""
-    parts = [part.partition("-") for part in ranges.strip().split(",") if part]
-    return {number for first, _, last in parts for number in range(int(first), int(last or first) + 1)}
+    return {
+        int(file.parent.name[len("node") :]): set(map(int, numbers_in(file.read_text().strip())))
+        for file in files
+    }

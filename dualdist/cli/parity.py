@@ -121,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--left", metavar="CELL", default=_LEFT, help="the first way to run it (%(default)s)")
     add("--right", metavar="CELL", default=_RIGHT, help="the second way to run it (%(default)s)")
     add("--steps", type=whole_number, default=50, metavar="K", help="optimizer steps (%(default)s)")
-    text = "the relative difference of a tensor from which on it is different (%(default)s)"
     add("--timeout", type=float, metavar="SECONDS", help="end a cell that takes longer")
+    text = "the relative difference of a tensor from which on it is different (%(default)s)"
     add("--tolerance", type=float, default=1e-4, metavar="T", help=text)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--record", type=Path, metavar="FILE", help="only run --left, and record it")

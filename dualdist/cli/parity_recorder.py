@@ -363,10 +363,10 @@ def main(argv: Sequence[str]) -> None:
     if deadline:
         stacks = (recorder.folder / f"stacks-{recorder.rank}").open("w")
         faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.time()), file=stacks)
-    if backend not in HOROVOD_BACKENDS:
-        install()  # a script of Horovod runs on dualdist
-    _hook(recorder, (importlib.import_module("horovod.torch"), dualdist, torch.distributed))
     try:
+        if backend not in HOROVOD_BACKENDS:
+            install()  # a script of Horovod runs on dualdist
+        _hook(recorder, (importlib.import_module("horovod.torch"), dualdist, torch.distributed))
         sys.exit(run(command))
     except SystemExit as end:
         recorder.write("" if end.code else None)  # the output says why

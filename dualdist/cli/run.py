@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from ..processes.hosts import (
     parse_hosts,
     read_hostfile,
 )
-from ..processes.job import RunOptions, run_job
+from ..processes.job import RunOptions, read_start_timeout, run_job
 from ..types import NEVER_SECONDS
 
 # horovodrun's options and their effect here: a table, so that no option is silently ignored.
@@ -190,10 +190,10 @@ REFUSED = (
 
 
 class _Refuse(argparse.Action):
-    """Records the option, so that it is refused after the whole command line is parsed."""
+    """An option that is not supported: giving it raises ConfigurationError."""
 
     def __call__(self, parser: Any, args: Any, values: Any, option: str | None = None) -> None:
-        args.refused = [*(args.refused or []), (option, self.const)]
+        raise ConfigurationError(f"`{option}` is not supported: {self.const}")
 
 
 def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
@@ -218,12 +218,6 @@ def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
             const=option.remedy,
             help=option.remedy,
         )
-
-
-def refuse(refused: Sequence[tuple[str, str]] | None) -> None:
-    """Raise ConfigurationError for the first unsupported option, if there is one."""
-    for option, remedy in refused or ():
-        raise ConfigurationError(f"`{option}` is not supported: {remedy}")
 
 
 def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str], list[str]]:
@@ -304,9 +298,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run the job that `args` describes; return its exit code. Raises ConfigurationError when it cannot start."""
-    refuse(args.refused)
     options = _options(args, os.environ)
-    _warn_of_copies(os.environ)
+    _warn_of_several_jobs(os.environ)
     try:
         return run_job(options, os.environ)
     except BrokenPipeError:
@@ -321,7 +314,7 @@ def execute(args: argparse.Namespace) -> int:
         return 1
 
 
-def _warn_of_copies(env: Mapping[str, str]) -> None:
+def _warn_of_several_jobs(env: Mapping[str, str]) -> None:
     """Warn, in the first of several tasks, that each of them starts a world of its own."""
     # Wrong variables do no harm: the processes do not inherit them.
     with contextlib.suppress(ConfigurationError):
@@ -351,7 +344,7 @@ def _options(args: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
         args.ssh_port,
         args.ssh_identity_file,
         args.start_with,
-        _start_timeout(args, env),
+        read_start_timeout(args.start_timeout, env),
         args.verbose,
     )
 
@@ -399,19 +392,3 @@ def _variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, st
             )
         found[name] = value if given else env[name]
     return found
-
-
-def _start_timeout(args: argparse.Namespace, env: Mapping[str, str]) -> float:
-    given = args.start_timeout
-    source = "--start-timeout"
-    if given is None:
-        source, given = "HOROVOD_START_TIMEOUT", env.get("HOROVOD_START_TIMEOUT") or 30
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 86400:
-        raise ConfigurationError(
-            f"`{source}` must be a number of seconds above 0, a day at most, but is {given!r} instead."
-        )
-    return seconds

@@ -13,7 +13,7 @@ from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
-from .allreduce import Allreduce, Tensors, plan_allreduce
+from .allreduce import Allreduce, plan_allreduce
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import Reduction
 from .wire import allgather_rows, dtype_name
@@ -26,8 +26,11 @@ def plan_allgather(
     *,
     grouped: bool = False,
     process_set: ProcessSetLike,
-) -> Plan[tuple[torch.Tensor, ...]]:
-    """Return the plan of an allgather. Its result: for each of `tensors`, the rows of all ranks."""
+) -> Plan[tuple[Any, ...]]:
+    """Return the plan of an allgather.
+
+    Its result: for each of `tensors` the rows of all ranks, and at last a list of where those of this rank begin.
+    """
     channel = channel_of(process_set)
     tensors = check_tensors(tensors, grouped=grouped)
     tables = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
@@ -40,10 +43,11 @@ def plan_allgather(
         device=tables[0].device.type,
     )
 
-    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
-        return tuple(allgather_rows(group, tables, verdict.counts if len(tables) == 1 else None))
+    def execute(group: Group, verdict: Verdict) -> tuple[Any, ...]:
+        whole, starts = allgather_rows(group, tables, verdict.counts if len(tables) == 1 else None)
+        return *whole, starts
 
-    return Plan(channel, call, execute, tensors)
+    return Plan(process_set, channel, call, execute, tensors)
 
 
 @not_compiled
@@ -74,7 +78,7 @@ def allgather(
             failed.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
-    (gathered,) = plan.run(Allgather, process_set, gradient)
+    gathered: torch.Tensor = plan.run(Allgather, gradient)[0]
     return gathered
 
 
@@ -87,7 +91,7 @@ def allgather_async(
     Collective like `allgather`, with the same arguments, shapes and errors.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
-    return plan.then(lambda outputs: outputs[0]).submit()
+    return plan.submit(lambda outputs: outputs[0])
 
 
 @not_compiled
@@ -100,10 +104,11 @@ def grouped_allgather(
 ) -> tuple[torch.Tensor, ...]:
     """Return `allgather` of each of `tensors`, as one operation and a tuple (as Horovod does); differentiable.
 
-    Collective like `allgather`, with the same arguments, shapes and errors. The tensors may differ in shape and dtype.
+    Collective like `allgather`, with the same arguments, shapes and errors. The tensors may differ in shape and dtype,
+    but not in device.
     """
     plan = plan_allgather(tensors, name, grouped=True, process_set=process_set)
-    return plan.run(Allgather, process_set, gradient)
+    return plan.run(Allgather, gradient)[:-1]
 
 
 @not_compiled
@@ -114,7 +119,9 @@ def grouped_allgather_async(
 
     Collective like `allgather`, with the same arguments, shapes and errors. Not differentiable.
     """
-    return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit()
+    return plan_allgather(tensors, name, grouped=True, process_set=process_set).submit(
+        lambda outputs: outputs[:-1]
+    )
 
 
 @not_compiled
@@ -126,22 +133,18 @@ class Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan[Tensors], process_set: ProcessSetLike, gradient: int, *tensors: torch.Tensor
-    ) -> Tensors:
-        ctx.process_set, ctx.gradient = process_set, gradient
+        ctx: Any, plan: Plan[tuple[Any, ...]], gradient: int, *tensors: torch.Tensor
+    ) -> tuple[Any, ...]:
+        *whole, ctx.starts = plan.run()
+        ctx.process_set, ctx.gradient = plan.process_set, gradient
         ctx.shapes = [tensor.shape for tensor in tensors]
-        return plan.run()
+        return *whole, ctx.starts
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        process_set = ctx.process_set
-        rows = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes], device="cpu")
-        (table,) = plan_allgather([rows.unsqueeze(0)], process_set=process_set).run()
-        starts = table[: channel_of(process_set).group.rank].sum(dim=0).tolist()
-        plan = plan_allreduce(grads, Reduction(ctx.gradient), grouped=True, process_set=process_set)
-        totals = plan.run(Allreduce, process_set)
+        plan = plan_allreduce(grads[:-1], Reduction(ctx.gradient), grouped=True, process_set=ctx.process_set)
         own = [
-            total.narrow(0, start, count).reshape(shape)
-            for total, start, count, shape in zip(totals, starts, rows.tolist(), ctx.shapes, strict=True)
+            total.narrow(0, start, shape[0] if shape else 1).reshape(shape)
+            for total, start, shape in zip(plan.run(Allreduce), ctx.starts, ctx.shapes, strict=True)
         ]
-        return None, None, None, *own
+        return None, None, *own

@@ -59,7 +59,7 @@ def plan_allreduce(
             reduce_tensors(group, outputs, reduction)
         return outputs
 
-    return Plan(channel, call, execute, sent, restore)
+    return Plan(process_set, channel, call, execute, sent, restore)
 
 
 def _op_of_average(average: Any, op: Op | None) -> int:
@@ -115,7 +115,7 @@ def allreduce(
     plan = plan_allreduce(
         [tensor], reduction, name, average=average, compression=compression, process_set=process_set
     )
-    return _only(plan.run(Allreduce, process_set))
+    return plan.run(Allreduce)[0]
 
 
 @not_compiled
@@ -136,7 +136,7 @@ def allreduce_async(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, process_set=process_set)
-    return plan.then(_only).submit()
+    return plan.submit(lambda outputs: outputs[0])
 
 
 @not_compiled
@@ -155,7 +155,7 @@ def allreduce_(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
-    return _only(plan.run())
+    return plan.run()[0]
 
 
 @not_compiled
@@ -174,12 +174,7 @@ def allreduce_async_(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_allreduce([tensor], reduction, name, average=average, in_place=True, process_set=process_set)
-    return plan.then(_only).submit()
-
-
-def _only(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    (output,) = outputs
-    return output
+    return plan.submit(lambda outputs: outputs[0])
 
 
 @not_compiled
@@ -208,7 +203,7 @@ def grouped_allreduce(
         grouped=True,
         process_set=process_set,
     )
-    outputs = plan.run(Allreduce, process_set)
+    outputs = plan.run(Allreduce)
     return list(outputs)
 
 
@@ -283,11 +278,9 @@ class Allreduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[Tensors], process_set: ProcessSetLike, *tensors: torch.Tensor
-    ) -> Tensors:
+    def forward(ctx: Any, plan: Plan[Tensors], *tensors: torch.Tensor) -> Tensors:
         outputs = plan.run()
-        ctx.reduction, ctx.process_set = Reduction.of(plan.call), process_set
+        ctx.reduction, ctx.process_set = Reduction.of(plan.call), plan.process_set
         if ctx.reduction.op in (Min, Max, Product):
             ctx.save_for_backward(*tensors)
         return outputs
@@ -298,12 +291,12 @@ class Allreduce(torch.autograd.Function):
         op, prescale, postscale = reduction
         if op not in (Min, Max, Product):
             plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
-            return None, None, *plan.run(Allreduce, process_set)
+            return None, *plan.run(Allreduce)
         summed = Reduction(Sum, postscale_factor=prescale * postscale)
         totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
         share = _product_of_others if op == Product else _share_of_extreme
         shares = [share(tensor.detach() * prescale, op, process_set) for tensor in ctx.saved_tensors]
-        return None, None, *(total * part for total, part in zip(totals, shares, strict=True))
+        return None, *(total * part for total, part in zip(totals, shares, strict=True))
 
 
 def _share_of_extreme(tensor: torch.Tensor, op: int, process_set: ProcessSetLike) -> torch.Tensor:

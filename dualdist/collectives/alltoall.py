@@ -30,7 +30,7 @@ def plan_alltoall(
         rows, received = alltoall_rows(group, tensor, counts, verdict.counts)
         return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
-    return Plan(channel, call, execute, [tensor])
+    return Plan(process_set, channel, call, execute, [tensor])
 
 
 @not_compiled
@@ -60,7 +60,7 @@ def alltoall(
             failed.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
-    rows, counts = plan.run(Alltoall, process_set)
+    rows, counts = plan.run(Alltoall)
     return rows if splits is None else (rows, _on_device_of(splits, counts))
 
 
@@ -76,7 +76,7 @@ def alltoall_async(
     Collective like `alltoall`, with the same arguments, shapes and errors. Not differentiable.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
-    return plan.then(lambda result: (result[0], _on_device_of(splits, result[1]))).submit()
+    return plan.submit(lambda result: (result[0], _on_device_of(splits, result[1])))
 
 
 def _on_device_of(splits: Any, counts: torch.Tensor) -> torch.Tensor:
@@ -89,20 +89,17 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan[tuple[torch.Tensor, torch.Tensor]],
-        process_set: ProcessSetLike,
-        tensor: torch.Tensor,
+        ctx: Any, plan: Plan[tuple[torch.Tensor, torch.Tensor]], tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, counts = plan.run()
-        ctx.process_set, ctx.counts, ctx.num_rows = process_set, counts.tolist(), tensor.shape[0]
+        ctx.process_set, ctx.counts, ctx.num_rows = plan.process_set, counts.tolist(), tensor.shape[0]
         ctx.mark_non_differentiable(counts)
         return rows, counts
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         plan = plan_alltoall(grad, ctx.counts, process_set=ctx.process_set)
-        back, _ = plan.run(Alltoall, ctx.process_set)
+        back, _ = plan.run(Alltoall)
         if len(back) < ctx.num_rows:  # Rows beyond the splits were not sent.
             back = torch.cat([back, back.new_zeros(ctx.num_rows - len(back), *back.shape[1:])])
-        return None, None, back
+        return None, back

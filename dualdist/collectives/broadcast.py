@@ -8,30 +8,27 @@ from typing import Any
 import torch
 
 from ..agreement.call import BROADCAST
-from ..agreement.matching import Verdict, payload_capacity
+from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
 from ..types import Average
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .allreduce import Allreduce, plan_allreduce
-from .plan import Plan, check_root, check_tensor, make_call, planned, root_of
+from .plan import Plan, channel_and_root, check_tensor, make_call, planned, root_of
 from .reduction import Reduction, bytes_of
 from .wire import broadcast_into, dtype_name, from_bytes
 
 # Broadcasts of few bytes: the root sends them with the agreement, so that no second exchange is needed.
 
-_SENDERS, _MOST_BYTES = 1, 1 << 16
-"""The root alone sends a payload, of at most so many bytes."""
+_MOST_BYTES = 1 << 16
+"""The root alone sends a payload, so it may be longer than those of other collectives."""
 
 
 def root_payload(group: Group, tensors: Sequence[torch.Tensor], root: int) -> bytes:
     """Return the numbers of `tensors` if this is the member `root`, and if they are few and on the CPU; else b""."""
-    most = payload_capacity(_SENDERS, _MOST_BYTES)
-    if group.rank != root or sum(tensor.nbytes for tensor in tensors) > most:
+    if group.rank != root or sum(tensor.nbytes for tensor in tensors) > _MOST_BYTES:
         return b""
-    if not all(tensor.is_cpu and group.wire_device(tensor.device).type == "cpu" for tensor in tensors):
-        return b""
-    return b"".join([bytes_of(tensor) for tensor in tensors])
+    return b"".join(map(bytes_of, tensors)) if all(tensor.is_cpu for tensor in tensors) else b""
 
 
 @torch.no_grad()
@@ -52,7 +49,7 @@ def plan_broadcast(
     process_set: ProcessSetLike,
 ) -> Plan[torch.Tensor]:
     """Return the plan of a broadcast. Its result: `tensor` itself, or a new tensor."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    channel, root_rank, root = channel_and_root(process_set, root_rank)
     check_tensor(tensor)
     call = make_call(
         BROADCAST,
@@ -72,7 +69,7 @@ def plan_broadcast(
             overwrite([output], verdict.payloads[root])
         return output
 
-    return Plan(channel, call, execute, [tensor])
+    return Plan(process_set, channel, call, execute, [tensor])
 
 
 @not_compiled
@@ -104,7 +101,7 @@ def broadcast(
         HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
     """
     plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
-    return plan.run(Broadcast, process_set, gradient)
+    return plan.run(Broadcast, gradient)
 
 
 @not_compiled
@@ -157,17 +154,15 @@ class Broadcast(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSetLike, gradient: int, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set, ctx.gradient = root_of(plan), process_set, gradient
+    def forward(ctx: Any, plan: Plan[torch.Tensor], gradient: int, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.root_rank, ctx.process_set, ctx.gradient = root_of(plan), plan.process_set, gradient
         return plan.run()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         process_set = ctx.process_set
         plan = plan_allreduce([grad], Reduction(ctx.gradient), process_set=process_set)
-        (total,) = plan.run(Allreduce, process_set)
+        (total,) = plan.run(Allreduce)
         group = channel_of(process_set).group
         is_root = group.ranks[group.rank] == ctx.root_rank
-        return None, None, None, total if is_root else torch.zeros_like(total)
+        return None, None, total if is_root else torch.zeros_like(total)

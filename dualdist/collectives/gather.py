@@ -1,4 +1,4 @@
-"""gather: an allgather whose result only the root gets."""
+"""gather, an allgather whose result only the root gets, and scatter, an alltoall in which only the root sends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..agreement.call import GATHER, SCATTER
 from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, global_process_set
 from .plan import (
     Plan,
-    check_root,
+    channel_and_root,
     check_rows,
     check_splits,
     check_tensor,
@@ -29,19 +29,17 @@ from .wire import alltoall_rows, gather_rows
 @planned(GATHER)
 def plan_gather(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSetLike
-) -> Plan[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the plan of a gather. Its result: the received rows, and their number from each rank, (size,) int32."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+) -> Plan[tuple[torch.Tensor, list[int]]]:
+    """Return the plan of a gather. Its result: the received rows, and their number from each rank."""
+    channel, root_rank, root = channel_and_root(process_set, root_rank)
     check_tensor(tensor)
     table = tensor if tensor.dim() else tensor.reshape(1)
-    rows_of_rank = table.shape[0]
-    call = make_call(GATHER, name, count=rows_of_rank, root_rank=root_rank, **describe_rows(table))
+    call = make_call(GATHER, name, count=table.shape[0], root_rank=root_rank, **describe_rows(table))
 
-    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, counts = gather_rows(group, table, root, verdict.counts)
-        return rows, torch.tensor(counts, dtype=torch.int32, device="cpu")
+    def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, list[int]]:
+        return gather_rows(group, table, root, verdict.counts)
 
-    return Plan(channel, call, execute, [tensor])
+    return Plan(process_set, channel, call, execute, [tensor])
 
 
 @planned(SCATTER)
@@ -49,7 +47,7 @@ def plan_scatter(
     tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None = None, *, process_set: ProcessSetLike
 ) -> Plan[torch.Tensor]:
     """Return the plan of a scatter. Its result: the received rows."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    channel, root_rank, root = channel_and_root(process_set, root_rank)
     size = channel.group.size
     counts = [0] * size
     if channel.group.rank == root:
@@ -62,7 +60,7 @@ def plan_scatter(
     def execute(group: Group, verdict: Verdict) -> torch.Tensor:
         return alltoall_rows(group, tensor, counts, verdict.counts)[0]
 
-    return Plan(channel, call, execute, [tensor])
+    return Plan(process_set, channel, call, execute, [tensor])
 
 
 @not_compiled
@@ -90,7 +88,7 @@ def gather(
         HorovodInternalError: as for `allgather`.
     """
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
-    rows, _ = plan.run(Gather, process_set)
+    rows, _ = plan.run(Gather)
     return rows
 
 
@@ -100,24 +98,16 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan[tuple[torch.Tensor, torch.Tensor]],
-        process_set: ProcessSetLike,
-        tensor: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, counts = plan.run()
-        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), process_set, tensor.shape
-        ctx.counts = counts.tolist()
-        ctx.mark_non_differentiable(counts)
-        return rows, counts
+        ctx: Any, plan: Plan[tuple[torch.Tensor, list[int]]], tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int]]:
+        rows, ctx.counts = plan.run()
+        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), plan.process_set, tensor.shape
+        return rows, ctx.counts
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         plan = plan_scatter(grad, ctx.root_rank, ctx.counts, process_set=ctx.process_set)
-        return None, None, plan.run(Scatter, ctx.process_set).reshape(ctx.shape)
-
-
-# scatter: an alltoall in which only the root sends.
+        return None, plan.run(Scatter).reshape(ctx.shape)
 
 
 @not_compiled
@@ -148,7 +138,7 @@ def scatter(
         HorovodInternalError: as for `alltoall`.
     """
     plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
-    return plan.run(Scatter, process_set)
+    return plan.run(Scatter)
 
 
 @not_compiled
@@ -156,16 +146,14 @@ class Scatter(torch.autograd.Function):
     """The gradient of scatter: the root gets the gradients of all ranks, the other ranks get zeros."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSetLike, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), process_set, tensor.shape
+    def forward(ctx: Any, plan: Plan[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.root_rank, ctx.process_set, ctx.shape = root_of(plan), plan.process_set, tensor.shape
         return plan.run()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         plan = plan_gather(grad, ctx.root_rank, process_set=ctx.process_set)
-        rows, _ = plan.run(Gather, ctx.process_set)
+        rows, _ = plan.run(Gather)
         back = grad.new_zeros(ctx.shape)
         back[: len(rows)] = rows
-        return None, None, back
+        return None, back

@@ -15,7 +15,7 @@ from ..world.context import current
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .objects import broadcast_object
 from .plan import Plan, make_call, planned
-from .reduction import Reduction, reduce_neutral
+from .reduction import Reduction, reduce_tensors
 
 
 @not_compiled
@@ -76,27 +76,21 @@ def barrier(process_set: ProcessSetLike = global_process_set) -> None:
 
 @planned(BARRIER)
 def _plan_barrier(*, process_set: ProcessSetLike) -> Plan[None]:
-    return Plan(channel_of(process_set), make_call(BARRIER, None), lambda group, verdict: None)
+    return Plan(process_set, channel_of(process_set), make_call(BARRIER, None), lambda group, verdict: None)
 
 
 def stand_in(call: Call, group: Group, verdict: Verdict) -> None:
     """Take part in `call` of the other ranks, because this rank has called `join`."""
     arguments = dict(call.arguments)
     if call.kind.when_joined is WhenJoined.REDUCTION:
-        _contribute_neutral(group, call)
+        device = _device_of(arguments["device"])
+        shapes = zip(arguments["shapes"], arguments["dtypes"], strict=True)
+        tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for shape, name in shapes]
+        reduce_tensors(group, tensors, Reduction.of(call), contributes=False)
     elif call.kind.when_joined is WhenJoined.GRADIENTS:
         current().grad_syncs[arguments["process_set"]][arguments["grad_sync"]].contribute_nothing(
             group, verdict
         )
-
-
-def _contribute_neutral(group: Group, call: Call) -> None:
-    """Take part in the reduction `call` with values that do not change its result."""
-    arguments = dict(call.arguments)
-    device = _device_of(arguments["device"])
-    shapes = zip(arguments["shapes"], arguments["dtypes"], strict=True)
-    tensors = [torch.empty(shape, dtype=getattr(torch, name), device=device) for shape, name in shapes]
-    reduce_neutral(group, tensors, Reduction.of(call))
 
 
 def _device_of(kind: str) -> torch.device:

@@ -6,6 +6,7 @@ unpickling it fails on a rank, its error is raised there alone. In both cases th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ..checks import add_note, items, text_of
 from ..compiling import not_compiled
 from ..errors import HorovodInternalError
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
-from .plan import check_root, make_call
+from .plan import channel_and_root, make_call
 from .wire import allgather_rows, alltoall_rows, gather_rows
 
 # Sent with pickle, or with cloudpickle if it is installed.
@@ -34,11 +35,8 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 def _dump(obj: Any) -> torch.Tensor:
     """Return `obj` pickled, (n,) uint8. Uses cloudpickle if it is installed, as Horovod does."""
-    if importlib.util.find_spec("cloudpickle") is not None:
-        import cloudpickle
-
-        return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    name = "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
+    return torch.frombuffer(bytearray(importlib.import_module(name).dumps(obj)), dtype=torch.uint8)
 
 
 @not_compiled
@@ -52,7 +50,7 @@ def broadcast_object(
     on a rank, its error is raised there alone.
     """
     with reporting(BROADCAST_OBJECT, process_set):
-        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        channel, root_rank, root = channel_and_root(process_set, root_rank)
         is_root = channel.group.rank == root
         data = _dump(obj) if is_root else _NO_BYTES
         call = make_call(BROADCAST_OBJECT, name, count=data.numel(), root_rank=root_rank)
@@ -80,10 +78,10 @@ def allgather_object(
         call = make_call(ALLGATHER_OBJECT, name, count=data.numel())
 
     def execute(group: Group, verdict: Verdict) -> Sequence[torch.Tensor]:
-        (gathered,) = allgather_rows(group, [data], verdict.counts)
+        (gathered,), _ = allgather_rows(group, [data], verdict.counts)
         return gathered.split(list(verdict.counts))  # type: ignore[no-any-return]
 
-    return _load_all(channel.run(call, execute), process_set)
+    return list(map(_load, channel.run(call, execute), channel.group.ranks))
 
 
 @not_compiled
@@ -95,7 +93,7 @@ def gather_object(
     Collective: every member of `process_set` must call it. Errors as for `broadcast_object`.
     """
     with reporting(GATHER_OBJECT, process_set):
-        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        channel, root_rank, root = channel_and_root(process_set, root_rank)
         data = _dump(obj)
         call = make_call(GATHER_OBJECT, name, count=data.numel(), root_rank=root_rank)
 
@@ -104,7 +102,7 @@ def gather_object(
         return rows.split(counts)  # type: ignore[no-any-return]
 
     received = channel.run(call, execute)
-    return _load_all(received, process_set) if channel.group.rank == root else None
+    return list(map(_load, received, channel.group.ranks)) if channel.group.rank == root else None
 
 
 @not_compiled
@@ -121,7 +119,7 @@ def scatter_object(
     as for `broadcast_object`.
     """
     with reporting(SCATTER_OBJECT, process_set):
-        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        channel, root_rank, root = channel_and_root(process_set, root_rank)
         size, is_root = channel.group.size, channel.group.rank == root
         rule = f"a list with one object for each of {size} ranks on the root"
         given = items("objs", objs, rule, "Wrap each rank's object.") if is_root else []
@@ -135,13 +133,6 @@ def scatter_object(
         return alltoall_rows(group, data, splits, verdict.counts)[0]
 
     return _load(channel.run(call, execute), root_rank)
-
-
-def _load_all(pickles: Sequence[torch.Tensor], process_set: ProcessSetLike) -> list[Any]:
-    return [
-        _load(pickled, rank)
-        for pickled, rank in zip(pickles, channel_of(process_set).group.ranks, strict=True)
-    ]
 
 
 def _load(pickled: torch.Tensor, rank: int) -> Any:
@@ -191,14 +182,13 @@ def on_all_ranks(
     return [result for result, _ in outcomes]
 
 
-def unpickled_on_all_ranks(
-    collective: Callable[[], T], process_set: ProcessSetLike = global_process_set
+def if_all_succeed(
+    function: Callable[[], T], error: type[Exception], process_set: ProcessSetLike = global_process_set
 ) -> T:
-    """Return `collective()`, such as a broadcast_object, which runs user code (unpickling) after all data has arrived.
+    """Do what `on_all_ranks` does, but return this rank's own result, which may be anything: it is not sent.
 
-    Collective over `process_set`. If that code raises on some ranks, the others raise RuntimeError, because they cannot
-    continue without those ranks.
+    For example, unpickling runs code of the user, and the ranks where that works cannot continue without the others.
     """
-    received: list[T] = []
-    on_all_ranks(lambda: received.append(collective()), RuntimeError, process_set)
-    return received[0]
+    results: list[T] = []
+    on_all_ranks(lambda: results.append(function()), error, process_set)
+    return results[0]

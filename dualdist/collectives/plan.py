@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from .. import accelerator
 from ..agreement.call import Call, Kind, call_site
 from ..agreement.channel import Channel
-from ..agreement.matching import Execute
+from ..agreement.matching import Execute, Verdict
+from ..backends.base import Group
 from ..checks import integer, is_dtensor, items, text, wrong
 from ..types import Average, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, report, reporting
@@ -20,7 +22,6 @@ from .handles import Started, new_handle, on_streams_of_caller
 from .wire import dtype_name
 
 T = TypeVar("T")
-U = TypeVar("U")
 P = ParamSpec("P")
 
 
@@ -28,6 +29,7 @@ P = ParamSpec("P")
 class Plan(Generic[T]):
     """A collective whose arguments are right on this rank."""
 
+    process_set: ProcessSetLike
     channel: Channel
     call: Call
     execute: Execute[T]
@@ -44,28 +46,22 @@ class Plan(Generic[T]):
                 "synchronize() first, or choose another name."
             )
 
-    def run(
-        self,
-        function: type[torch.autograd.Function] | None = None,
-        process_set: ProcessSetLike | None = None,
-        *gradient: int,
-    ) -> T:
+    def run(self, function: type[torch.autograd.Function] | None = None, *gradient: int) -> T:
         """Agree with the other members, then run the collective. Collective over the process set.
 
         Args:
             function: what records the gradient if autograd is active; its forward runs the plan. None: nothing.
-            process_set: that of the plan, if there is a function.
             gradient: for a function that takes it: Average, Horovod's gradient, or Sum, that of the sum of all ranks'
                 losses.
         """
         for chosen in gradient:
             if type(chosen) is not int or chosen not in (Average, Sum):
-                with reporting(self.call.kind, process_set):
+                with reporting(self.call.kind, self.process_set):
                     fix = "Pass hvd.Sum for the gradient of the sum of all ranks' losses."
                     raise wrong("gradient", "hvd.Average or hvd.Sum", chosen, fix)
         is_recorded = function is not None and torch.is_grad_enabled()
         if is_recorded and any([tensor.requires_grad for tensor in self.tensors]):
-            result: T = function.apply(self, process_set, *gradient, *self.tensors)  # type: ignore[union-attr]
+            result: T = function.apply(self, *gradient, *self.tensors)  # type: ignore[union-attr]
         else:
             execute = self.execute
             if any(map(accelerator.has_streams, self.tensors)):
@@ -73,15 +69,13 @@ class Plan(Generic[T]):
             result = self.channel.run(self.call, execute)
         return result if function is None or self.restore is None else self.restore(result)
 
-    def submit(self) -> int:
-        """Queue the collective and return a handle."""
-        return new_handle(Started(self.channel, self.call, self.execute, self.tensors))
+    def submit(self, change: Callable[[T], Any] = lambda result: result) -> int:
+        """Queue the collective and return a handle. change: makes what `synchronize` returns of the result."""
 
-    def then(self, change: Callable[[T], U]) -> Plan[U]:
-        """Return the plan with the result `change(result of this plan)`."""
-        return Plan(
-            self.channel, self.call, lambda group, verdict: change(self.execute(group, verdict)), self.tensors
-        )
+        def execute(group: Group, verdict: Verdict) -> Any:
+            return change(self.execute(group, verdict))
+
+        return new_handle(Started(self.channel, self.call, execute, self.tensors))
 
 
 def planned(kind: Kind) -> Callable[[Callable[P, Plan[T]]], Callable[P, Plan[T]]]:
@@ -128,6 +122,10 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
             "broadcast_parameters() before fully_shard or parallelize_module changes the model, which then exchanges "
             "parameters and gradients itself."
         )
+    if tensor.is_nested:
+        raise ValueError(
+            f"`{what}` must be dense, but is a nested tensor instead. Pass its unbind() or values()."
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(
             f"`{what}` must be dense, but is {tensor.layout} instead. Use sparse_allreduce_async, or to_dense()."
@@ -136,6 +134,20 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
         raise ValueError(
             f"`{what}` must hold plain numbers, but is {tensor.dtype} on {tensor.device} instead. "
             "Use dequantize(), or a tensor with data."
+        )
+    try:
+        has_memory = type(tensor) is not torch.Tensor or tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        has_memory = False
+    if not has_memory:
+        raise ValueError(
+            f"`{what}` must have memory, but has none, as inside torch.func.grad, vmap, jvp or functionalize. Call the "
+            "collective outside of the transformed function."
+        )
+    if unpack_dual(tensor).tangent is not None:
+        raise ValueError(
+            f"`{what}` must have no tangent of torch's forward-mode AD, which collectives do not support, but has one. "
+            "Use backward(), or pass unpack_dual(tensor).primal."
         )
 
 
@@ -155,6 +167,11 @@ def check_tensors(tensors: Any, *, grouped: bool) -> list[torch.Tensor]:
         raise ValueError("`tensors` must hold at least one tensor, but is empty instead. Skip the call.")
     for place, tensor in enumerate(given):
         check_tensor(tensor, f"tensors[{place}]")
+    devices = {str(tensor.device) for tensor in given}
+    if len(devices) > 1:
+        raise ValueError(
+            f"`tensors` must be on one device, but are on {sorted(devices)} instead. Move them to one."
+        )
     return given
 
 
@@ -167,15 +184,18 @@ def check_rows(tensor: Any, what: str = "tensor") -> None:
         )
 
 
-def check_root(root_rank: Any, process_set: ProcessSetLike) -> tuple[int, int]:
-    """Return the global rank `root_rank` as an int, and its index in the set. Raises ValueError for other ranks."""
-    ranks = channel_of(process_set).group.ranks
-    rank = integer("root_rank", root_rank, fix="Pass a global rank.")
+def channel_and_root(process_set: ProcessSetLike, root_rank: Any) -> tuple[Channel, int, int]:
+    """Return the channel of the set, the global rank `root_rank` as an int, and its index in the set.
+
+    Raises ValueError for other ranks, and as channel_of does.
+    """
+    channel = channel_of(process_set)
+    ranks, rank = channel.group.ranks, integer("root_rank", root_rank, fix="Pass a global rank.")
     if rank not in ranks:
         raise ValueError(
             f"`root_rank` must be one of the ranks {list(ranks)}, but is {rank} instead. Pass a global rank."
         )
-    return rank, ranks.index(rank)
+    return channel, rank, ranks.index(rank)
 
 
 def check_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:

@@ -13,7 +13,7 @@ from ..compiling import not_compiled
 from ..types import Average, Op, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
 from .broadcast import Broadcast, plan_broadcast
-from .plan import Plan, check_root, check_tensor, make_call, root_of
+from .plan import Plan, channel_and_root, check_tensor, make_call, root_of
 from .reduction import Reduction, reduce_tensors, scale_
 
 
@@ -45,7 +45,7 @@ def reduce(
         NotImplementedError: autograd is active and `op` is neither Sum nor Average.
     """
     with reporting(REDUCE, process_set):
-        channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+        channel, root_rank, root = channel_and_root(process_set, root_rank)
         reduction = Reduction(op, prescale_factor, postscale_factor).checked()
         check_tensor(tensor)
         reduction.check([tensor], channel.group.size)
@@ -56,8 +56,8 @@ def reduce(
             reduce_tensors(group, [output], reduction)
             return output if group.rank == root else torch.zeros_like(output)
 
-        plan = Plan(channel, call, execute, [tensor])
-    return plan.run(Reduce, process_set)
+        plan = Plan(process_set, channel, call, execute, [tensor])
+    return plan.run(Reduce)
 
 
 @not_compiled
@@ -65,10 +65,9 @@ class Reduce(torch.autograd.Function):
     """The gradient of reduce for Sum and Average: the root's gradient on every rank, scaled like the values."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[torch.Tensor], process_set: ProcessSetLike, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.reduction, ctx.root_rank, ctx.process_set = Reduction.of(plan.call), root_of(plan), process_set
+    def forward(ctx: Any, plan: Plan[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.reduction, ctx.root_rank = Reduction.of(plan.call), root_of(plan)
+        ctx.process_set = plan.process_set
         if ctx.reduction.op not in (Sum, Average):
             raise NotImplementedError(
                 "`reduce` is differentiable for Sum and Average. Use allreduce for other ops."
@@ -79,7 +78,7 @@ class Reduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         reduction, process_set = ctx.reduction, ctx.process_set
         plan = plan_broadcast(grad, ctx.root_rank, process_set=process_set)
-        back = plan.run(Broadcast, process_set, Sum)
+        back = plan.run(Broadcast, Sum)
         divisor = channel_of(process_set).group.size if reduction.op == Average else 1
         scale_(back, reduction.prescale_factor * reduction.postscale_factor / divisor)
-        return None, None, back
+        return None, back

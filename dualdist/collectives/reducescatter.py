@@ -18,7 +18,6 @@ from .allgather import Allgather, plan_allgather
 from .allreduce import Tensors
 from .plan import Plan, check_rows, check_tensors, make_call, planned
 from .reduction import Compression, Compressor, Reduction, check_reducible, compressed, reduce_tensors, scale_
-from .wire import rows_per_rank
 
 
 @planned(REDUCESCATTER)
@@ -49,11 +48,11 @@ def plan_reducescatter(
     def execute(group: Group, verdict: Verdict) -> tuple[torch.Tensor, ...]:
         whole = [tensor.detach().clone() for tensor in sent]
         reduce_tensors(group, whole, reduction)
-        return tuple(
-            tensor.split(rows_per_rank(len(tensor), group.size))[group.rank].clone() for tensor in whole
-        )
+        # As in Horovod 0.28.1, each of the first ranks gets one more row if they do not divide
+        # (horovod/common/ops/collective_operations.cc:314, ReducescatterOp::ComputeOutputShapeForRank).
+        return tuple(tensor.tensor_split(group.size)[group.rank].clone() for tensor in whole)
 
-    return Plan(channel, call, execute, sent, restore)
+    return Plan(process_set, channel, call, execute, sent, restore)
 
 
 @not_compiled
@@ -87,7 +86,7 @@ def reducescatter(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, compression=compression, process_set=process_set)
-    (output,) = plan.run(Reducescatter, process_set, gradient)
+    (output,) = plan.run(Reducescatter, gradient)
     return output
 
 
@@ -106,7 +105,7 @@ def reducescatter_async(
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, process_set=process_set)
-    return plan.then(lambda outputs: outputs[0]).submit()
+    return plan.submit(lambda outputs: outputs[0])
 
 
 @not_compiled
@@ -130,7 +129,7 @@ def grouped_reducescatter(
     plan = plan_reducescatter(
         tensors, reduction, name, compression=compression, grouped=True, process_set=process_set
     )
-    outputs = plan.run(Reducescatter, process_set, gradient)
+    outputs = plan.run(Reducescatter, gradient)
     return list(outputs)
 
 
@@ -161,10 +160,8 @@ class Reducescatter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: Plan[Tensors], process_set: ProcessSetLike, gradient: int, *tensors: torch.Tensor
-    ) -> Tensors:
-        ctx.reduction, ctx.process_set, ctx.gradient = Reduction.of(plan.call), process_set, gradient
+    def forward(ctx: Any, plan: Plan[Tensors], gradient: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.reduction, ctx.process_set, ctx.gradient = Reduction.of(plan.call), plan.process_set, gradient
         return plan.run()
 
     @staticmethod
@@ -178,7 +175,7 @@ class Reducescatter(torch.autograd.Function):
         gathered = []
         for grad in grads:
             plan = plan_allgather([grad], process_set=process_set)
-            (rows,) = plan.run(Allgather, process_set, ctx.gradient)
+            rows, _ = plan.run(Allgather, ctx.gradient)
             scale_(rows, factor)
             gathered.append(rows)
-        return None, None, None, *gathered
+        return None, None, *gathered

@@ -154,7 +154,7 @@ class Reduction(NamedTuple):
     """The op and the factors of a reduction."""
 
     op: Any = Average
-    """A constant of Horovod; before `checked`, what a user has passed."""
+    """A constant of Horovod; before `checked`, what a user has passed, which may be None."""
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
 
@@ -181,11 +181,6 @@ class Reduction(NamedTuple):
         """Raise ValueError or NotImplementedError unless it can be applied to `tensors` of `size` ranks."""
         for tensor in tensors:
             check_reducible(tensor.dtype, self.op)
-        if len(tensors) > 1 and len({tensor.device for tensor in tensors}) > 1:
-            raise ValueError(
-                f"`tensors` must be on one device, but are on {sorted({str(t.device) for t in tensors})} instead. "
-                "Move them to one."
-            )
         if self.op == Adasum:
             check_adasum_size(size)
 
@@ -223,38 +218,40 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     start = 0
     for tensor in tensors:
         target = tensor.detach()  # so that autograd does not record the copy
-        target = torch.view_as_real(target) if target.is_complex() else target
-        part = flat if len(tensors) == 1 else flat[start : start + target.numel()]
+        length = target.numel() * (2 if target.is_complex() else 1)
+        part = flat if len(tensors) == 1 else flat[start : start + length]
+        if target.is_complex():
+            # The target may be conjugated when it is read, so it has no view as pairs.
+            part = torch.view_as_complex(part.view(target.numel(), 2))
         part = part if target.dim() == 1 else part.view(target.shape)
         target.copy_(part != 0 if target.dtype is torch.bool else part)
-        start += target.numel()
+        start += length
 
 
-def reduce_tensors(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
-    """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation."""
+def reduce_tensors(
+    group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction, *, contributes: bool = True
+) -> None:
+    """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation.
+
+    contributes: if False, send numbers that do not change the result of the other members. Then `tensors` only give
+        the shapes, and are overwritten.
+    """
     for (dtype, device), same_kind in _by_kind(tensors).items():
         wire = _wire_dtype(dtype, group, reduction), group.wire_device(device)
         first = same_kind[0]
         in_place = len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == wire
         flat = first.detach().view(-1) if in_place else pack(same_kind, *wire)
-        scale_(flat, reduction.prescale_factor)
-        _exchange(group, flat, reduction.op, [tensor.numel() for tensor in same_kind])
+        if contributes:
+            scale_(flat, reduction.prescale_factor)
+        else:
+            flat.fill_(neutral(flat.dtype, reduction.op))
+        if reduction.op == Adasum:
+            adasum(group, flat.split([tensor.numel() for tensor in same_kind]))
+        else:
+            group.allreduce_(flat, Sum if reduction.op == Average else reduction.op).wait()
         _finish(flat, reduction, group.size)
         if not in_place:
             unpack(flat, same_kind)
-
-
-def reduce_neutral(group: Group, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
-    """Take part in `reduce_tensors` of the other members with numbers that do not change its result.
-
-    tensors: of the shapes, dtypes and device of theirs; neither read nor changed.
-    """
-    for (dtype, device), same_kind in _by_kind(tensors).items():
-        wire_dtype = _wire_dtype(dtype, group, reduction)
-        sizes = [tensor.numel() * (2 if dtype.is_complex else 1) for tensor in same_kind]
-        number = neutral(wire_dtype, reduction.op)
-        flat = torch.full((sum(sizes),), number, dtype=wire_dtype, device=group.wire_device(device))
-        _exchange(group, flat, reduction.op, sizes)
 
 
 def _by_kind(
@@ -274,13 +271,6 @@ def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch
         return reduction_dtype(dtype, group, widens=reduction.op == Adasum)
     scales = reduction != Reduction(reduction.op) or reduction.op == Average
     return reduction_dtype(dtype, group, widens=scales)
-
-
-def _exchange(group: Group, flat: torch.Tensor, op: int, sizes: Sequence[int]) -> None:
-    if op == Adasum:
-        adasum(group, list(flat.split(sizes)))
-    else:
-        group.allreduce_(flat, Sum if op == Average else op).wait()
 
 
 def _finish(flat: torch.Tensor, reduction: Reduction, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -47,8 +48,8 @@ def sparse_allreduce_async(
         rows = own.indices().t().contiguous()
     plan = plan_allgather([rows, own.values()], name, grouped=True, process_set=process_set)
 
-    def reduced(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        indices, values = outputs
+    def reduced(outputs: tuple[Any, ...]) -> torch.Tensor:
+        indices, values, _ = outputs
         return torch.sparse_coo_tensor(
             indices.t(),
             values / plan.channel.group.size if averages else values,
@@ -57,7 +58,7 @@ def sparse_allreduce_async(
             check_invariants=False,
         )
 
-    return functools.partial(synchronize, plan.then(reduced).submit())
+    return functools.partial(synchronize, plan.submit(reduced))
 
 
 def _is_average(op: Op) -> bool:
@@ -84,7 +85,7 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
             check_invariants=False,
         )
     own = tensor.coalesce() if tensor.sparse_dim() == 1 else tensor.to_dense().to_sparse(1)
-    indices, values = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
+    (indices, values), _ = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
     return torch.sparse_coo_tensor(
         indices.t(), values, like.shape, device=like.device, check_invariants=False
     ).coalesce()

@@ -41,23 +41,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def allgather_rows(
     group: Group, tensors: Sequence[torch.Tensor], rows: Sequence[int] | None = None
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], list[int]]:
     """Return for each of `tensors` ((n, ...) on a member) the rows of all members: (sum of n, ...), in rank order.
 
-    rows: n of each member, for a single tensor; None: not known.
+    Also return where the rows of this member begin in each. rows: n of each member, for a single tensor; None: not
+    known.
     """
     row_bytes = [_row_bytes(tensor) for tensor in tensors]
     if rows is None:
-        row_counts = allgather_integers(group, [tensor.shape[0] for tensor in tensors])
+        layout = struct.Struct(f"<{len(tensors)}q")
+        own = layout.pack(*[tensor.shape[0] for tensor in tensors])
+        row_counts = [layout.unpack(message) for message in group.allgather_bytes(own)]
     else:
-        row_counts = [[count] for count in rows]
+        row_counts = [(count,) for count in rows]
     # For each member, the bytes of each of its tensors.
     sizes = [[count * width for count, width in zip(counts, row_bytes, strict=True)] for counts in row_counts]
     totals = [sum(member) for member in sizes]
     data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
     gathered = group.allgatherv(data, totals) if sum(totals) else data
     parts = [part.split(member) for part, member in zip(gathered.split(totals), sizes, strict=True)]
-    return [
+    whole = [
         from_bytes(
             torch.cat([part[index] for part in parts]),
             (sum(counts[index] for counts in row_counts), *tensor.shape[1:]),
@@ -65,6 +68,7 @@ def allgather_rows(
         )
         for index, tensor in enumerate(tensors)
     ]
+    return whole, [sum(counts[: group.rank]) for counts in zip(*row_counts, strict=True)]
 
 
 def broadcast_into(group: Group, tensor: torch.Tensor, root: int) -> None:
@@ -120,21 +124,6 @@ def _alltoall_integers(group: Group, numbers: Sequence[int]) -> list[int]:
     each = [sent.element_size()] * group.size
     group.alltoall(output, data, each, each).wait()
     return list(map(int, from_bytes(output, sent.shape, sent).tolist()))
-
-
-def allgather_integers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
-    """Return the `numbers` of each member; every member has the same number of them."""
-    layout = struct.Struct(f"<{len(numbers)}q")
-    return [list(layout.unpack(message)) for message in group.allgather_bytes(layout.pack(*numbers))]
-
-
-def rows_per_rank(rows: int, size: int) -> list[int]:
-    """Return the share of `rows` of each of `size` ranks in a reducescatter.
-
-    If they do not divide, each of the first ranks gets one more row, as in Horovod 0.28.1
-    (horovod/common/ops/collective_operations.cc:314, ReducescatterOp::ComputeOutputShapeForRank).
-    """
-    return [rows // size + (index < rows % size) for index in range(size)]
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

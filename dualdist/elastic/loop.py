@@ -46,7 +46,14 @@ def restarting(state: State) -> Iterator[Callable[[], None]]:
     Collective. Raises TypeError when a value of `state` cannot be written, CheckpointError when the folder cannot be
     used or the commit does not fit. All errors are raised on every rank.
     """
-    commits = _open_commits(next(_numbers))
+    env = os.environ
+    first_of_node = not current().launch.local_rank
+    folder = folder_of_commits(env, sys.argv, next(_numbers))
+    if first_of_node:
+        remove_abandoned()
+    on_all_ranks(lambda: make_private(folder, env), CheckpointError)
+    # In the temporary folder, the files must survive processes, not the machine.
+    commits = Commits(folder, first_of_node, durable=bool(env.get(ELASTIC_DIR)))
     outer = state._commits if isinstance(state, ObjectState) else None  # of a `run` inside which this one is
     if isinstance(state, ObjectState):
         state._resume(commits)
@@ -63,17 +70,6 @@ def restarting(state: State) -> Iterator[Callable[[], None]]:
         lifeline.close()
         if isinstance(state, ObjectState):
             state._commits = outer
-
-
-def _open_commits(number: int) -> Commits:
-    env = os.environ
-    folder = folder_of_commits(env, sys.argv, number)
-    first_of_node = not current().launch.local_rank
-    if first_of_node:
-        remove_abandoned()
-    on_all_ranks(lambda: make_private(folder, env), CheckpointError)
-    # In the temporary folder, the files must survive processes, not the machine.
-    return Commits(folder, first_of_node, durable=bool(env.get(ELASTIC_DIR)))
 
 
 class _Lifeline:
@@ -121,7 +117,6 @@ class _Lifeline:
 # The folder of a job's commits on this node.
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
-_OF_AGENT = "{prefix}{pid}-{start}"
 
 
 def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: int) -> Path:
@@ -134,7 +129,7 @@ def folder_of_commits(env: Mapping[str, str], program: Sequence[str], number: in
     if env.get(ELASTIC_DIR):
         return Path(env[ELASTIC_DIR]) / f"run-{number}"
     torchrun = find_launcher_process(_RUN_ID)
-    agent = _OF_AGENT.format(prefix=_prefix(), pid=torchrun.pid, start=torchrun.start_time)
+    agent = f"{_prefix()}{torchrun.pid}-{torchrun.start_time}"
     name = hashlib.sha256("\0".join([env[_RUN_ID], *program]).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / agent / f"{name}-{number}"
 

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from .. import accelerator, checks
 from ..agreement.call import BROADCAST_OBJECT
-from ..checkpoint.for_elastic import is_per_rank, is_stateful
+from ..checkpoint.for_elastic import is_collective, is_per_rank, is_stateful
 from ..checks import flag, instance, integer, mapping
-from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
+from ..collectives.objects import broadcast_object, if_all_succeed
 from ..errors import HostsUpdatedInterrupt
 from ..samplers import DealingSampler, checked_epoch
 from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
@@ -131,7 +131,7 @@ class StateHandler:
         return value
 
     def save(self) -> None:
-        """Keep a copy of the object's state in host memory. Local."""
+        """Keep a copy of the object's state in host memory. Local, unless its `state_dict` is collective."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -151,7 +151,7 @@ class StateHandler:
         self.save()
 
 
-def _host_copy(state: Any) -> Any:
+def _copied_to_host(state: Any) -> Any:
     """Return a deep copy of `state` whose tensors are in host memory."""
     # deepcopy takes what it finds under the ID of an object in its memo.
     on_devices = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)}
@@ -174,7 +174,7 @@ class _StateDictHandler(StateHandler):
         raise checks.wrong("value", "an object with state_dict and load_state_dict", value, error=TypeError)
 
     def save(self) -> None:
-        self._saved = _host_copy(self.value.state_dict())
+        self._saved = _copied_to_host(self.value.state_dict())
 
     def restore(self) -> None:
         self._load(copy.deepcopy(self._saved))
@@ -209,12 +209,32 @@ class _StatefulHandler(_StateDictHandler):
 
     def sync(self) -> None:
         # The root gets its state itself back, not a copy.
-        self.value.load_state_dict(copy.deepcopy(unpickled_on_all_ranks(self._receive)))
+        self.value.load_state_dict(copy.deepcopy(if_all_succeed(self._receive, RuntimeError)))
 
     def _receive(self) -> Any:
         with reporting(BROADCAST_OBJECT):  # the object's own code may fail
             state = self.value.state_dict() if rank() == 0 else None
         return broadcast_object(state)
+
+
+class _CollectiveHandler(_StatefulHandler):
+    """An object whose `state_dict` all ranks call, such as a metric: its state is that of all ranks together."""
+
+    def __init__(self, value: Any) -> None:
+        # Not saved before the first `sync`: under horovodrun, a new rank is alone when it makes its TorchState.
+        StateHandler.__init__(self, value)
+        self._saved: Any = None
+
+    def restore(self) -> None:
+        if self._saved is not None:
+            super().restore()
+
+    def reset(self) -> None:
+        # Every rank of the last world had a part of the state, and some of these ranks may have left.
+        self.restore()
+
+    def _receive(self) -> Any:
+        return broadcast_object(self.value.state_dict())
 
 
 class SamplerStateHandler(_StatefulHandler):
@@ -259,6 +279,8 @@ def handler_class(name: str, value: Any) -> type[StateHandler] | None:
             f"`{name}` must be equal on all ranks, but is a {type(value).__name__} with a state for each rank instead. "
             "Leave it out: the ranks of an elastic job change."
         )
+    if is_collective(value):
+        return _CollectiveHandler
     return _StatefulHandler if is_stateful(value) else None
 
 
@@ -319,7 +341,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on every rank if rank 0 has recorded a change of hosts. Collective."""
+        """Save the state and raise HostsUpdatedInterrupt on every rank, if rank 0 has recorded a change of hosts.
+
+        Collective.
+        """
         before = latest = self._last_updated_timestamp
         change = 0
         while not self._host_messages.empty():
@@ -328,13 +353,14 @@ class State:
                 latest, change = timestamp, change | int(update)
         before, self._last_updated_timestamp, change = self._bcast_object((before, latest, change))
         if self._last_updated_timestamp > before:
+            self.save()  # while all ranks are there: see _CollectiveHandler
             raise HostsUpdatedInterrupt(change == _REMOVED)
 
     def _persist(self) -> None:
         """Write the state to a file that survives the processes, if this job needs it. Local."""
 
     def save(self) -> None:
-        """Keep a copy of the state in host memory. Local."""
+        """Keep a copy of the state in host memory. Local, unless the `state_dict` of an object is collective."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -379,7 +405,7 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._saved_state:
             values = {name: getattr(self, name) for name in self._saved_state}
-            self._set_attrs(unpickled_on_all_ranks(lambda: self._bcast_object(values)))
+            self._set_attrs(if_all_succeed(lambda: self._bcast_object(values), RuntimeError))
             ObjectState.save(self)
 
     def _persist(self) -> None:

@@ -1,4 +1,4 @@
-"""Which gradients the current backward has completed.
+"""Which gradients the current backward has completed, and in which order.
 
 A hook on each parameter reports its gradient. If the order is the same as in the last backward, gradients are handled
 in groups, each when a bucket can be sent or when gradients can be moved to their buckets. Otherwise each gradient is
@@ -20,10 +20,87 @@ import torch
 from torch._C import _current_autograd_node, _current_graph_task_id
 
 from ..compiling import not_compiled
-from .bucket_memory import TrackedParameter
-from .layout import ArrivalOrder
+from .bucket_memory import Bucket, TrackedParameter
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+# The order in which backward completes gradients, and which buckets are complete.
+
+_MOVE_BYTES = 1 << 20
+"""How much may wait on a CPU until it is moved to the buckets, see Reducer.mark_ready."""
+
+
+class ArrivalOrder:
+    """Counts the gradients that each bucket still misses, and remembers the order of a complete backward.
+
+    Parameters are given by index.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.bucket_of = {slot.param: place for place, bucket in enumerate(buckets) for slot in bucket.slots}
+        self._sizes = [len(bucket.slots) for bucket in buckets]
+        self._bytes = {
+            slot.param: slot.shape.numel() * bucket.dtype.itemsize if bucket.device.type == "cpu" else 0
+            for bucket in buckets
+            for slot in bucket.slots
+        }
+        self.expected: list[int] = []
+        """All parameters, in the order in which the next backward should complete them. Empty: not known."""
+        self.stops: list[int] = []
+        """How many gradients have arrived in that order each time that some can be sent or moved.
+
+        Arrivals acts one gradient later."""
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Prepare for the next backward."""
+        self._missing = list(self._sizes)
+        self._waiting: list[int] = []
+        """Gradients that have arrived since the last move to the buckets."""
+        self._waiting_bytes = 0
+
+    def mark(self, arrived: Sequence[int]) -> None:
+        """Count the gradients that have `arrived`."""
+        missing = self._missing
+        for place in map(self.bucket_of.__getitem__, arrived):
+            missing[place] -= 1
+        self._waiting_bytes += sum(map(self._bytes.__getitem__, arrived))
+        self._waiting += arrived
+
+    def take_waiting(self, sent: int) -> dict[int, list[int]]:
+        """Return bucket -> gradients that should move there, except to the first `sent` buckets.
+
+        These are all on the CPU that have arrived since the last move, or none while they are small. Gradients that
+        are sent as sparse ones have no place in a bucket.
+        """
+        taken: dict[int, list[int]] = {}
+        if self._waiting_bytes < _MOVE_BYTES:
+            return taken
+        for index in self._waiting:
+            if self._bytes[index] and (place := self.bucket_of[index]) >= sent:
+                taken.setdefault(place, []).append(index)
+        self._waiting, self._waiting_bytes = [], 0
+        return taken
+
+    def is_complete(self, place: int) -> bool:
+        """Return whether all gradients of the bucket at `place` have arrived."""
+        return place < len(self._missing) and self._missing[place] == 0
+
+    def learn(self, order: Sequence[int]) -> None:
+        """Expect that later backwards complete the gradients in this order, if it has all of them once."""
+        if len(order) != len(self.bucket_of) or set(order) != self.bucket_of.keys():
+            return
+        self.start_over()
+        sent, stops = 0, []
+        for count, index in enumerate(order, 1):
+            self.mark([index])
+            before = sent
+            while self.is_complete(sent):
+                sent += 1
+            if sent > before or self.take_waiting(sent):
+                stops.append(count)
+        self.expected, self.stops = list(order), stops
+        self.start_over()
 
 
 class Arrivals:
@@ -32,7 +109,7 @@ class Arrivals:
     def __init__(
         self,
         params: Sequence[TrackedParameter],
-        passes: list[int],
+        pass_counts: list[int],
         at_begin: Callable[[int], None],
         handle_single: Callable[[int], None],
         mark_ready: Callable[[Sequence[int]], None],
@@ -42,20 +119,20 @@ class Arrivals:
 
         Args:
             params: those to which the indices refer; more may be added.
-            passes: of each parameter, see Reducer.
+            pass_counts: of each parameter, see Reducer.
             at_begin: called with the first gradient of each autograd graph task.
             handle_single: called with a gradient in another order; it calls `add_single` if that is to be combined.
             mark_ready: called with a group of gradients in the expected order.
             at_end: called once at the end of each autograd graph task in which a gradient was handled, and after each
                 nested one for which it has called `continue_outside`.
         """
-        self._params, self._passes = params, passes
+        self._params, self._pass_counts = params, pass_counts
         self._at_begin, self._at_end = at_begin, at_end
         self._handle_single, self._mark_ready = handle_single, mark_ready
         self.arrived: list[int] = []
         """Parameters whose gradients the current backward has completed, in order."""
         self.handled: set[int] = set()
-        """Those whose gradients were handled."""
+        """Those that are sent, or are going to be combined at the end of this backward."""
         self._lock = threading.RLock()
         """Held by a hook: autograd runs the hooks of parameters on different devices in different threads."""
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
@@ -176,9 +253,9 @@ class Arrivals:
 
     def _record(self, indices: Sequence[int]) -> None:
         """Record these gradients as handled. Passes are not counted here: each has 1."""
-        passes = self._passes
+        pass_counts = self._pass_counts
         for index in indices:
-            passes[index] = 1
+            pass_counts[index] = 1
         self.handled.update(indices)
 
     def add_single(self, index: int) -> None:

@@ -1,7 +1,7 @@
 """The memory of a bucket: a flat tensor in which gradients are summed, and views of it that become the gradients.
 
 In this file: TrackedParameter, Bucket and `lay_out` (which gradients share a bucket), Contributions (which gradients
-each rank has), and BucketMemory.
+each rank has), `keep_freed_memory` (for malloc), and BucketMemory.
 
 A script may put any memory anywhere between two calls, so no tensor that it can reach is trusted to be where it was. A
 gradient lies in its slot if it has the slot's address and strides. Views are handed out as new tensors. The number of
@@ -10,6 +10,7 @@ tensors that use the storage shows whether the script still has one that is no l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import weakref
@@ -28,8 +29,8 @@ from ..types import Max
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """Return `tensor`, with complex numbers as (real, imaginary) pairs in a new last dimension; a view if possible."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class TrackedParameter:
@@ -118,6 +119,8 @@ class Bucket:
     """Some parameters whose gradients are sent together."""
 
     slots: tuple[GradientSlot, ...]
+    params: tuple[TrackedParameter, ...]
+    """The parameter of each slot."""
     numel: int
     dtype: torch.dtype
     device: torch.device
@@ -210,8 +213,8 @@ def _bucket(params: Sequence[TrackedParameter], members: Sequence[int], sparse: 
             start += start % 2  # complex numbers must begin at an even element
         slots.append(GradientSlot(index, start, like.shape, like.stride()))
         start += like.numel()
-    first = params[members[0]]
-    return Bucket(tuple(slots), start, first.like.dtype, first.device)
+    own = tuple(params[index] for index in members)
+    return Bucket(tuple(slots), own, start, own[0].like.dtype, own[0].device)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -243,9 +246,13 @@ class Contributions:
     those of the last exchange; before the first one, every rank contributes the expected kinds.
     """
 
-    def __init__(self, expected: Sequence[bytes]) -> None:
-        """expected: for each bucket the kinds that a rank contributes when it has all gradients; equal on all ranks."""
+    def __init__(self, buckets: Sequence[Bucket], sparse: Set[int]) -> None:
+        expected = [
+            bytes(NEW | (SPARSE if slot.param in sparse else DENSE) for slot in bucket.slots)
+            for bucket in buckets
+        ]
         self._expected = b"".join(expected)
+        """What a rank contributes that has all gradients; equal on all ranks."""
         self._ends = list(itertools.accumulate(map(len, expected)))
         self._announced: bytes | None = self._expected
         """What this rank contributed at the last exchange; None after an exchange in which it had joined."""
@@ -282,6 +289,32 @@ class Contributions:
         self._is_complete = not any_incomplete
 
 
+# Keeps the memory that each training step frees and allocates again, instead of giving it back to the kernel.
+
+_CHUNK_BYTES = (32 << 20) - (1 << 14)
+"""The largest chunk whose release raises the limits on 64-bit (DEFAULT_MMAP_THRESHOLD_MAX), less its alignment."""
+_CHUNKS = 4
+"""So that one is mapped, also if the heap has some room for them."""
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Raise two limits of malloc, if it is glibc's, so that a step uses the memory that the last one has freed.
+
+    By default, glibc maps each chunk of 128 KiB or more from the kernel, and unmaps it when it is freed; and it gives
+    as much back as soon as it is free at the end of the heap. Each page must then be mapped again, which takes a fifth
+    of a step of ResNet-18 on a CPU. When a program frees a mapped chunk of up to 32 MiB, glibc raises M_MMAP_THRESHOLD
+    to its size and M_TRIM_THRESHOLD to twice that (mallopt(3)). This function frees such chunks. Local, once in a
+    process. It has no effect if the program has set one of M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD and
+    M_MMAP_MAX, or the user the variables of those names, such as MALLOC_TRIM_THRESHOLD_.
+    """
+    # Their pages are not written, unless torch fills new tensors, so they cost no memory.
+    chunks = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_CHUNKS)]
+    del chunks
+
+
+# The memory of a bucket.
+
 LARGE_BYTES = 1 << 20
 """Mean gradient size in bytes above which scaling during the copy is faster than scaling the copy in the cache."""
 
@@ -300,15 +333,10 @@ def addresses_of(grads: Sequence[torch.Tensor | None]) -> list[int | None]:
 class BucketMemory:
     """The memory of one bucket. All lists with one item per parameter are in the order of the bucket's slots."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        params: Sequence[TrackedParameter],
-        flat: torch.Tensor,
-    ) -> None:
-        """flat: zeros, ((bucket.length,), bucket.dtype)."""
-        self.params = params
-        self.flat = flat
+    def __init__(self, bucket: Bucket, flat: torch.Tensor, factor: float) -> None:
+        """flat: zeros, ((bucket.length,), bucket.dtype). factor: what `pack` multiplies gradients by."""
+        self.params = params = bucket.params
+        self.flat, self.factor = flat, factor
         self._places = {slot.param: place for place, slot in enumerate(bucket.slots)}
         self._indices = frozenset(self._places)
         self._tensors = [param.tensor for param in params]
@@ -397,14 +425,12 @@ class BucketMemory:
         self,
         grads: Sequence[torch.Tensor | None],
         is_new: Sequence[bool] | None,
-        factor: float,
         given: Set[int],
     ) -> bytes:
         """Write what this rank sends; return the kind of contribution to each gradient, see Contributions.
 
         Args:
-            grads: multiplied by `factor`. Zeros are written for a gradient that is None or sparse. `can_take` has
-                returned True for them.
+            grads: `can_take` has returned True for them. Zeros are written for a gradient that is None or sparse.
             is_new: whether each gradient counts as new, also one that is None. None: all that are there do.
             given: parameters, by index, whose gradients the script may know.
         """
@@ -421,8 +447,8 @@ class BucketMemory:
                 elif place not in there:
                     targets.append(view)
                     sources.append(as_real(grad) if self._has_pairs else grad)
-        if factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(self._views):
-            number = torch.tensor(factor, dtype=torch.float64, device="cpu")
+        if self.factor != 1.0 and self.flat.nbytes > LARGE_BYTES * len(self._views):
+            number = torch.tensor(self.factor, dtype=torch.float64, device="cpu")
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, number, out=target)
             for place in there:
@@ -430,7 +456,7 @@ class BucketMemory:
         else:
             if targets:
                 torch._foreach_copy_(targets, sources)
-            scale_(self.flat, factor)
+            scale_(self.flat, self.factor)
         if len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
             return self._all_dense
         is_new = [grad is not None for grad in grads] if is_new is None else is_new
@@ -495,7 +521,8 @@ class BucketMemory:
             elif grad is None or place not in self._kept:
                 tensor.grad = view.data
             else:
-                written.append((grad, view))
+                # torch writes a list of tensors at once only if it does not conjugate them when they are read.
+                written.append((grad.conj(), view.conj()) if grad.is_conj() else (grad, view))
         if written:
             torch._foreach_copy_([grad for grad, _ in written], [view for _, view in written])
 

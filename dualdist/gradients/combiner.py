@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,17 +39,17 @@ class SyncOptions:
     """What combines the gradients instead of an allreduce. `reduction` and `compression` then have no effect."""
     optimizer: str | None = None
     """The name of the optimizer's class; None if the wrapper has none."""
-    owner: Kind = OPTIMIZER
+    kind: Kind = OPTIMIZER
     """The kind of wrapper that combines gradients, as errors name it."""
     hyperparameters: Callable[[], Mapping[str, object]] = dict
-    """Returns numbers of the optimizer that should be equal on all ranks, by name. It must not keep the owner alive."""
+    """Returns numbers of the optimizer that should be equal on all ranks, by name. It must not keep the optimizer."""
 
     @property
     def can_repeat(self) -> bool:
         """Whether gradients that were combined stay the same when they are combined once more."""
         return self.reduction.op == Average and self.only_casts and self.comm_hook is None
 
-    @property
+    @functools.cached_property
     def only_casts(self) -> bool:
         """Whether a copy decompresses: it casts. A compressor of the user may do more."""
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
@@ -138,11 +139,11 @@ class Combiner:
     def shadow(self) -> None:
         """Take part with zeros in one backward of the other ranks; the results become the gradients. Collective."""
 
-    def divide_by_active(self, by_active: bool) -> None:
-        """Set whether averages divide by the number of ranks that have not called `join`, not by all. Local."""
+    def divide_by(self, number: int | Literal["active"] | None) -> None:
+        """Set what averages divide by. Local.
 
-    def divide_by(self, number: int | None) -> None:
-        """Set what averages divide by instead of the number of ranks; None: the number of ranks again. Local."""
+        number: None: the number of ranks; "active": the number of those that have not called `join`.
+        """
 
     def disabled(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally in the `with` block. The next backward combines the accumulated gradients."""

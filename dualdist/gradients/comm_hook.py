@@ -33,7 +33,7 @@ from ..backends.base import Backend, Work
 from ..checks import wrong
 from ..errors import HorovodInternalError
 from ..process_exit import at_exit
-from .bucket_memory import GradientSlot, TrackedParameter
+from .bucket_memory import Bucket
 
 # A bucket of gradients as communication hooks see it, with the interface of torch.distributed.GradBucket.
 
@@ -41,18 +41,11 @@ from .bucket_memory import GradientSlot, TrackedParameter
 class GradBucket:
     """The gradients of one bucket. torch's own class has no constructor in Python."""
 
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        slots: Sequence[GradientSlot],
-        params: Sequence[TrackedParameter],
-        is_last: bool,
-    ) -> None:
-        """slots, params: of the gradients in `buffer`, in the same order. Those without elements are left out."""
+    def __init__(self, index: int, buffer: torch.Tensor, bucket: Bucket, is_last: bool) -> None:
+        """bucket: what is in `buffer`. Gradients without elements are left out."""
         self._index, self._buffer, self._is_last = index, buffer, is_last
-        pairs = zip(slots, params, strict=True)
-        self._members = [(slot, param.tensor) for slot, param in pairs if slot.shape.numel()]
+        pairs = zip(bucket.slots, bucket.params, strict=True)
+        self._gradients = [(slot, param.tensor) for slot, param in pairs if slot.shape.numel()]
 
     def index(self) -> int:
         """Return the number of the bucket; 0 is the first that is sent."""
@@ -66,12 +59,12 @@ class GradBucket:
         """Return each gradient, a view of the buffer with the shape of its parameter."""
         return [
             torch.view_as_complex(slot.view(self._buffer)) if param.is_complex() else slot.view(self._buffer)
-            for slot, param in self._members
+            for slot, param in self._gradients
         ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of `gradients`."""
-        return [param for _, param in self._members]
+        return [param for _, param in self._gradients]
 
     def is_last(self) -> bool:
         """Return whether this is the last bucket of the backward."""
@@ -151,7 +144,7 @@ class HookWork(Work):
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""
-        found = self._channel.failure(self.step)
+        found = self._channel.watched_gradients.failures.get(self.step)
         if found is None:
             return None
         place, text = found.split(" ", 1)
@@ -208,7 +201,7 @@ class HookWork(Work):
     def _report(self, error: Exception) -> None:
         self.error = error
         text = f"{self._bucket.index()} {type(error).__name__}: {error}"
-        self._channel.report_failure(self.step, text)
+        self._channel.watched_gradients.report_failure(self.step, text)
 
     def _checked(self, value: Any) -> torch.Tensor:
         expected = self._bucket.buffer()
@@ -343,8 +336,8 @@ class CommHookState:
     """Saves and loads the state of a communication hook, such as torch's PowerSGDState.
 
     Every rank's state is saved, because ranks remember different errors. In a larger world, a rank without a saved
-    state gets that of another rank. Attributes are saved if they are numbers, strings, tensors, containers of these or
-    random number generators. Others, such as process groups, are left as they are.
+    state gets that of another rank. Attributes are saved if they are numbers, strings, tensors, random number
+    generators, or lists, tuples, sets and dictionaries of these. Others, such as process groups, are left as they are.
     """
 
     per_rank = True
@@ -354,7 +347,9 @@ class CommHookState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes, in values that `torch.load(weights_only=True)` accepts."""
-        names = getattr(type(self._state), "__slots__", None) or vars(self._state)
+        # A class may have `__slots__`, and its subclass a `__dict__`.
+        slots = [name for kind in type(self._state).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = [*slots, *getattr(self._state, "__dict__", ())]
         values = {name: getattr(self._state, name) for name in names if hasattr(self._state, name)}
         return {name: _encoded(value) for name, value in values.items() if _is_saved(value)}
 
@@ -371,12 +366,18 @@ class CommHookState:
 def _is_saved(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_saved, value.values()))
-    if isinstance(value, list | tuple | set):
+    if type(value) in (list, tuple):
         return all(map(_is_saved, value))
+    if isinstance(value, set):
+        return all(isinstance(item, _PLAIN) for item in value)
     return isinstance(value, (*_PLAIN, random.Random, np.random.RandomState))
 
 
 def _encoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _encoded(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_encoded, value))
     if isinstance(value, random.Random):
         return {_PYTHON: value.getstate()}
     if isinstance(value, np.random.RandomState):
@@ -395,4 +396,8 @@ def _decoded(value: Any) -> Any:
         generator = np.random.RandomState()
         generator.set_state((kind, np.array(keys.tolist(), np.uint32), *rest))
         return generator
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_decoded, value))
     return value

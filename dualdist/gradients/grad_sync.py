@@ -13,7 +13,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -55,24 +55,26 @@ class GradSync(Combiner):
             compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
             fills: whether parameters that no rank used have zeros in a step.
         """
-        self.kind, self.passes = options.owner, passes
+        self.kind, self.passes = options.kind, passes
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
         self._compares_late, self._fills = compares_late, fills
-        self._passes: list[int] = []
-        """Of each parameter, see Reducer."""
-        self._reducer = Reducer(options, self, self._passes)
+        self._pass_counts: list[int] = []
+        """Of each parameter, see Reducer. It stays the same list, which Reducer and Arrivals have as well."""
+        self._reducer = Reducer(options, self, self._pass_counts)
         # A module leaves gradients alone that the script has set; an optimizer combines them before a step.
-        self._reducer.reduced = options.owner is DATA_PARALLEL
+        self._reducer.reduced = options.kind is DATA_PARALLEL
         self._averages = options.reduction.op == Average
         self._params: list[TrackedParameter] = []
+        self._tensors: list[torch.Tensor] = []
+        """The parameters themselves; none after `release`."""
         self._unhooked: list[int] = []
         """Parameters without a hook."""
         self._hooks: list[dict[int, Any]] = []
         """All hooks on the complete gradients of each parameter that has one of ours."""
         self._arrivals = Arrivals(
             self._params,
-            self._passes,
+            self._pass_counts,
             self._begin,
             self._handle_single,
             self._reducer.mark_ready,
@@ -94,8 +96,6 @@ class GradSync(Combiner):
         Buckets are matched in the order in which they are sent, and ranks may complete them in different orders."""
         self._is_shared = False
         """Whether torch's DDP has some of the parameters: it moves their gradients, and combines them as well."""
-        self._checked: list[torch.Tensor] = []
-        """The parameters in the last `check` that found nothing."""
         self._newest: dict[torch.device, int] = {}
         """The gradient that has arrived last from each device. It may be sent when the next one arrives."""
         self.add(named)
@@ -118,18 +118,19 @@ class GradSync(Combiner):
         alive.add(self)
         self._unhooked += range(len(self._params), len(self._params) + len(added))
         self._params += added
-        self._passes += [0] * len(added)
+        self._tensors += [tensor for _, tensor in named]
+        self._pass_counts += [0] * len(added)
         self._reducer.given = self._indices = frozenset(range(len(self._params)))
         self.watch()
         self._reducer.lay_out(self._params)
         self._start_over()
 
     def params(self) -> list[torch.Tensor]:
-        return [param.tensor for param in self._params]
+        return list(self._tensors)
 
     def passes_of(self) -> dict[torch.Tensor, int]:
         """Return how many passes have added to each parameter's gradient since the ranks last combined it."""
-        return dict(zip(self.params(), self._passes, strict=True))
+        return dict(zip(self._tensors, self._pass_counts, strict=True))
 
     def watch(self) -> None:
         """Register hooks on parameters whose `requires_grad` has become True."""
@@ -149,7 +150,7 @@ class GradSync(Combiner):
     def release(self) -> None:
         """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
         super().release()
-        self._checked.clear()
+        self._tensors.clear()
         for param in self._params:
             param.release()
         self._reducer.layout.release_memory()
@@ -189,10 +190,7 @@ class GradSync(Combiner):
     def can_repeat(self) -> bool:  # type: ignore[override]
         return self._reducer.options.can_repeat
 
-    def divide_by_active(self, by_active: bool) -> None:
-        self._reducer.divides_by_active = by_active
-
-    def divide_by(self, number: int | None) -> None:
+    def divide_by(self, number: int | Literal["active"] | None) -> None:
         self._reducer.divisor = number
 
     def share(self) -> None:
@@ -218,8 +216,8 @@ class GradSync(Combiner):
             )
         if self._unhooked:
             self.watch()
-        given = {index for index, param in enumerate(self._params) if param.tensor.grad is not None}
-        grad = self._params[first].tensor.grad
+        given = {index for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
+        grad = self._tensors[first].grad
         # Backward adds to a gradient in place, which counts its version up.
         if grad is None or grad._version == 0:
             given.discard(first)
@@ -242,17 +240,17 @@ class GradSync(Combiner):
             )
 
     def _handle_single(self, index: int) -> None:
-        passes, has_failed = self._passes, self._arrivals.has_failed
+        pass_counts, has_failed = self._pass_counts, self._arrivals.has_failed
         # Count what the failed backward completed before adding this pass.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
         if self._counts or not self.enabled:
             if has_failed:
                 for other in self._counted:
-                    passes[other] -= 1
+                    pass_counts[other] -= 1
                 self._counted.clear()
             if index not in self._counted:
                 # As Horovod counts them, whatever the script does to the gradient in between.
-                passes[index] += 1
+                pass_counts[index] += 1
             if not self.enabled:
                 if has_failed:
                     self._restart(has_failed, completed)
@@ -260,7 +258,7 @@ class GradSync(Combiner):
                 return
             self._counted.add(index)
         else:
-            passes[index] = 1
+            pass_counts[index] = 1
         if has_failed or index in self._arrivals.handled:
             self._restart(has_failed, completed)
         self._arrivals.add_single(index)
@@ -278,7 +276,7 @@ class GradSync(Combiner):
 
     def _can_send_early(self, index: int) -> bool:
         """Return whether the gradient of a parameter that has arrived may be sent before the end of backward."""
-        return self._has_observed and not self._sends_at_end and self._passes[index] >= self.passes
+        return self._has_observed and not self._sends_at_end and self._pass_counts[index] >= self.passes
 
     @property
     def _counts(self) -> bool:
@@ -341,7 +339,7 @@ class GradSync(Combiner):
         if arrived := self._arrivals.take_arrived():
             self._reducer.mark_ready(arrived, at_end=True)
         arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
-        if any(self._passes[index] >= self.passes for index in self._arrivals.handled):
+        if any(self._pass_counts[index] >= self.passes for index in self._arrivals.handled):
             if (
                 all(self._params[index].tensor.grad is None for index in self._arrivals.handled)
                 and self._has_hooks()
@@ -392,29 +390,25 @@ class GradSync(Combiner):
             )
         self._arrivals.take_arrived()
         self._reducer.given = self._indices  # backward has ended, so that the script knows its gradients
-        # A frozen parameter may have the gradient that other ranks have combined.
-        unseen = any(
-            (tensor := self._params[index].tensor).requires_grad
-            and tensor.grad is not None
-            and index not in self._reducer.used
-            for index in self._unhooked
-        )
-        if not self._reducer.reduced or unseen or any(self._passes):
+        used, counts = self._reducer.used, self._pass_counts
+        # A gradient that no backward has combined: set by the script, or a frozen parameter's that is trained again.
+        for index, tensor in enumerate(self._tensors if len(used) < len(self._params) else ()):
+            if index not in used and tensor.requires_grad and tensor.grad is not None:
+                counts[index] = counts[index] or 1
+        if not self._reducer.reduced or any(counts):
             self._combine()
         self.watch()
 
     def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         params = [param for group in param_groups for param in group["params"]]
-        if len(params) == len(self._checked) and all(map(operator.is_, params, self._checked)):
+        if len(params) == len(self._tensors) and all(map(operator.is_, params, self._tensors)):
             return
-        known = {id(param.tensor) for param in self._params}
-        for group in param_groups:
-            for param in group["params"]:
-                if id(param) not in known:
-                    self.refuse(
-                        f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
-                    )
-        self._checked = params
+        known = set(map(id, self._tensors))
+        for param in params:
+            if id(param) not in known:
+                self.refuse(
+                    f"one of shape {tuple(param.shape)} was put into param_groups without add_param_group()"
+                )
 
     def before_step(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
@@ -458,7 +452,7 @@ class GradSync(Combiner):
         # Only after a complete backward is it known whether each gradient is completed once, see `_restart`.
         is_alone = not (self._repeats or self._overlaps or self._is_shared)
         self._reducer.sets_early = is_alone and not self._has_hooks()
-        self._passes[:] = [0] * len(self._passes)
+        self._pass_counts[:] = [0] * len(self._pass_counts)
         self._reducer.given = self._indices
         if self.after_combining is not None:
             self.after_combining()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -31,14 +32,92 @@ from ..errors import CollectiveMismatchError, HorovodInternalError
 from ..types import Average, Sum
 from ..world.context import current
 from ..world.process_sets import channel_of
-from .bucket_memory import SPARSE, BucketMemory, TrackedParameter, fit
+from .arrivals import ArrivalOrder
+from .bucket_memory import (
+    SPARSE,
+    Bucket,
+    BucketMemory,
+    Contributions,
+    TrackedParameter,
+    fit,
+    keep_freed_memory,
+    lay_out,
+)
 from .combiner import SyncOptions
 from .comm_hook import CommHook, GradBucket, HookQueue, HookWork
-from .layout import Layout
 from .replicas import warn_of_differences
 
 _DATA_FIRST_SECONDS = 0.05
 """How long the announcement waits for the data at most."""
+
+
+class Layout:
+    """The buckets of some parameters, the order in which their gradients arrive, and what the ranks contribute."""
+
+    def __init__(
+        self, params: Sequence[TrackedParameter], options: SyncOptions, sparse: frozenset[int]
+    ) -> None:
+        """sparse: parameters (by index) that have had a sparse gradient on some rank."""
+        self.params = params
+        self.buckets = lay_out(
+            params,
+            sparse,
+            options.groups,
+            options.bucket_cap_mb,
+            small_last=options.comm_hook is None,  # each call of a hook costs more than what the split hides
+        )
+        self.is_on_one_device = len({bucket.device for bucket in self.buckets}) == 1
+        self.order = ArrivalOrder(self.buckets)
+        self.contributions = Contributions(self.buckets, sparse)
+        self._options = options
+        self._current: dict[int, BucketMemory] = {}
+        """The memory of each bucket that the current backward uses."""
+        self._last: dict[int, BucketMemory] = {}
+        """The memory that earlier backwards used."""
+
+    def start_over(self) -> None:
+        """Prepare for the next backward."""
+        self.order.start_over()
+        self._last |= self._current
+        self._current = {}
+
+    def memory_of(
+        self,
+        place: int,
+        grads: Sequence[torch.Tensor | None] | None = None,
+        is_new: Sequence[bool] | None = None,
+        *,
+        in_place: bool = True,
+    ) -> BucketMemory:
+        """Return the memory of the bucket at `place` for this backward.
+
+        It is that of the last backward, unless the script needs what is there (BucketMemory.can_take).
+
+        Args:
+            grads: what is sent in it now. The memory is checked again then, because a hook may have kept a gradient
+                that has moved there. None: nothing yet, and other gradients only move there.
+            is_new: as for BucketMemory.can_take.
+            in_place: whether gradients that are there may be sent from there.
+        """
+        known = self._current.get(place)
+        if grads is None and known is not None and known.is_in_place():
+            return known
+        known, bucket = known or self._last.pop(place, None), self.buckets[place]
+        if grads is None:
+            grads = [param.tensor.grad for param in bucket.params]
+        if known is None or not known.can_take(grads, is_new, in_place=in_place):
+            if bucket.device.type == "cpu":
+                keep_freed_memory()
+            group = channel_of(self._options.process_set).gradients
+            flat = group.zeros(bucket.length, bucket.dtype, bucket.device)
+            factor = 1 / group.size if self._options.divides_first(bucket.dtype, group) else 1.0
+            known = BucketMemory(bucket, flat, factor)
+        self._current[place] = known
+        return known
+
+    def release_memory(self) -> None:
+        """Free the buckets' memory."""
+        self._current, self._last = {}, {}
 
 
 @dataclass(frozen=True)
@@ -63,15 +142,15 @@ class Reducer:
     layout: Layout
     """Of the parameters in the last `lay_out`."""
 
-    def __init__(self, options: SyncOptions, member: object | None, passes: Sequence[int]) -> None:
+    def __init__(self, options: SyncOptions, member: object | None, pass_counts: Sequence[int]) -> None:
         """Prepare. Local.
 
         Args:
             member: the GradSync; it takes part with zeros after this rank has called `join`.
-            passes: of each parameter, how many backward passes added to its gradient since the ranks last combined it.
-                0 or 1 if GradSync does not count them (see its `set_passes`).
+            pass_counts: of each parameter, how many backward passes added to its gradient since the ranks last combined
+                it. 0 or 1 if GradSync does not count them (see its `_counts`).
         """
-        self.options, self.member, self._passes = options, member, passes
+        self.options, self.member, self._pass_counts = options, member, pass_counts
         self.given: Set[int] = frozenset()
         """The parameters whose `.grad` may be memory that the script knows: it was set before the current backward."""
         self._hooks = HookQueue()
@@ -89,10 +168,8 @@ class Reducer:
         """The parameters to whose gradients some rank has contributed since the last step."""
         self._compares_start = False
         """Whether the next reduction is followed by a comparison of the parameters."""
-        self.divides_by_active = False
-        """Whether averages divide by the number of ranks that have not called `join`."""
-        self.divisor: int | None = None
-        """What averages divide by; None: the number of ranks."""
+        self.divisor: int | Literal["active"] | None = None
+        """What averages divide by, see Combiner.divide_by."""
         self.sets_early = False
         """Whether `.grad` may be a view of its bucket while that is being sent. It frees the tensors of backward."""
 
@@ -110,7 +187,7 @@ class Reducer:
         """
         options = options or self.options
         start = ("compare_start", current().settings.compare_start)
-        call = Call(options.owner, (*options.describe(params), start), site=call_site())
+        call = Call(options.kind, (*options.describe(params), start), site=call_site())
         self._channel.run(call, lambda group, verdict: self._connect(params, options))
         if not self.is_known:
             known = current().grad_syncs[options.process_set.process_set_id]
@@ -181,37 +258,32 @@ class Reducer:
         """
         if not self.is_known:
             self.enter_world(self.layout.params)
-        self._send_complete(arrived, at_end=at_end)
+        self.layout.order.mark(arrived)
+        while self.layout.order.is_complete(len(self._sent)):
+            self._send_next(at_end=at_end)
         if self._can_set_early:
             for place, indices in self.layout.order.take_waiting(len(self._sent)).items():
                 self.layout.memory_of(place).take_gradients(set(indices) - self.given)
 
-    def _send_complete(self, arrived: Sequence[int], *, empty: bool = False, at_end: bool = False) -> None:
-        """Send the buckets whose turn it is and that are complete now that these gradients have `arrived`."""
-        self.layout.order.mark(arrived)
-        while self.layout.order.is_complete(len(self._sent)):
-            self._send_next(empty, at_end)
-
     def _send_rest(self, *, empty: bool) -> None:
         while len(self._sent) < len(self.layout.buckets):
-            self._send_next(empty, at_end=True)
+            self._send_next(empty=empty, at_end=True)
 
-    def _send_next(self, empty: bool, at_end: bool) -> None:
+    def _send_next(self, *, empty: bool = False, at_end: bool = False) -> None:
         """Send the next bucket. empty: with zeros. at_end: whether `reduce` follows at once."""
-        place, options, group = len(self._sent), self.options, self._channel.gradients
-        members = self.layout.members[place]
-        grads = [None] * len(members) if empty else self._all_contributions(place)
-        is_new = None
+        place, options = len(self._sent), self.options
+        bucket = self.layout.buckets[place]
+        grads = [None] * len(bucket.params) if empty else self._all_contributions(bucket)
+        is_new, counts = None, self._pass_counts
         if self.reduced and not empty:
-            is_new = [self._passes[slot.param] > 0 for slot in self.layout.buckets[place].slots]
+            is_new = [True] * len(grads) if all(counts) else [counts[slot.param] > 0 for slot in bucket.slots]
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
-        factor = 1 / group.size if options.divides_first(memory.flat.dtype, group) else 1.0
-        if (streams := members[0].streams) is not None:
+        if (streams := bucket.params[0].streams) is not None:
             streams.follow()
             if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
                 for tensor in (memory.flat, *(grad for grad in grads if grad is not None)):
                     accelerator.keep_until_done(tensor, stream)
-        kinds = memory.pack(grads, is_new, factor, self.given)
+        kinds = memory.pack(grads, is_new, self.given)
         self._kinds += kinds
         self._buckets_sent += 1
         self._count_sent(place)
@@ -249,7 +321,8 @@ class Reducer:
 
         memory: keeps the memory for a copy on the host. None: the group can send from the device of `sent`.
         """
-        channel, group, host = self._channel, self._channel.gradients, None
+        channel = self._channel
+        group, through_host, host = channel.gradients, channel.through_host, None
         device, dtype = group.wire_device(sent.device), reduction_dtype(sent.dtype, group)
         if device != sent.device and device.type == "cpu" and memory is not None:
             wire = sent.to(dtype)
@@ -258,16 +331,17 @@ class Reducer:
             wire = sent.to(device, dtype)
         scale_(wire, self.options.reduction.prescale_factor)
         try:
-            return wire, channel.through_host.allreduce_(wire, Sum, tag, host)
+            if host is None and not through_host.waiting:
+                return wire, group.allreduce_(wire, Sum, tag)
+            return wire, through_host.allreduce_(wire, Sum, tag, host)
         except HorovodInternalError as error:
             return wire, FailedWork(error)
 
     def _call_hook(self, place: int, memory: BucketMemory) -> SentBucket:
         """Have the communication hook called for a bucket."""
-        hook, bucket = self.options.comm_hook, self.layout.buckets[place]
+        hook, buckets = self.options.comm_hook, self.layout.buckets
         assert hook is not None
-        is_last = place == len(self.layout.buckets) - 1
-        grad_bucket = GradBucket(place, memory.flat, bucket.slots, memory.params, is_last)
+        grad_bucket = GradBucket(place, memory.flat, buckets[place], is_last=place == len(buckets) - 1)
         work = HookWork(hook, grad_bucket, self._channel, f"{self._id}.{self._buckets_sent - place}")
         self._hooks.submit(work)
         return SentBucket(memory, self._recorded(place, memory, work), lambda factor: work.result, work)
@@ -287,17 +361,16 @@ class Reducer:
 
     def is_reduced(self, index: int) -> bool:
         """Return whether the gradient at `index` was reduced since the last step, and backward has not added to it."""
-        return index in self.used and self._passes[index] == 0
+        return index in self.used and self._pass_counts[index] == 0
 
-    def _all_contributions(self, place: int) -> list[torch.Tensor | None]:
-        """Return the gradients that this rank sends in the bucket at `place`."""
-        members = self.layout.members[place]
-        grads = [param.tensor.grad for param in members]
+    def _all_contributions(self, bucket: Bucket) -> list[torch.Tensor | None]:
+        """Return the gradients that this rank sends in `bucket`."""
+        grads = [param.tensor.grad for param in bucket.params]
         sends_all = self.options.reduction.op == Average or not self.reduced
         has_only_dense = not self._sparse and not self.options.sparse_as_dense
-        if sends_all and has_only_dense and fit(members, grads):
+        if sends_all and has_only_dense and fit(bucket.params, grads):
             return grads
-        return [self._contribution(slot.param) for slot in self.layout.buckets[place].slots]
+        return [self._contribution(slot.param) for slot in bucket.slots]
 
     def _contribution(self, index: int) -> torch.Tensor | None:
         """Return the gradient that this rank sends for the parameter at `index`, if any.
@@ -329,10 +402,12 @@ class Reducer:
         Return the name of a parameter whose gradient was overwritten by that, None if there is none.
 
         completed: the gradients that a backward had completed when it failed. Every bucket that they complete is sent,
-            because other ranks, which may expect another order, have sent it.
+            with zeros, because other ranks, which may expect another order, have sent it.
         """
         self.layout.order.start_over()
-        self._send_complete(completed, empty=True)
+        self.layout.order.mark(completed)
+        while self.layout.order.is_complete(len(self._sent)):
+            self._send_next(empty=True)
 
         def wait() -> None:
             for sent in self._sent:
@@ -373,7 +448,7 @@ class Reducer:
             if isinstance(sent.work, FailedWork):  # the error finds the rank that has left
                 in_turn(call, channel.receive, call, sent.work.wait)
         if self._sent and not channel.num_joined:  # a joined rank sends only after the announcement
-            with channel.counting_data():
+            with channel.usage.waiting_for_data():
                 in_turn(call, self._sent[-1].work.wait_for, _DATA_FIRST_SECONDS)
         try:
             # channel.run, and a comparison of the calls that ran ahead in this step, if the device runs ahead.
@@ -389,19 +464,19 @@ class Reducer:
                 part.ahead.end_step(call, lambda group, verdict: None)
             except CollectiveMismatchError as error:
                 mismatch = error
-        with channel.counting_data():
+        with channel.usage.waiting_for_data():
             keep = not (wrong or mismatch)
             hook_error = in_turn(call, channel.receive, call, self._receive, keep=keep, settled=not wrong)
         if mismatch is not None:
             raise mismatch
         if changes:
             raise ValueError(
-                f"The parameters of {self.options.owner} must not change after it was made, but "
+                f"The parameters of {self.options.kind} must not change after it was made, but "
                 f"{changes[0]}. Move or change the model first, then wrap it."
             )
         if wrong:
             raise HorovodInternalError(
-                f"Gradients were not combined: on ranks {wrong}, parameters of {self.options.owner} were moved or "
+                f"Gradients were not combined: on ranks {wrong}, parameters of {self.options.kind} were moved or "
                 "replaced after it was made. Move or change the model first, then wrap it."
             )
         compares, self._compares_start = self._compares_start and not channel.num_joined, False
@@ -415,11 +490,12 @@ class Reducer:
         """Return the call that announces a reduction, at the user's line.
 
         It is a message between CPUs: nothing that the ranks must know of each other's gradients is read from a GPU. Its
-        count is the digest of the buckets that were sent, and in the lowest bit whether the kinds have changed.
+        count is the digest of the buckets that were sent, and in the lowest bits whether parameters were moved or
+        replaced, and whether the kinds have changed.
         """
         arguments = (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id))
-        count = 2 * self._channel.sent_digest + self.layout.contributions.changed(self._kinds)
-        return Call(GRADIENTS, arguments, site=call_site(), count=count, flag=bool(self.changes))
+        bits = 2 * bool(self.changes) + self.layout.contributions.changed(self._kinds)
+        return Call(GRADIENTS, arguments, site=call_site(), count=4 * self._channel.sent_digest + bits)
 
     def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.
@@ -428,13 +504,13 @@ class Reducer:
         joined. Raises OutOfStepError if the ranks have sent different buckets.
         """
         active = [place for place in range(group.size) if place not in verdict.joined]
-        if len({verdict.counts[place] >> 1 for place in active}) > 1:
+        if len({verdict.counts[place] >> 2 for place in active}) > 1:
             raise OutOfStepError(
                 "the ranks have not sent the same number of gradient buckets, or not in the same order, because a "
                 "backward failed or was repeated on some ranks only, or gave several optimizers their gradients in "
                 "another order"
             )
-        wrong = [group.ranks[place] for place in active if verdict.flags[place]]
+        wrong = [group.ranks[place] for place in active if verdict.counts[place] & 2]
         any_changed = any(verdict.counts[place] & 1 for place in active)
         if not wrong and self.layout.contributions.must_exchange(any_changed, bool(verdict.joined)):
             self.layout.contributions.exchange(group, kinds)
@@ -462,16 +538,16 @@ class Reducer:
             keep: whether the received data becomes the gradients; if not, they are cleared.
             settled: whether all ranks know which gradients are sparse. If not, no rank combines those.
         """
-        group, op = self._channel.gradients, self.options.reduction.op
+        group, reduction = self._channel.gradients, self.options.reduction
+        factor = reduction.postscale_factor * self._correction(group)
+        divided_by = group.size if reduction.op == Average else 1
         sparse: dict[int, torch.Tensor | None] = {}
         error: Exception | None = None
         for place, sent in enumerate(self._sent):
             sent.work.wait()
             memory, kinds = sent.memory, self.layout.contributions.combined[place]
             if keep:
-                divides = op == Average and not self.options.divides_first(memory.flat.dtype, group)
-                factor = self.options.reduction.postscale_factor / (group.size if divides else 1)
-                combined = sent.combined(factor * self._correction(group))
+                combined = sent.combined(factor / (divided_by if memory.factor == 1.0 else 1))
                 if combined is not None:
                     memory.fill(combined)
                 if sent.hook_work is not None:
@@ -491,14 +567,11 @@ class Reducer:
         return error
 
     def _correction(self, group: Group) -> float:
-        """Return what an average must be multiplied by, because ranks have called `join`."""
-        if self.options.reduction.op != Average:
+        """Return what a division by the number of ranks must be multiplied by, to be one by `divisor`."""
+        if self.options.reduction.op != Average or self.divisor is None:
             return 1.0
-        if self.divisor is not None:
-            return group.size / self.divisor
-        if not self.divides_by_active:
-            return 1.0
-        return group.size / (group.size - self._channel.num_joined)
+        active = group.size - self._channel.num_joined
+        return group.size / (active if self.divisor == "active" else self.divisor)
 
     def _combine_sparse(self, group: Group, index: int, dense_part: torch.Tensor | None, keep: bool) -> None:
         """Combine sparse gradients. dense_part: the combined dense ones of all ranks, None if there are none."""

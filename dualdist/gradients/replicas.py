@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..checks import flag, integer, is_dtensor, wrong
+from ..agreement.call import ALLGATHER_OBJECT
+from ..checks import flag, integer, is_dtensor, shown_ranks, wrong
 from ..collectives.allreduce import allreduce_
 from ..collectives.objects import allgather_object
 from ..compiling import not_compiled
 from ..errors import ReplicaMismatchError
 from ..types import Min
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, channel_of, global_process_set, reporting
 from .bucket_memory import TrackedParameter, as_real
 from .combiner import SyncOptions
 
@@ -126,17 +127,22 @@ def check_replicas(
         ReplicaMismatchError: on all members. It names the first tensor that differs, and the ranks that have other bits
             than most.
         TypeError: an argument is of a wrong type, or the model has DTensors, of which each rank has its own part.
+        HorovodInternalError: this has failed on another rank, or as for `allgather`.
     """
-    if not isinstance(model, nn.Module):
-        raise wrong("model", "a module", model, "Pass the model, bare or wrapped.", TypeError)
-    every = integer("every", every, least=1)
-    call = _calls.get(model, 0)
-    _calls[model] = call + 1
-    if call % every:
-        return
-    named = [*_of_model(model, flag("batch_norm_buffers", batch_norm_buffers)), *_of_optimizer(optimizer)]
-    sums = _on_cpu([_fingerprint(name, value) for name, value in named]).tolist()
-    own = {name: (_described(value), found) for (name, value), found in zip(named, sums, strict=True)}
+    with reporting(ALLGATHER_OBJECT, process_set):
+        if not isinstance(model, nn.Module):
+            raise wrong("model", "a module", model, "Pass the model, bare or wrapped.", TypeError)
+        if optimizer is not None and not hasattr(optimizer, "state_dict"):
+            fix = "Pass the one that trains the model."
+            raise wrong("optimizer", "an optimizer or None", optimizer, fix, TypeError)
+        every = integer("every", every, least=1)
+        call = _calls.get(model, 0)
+        _calls[model] = call + 1
+        if call % every:
+            return
+        named = [*_of_model(model, flag("batch_norm_buffers", batch_norm_buffers)), *_of_optimizer(optimizer)]
+        sums = _on_cpu([_fingerprint(name, value) for name, value in named]).tolist()
+        own = {name: (_described(value), found) for (name, value), found in zip(named, sums, strict=True)}
     replicas = allgather_object(own, process_set=process_set)
     names = list(dict.fromkeys(name for replica in replicas for name in replica))
     wrong_names = [name for name in names if len({replica.get(name) for replica in replicas}) > 1]
@@ -151,8 +157,8 @@ def check_replicas(
     what = next(value[0] for value in (most, *values) if value is not None)
     more = f" {len(wrong_names) - 1} more differ, such as {wrong_names[1]!r}." if len(wrong_names) > 1 else ""
     raise ReplicaMismatchError(
-        f"{first!r} ({what}) must be the same on all ranks, but rank{'s' * (len(others) > 1)} "
-        f"{', '.join(map(str, others))} of {len(replicas)} differ{'s' * (len(others) == 1)} from the others.{more} "
+        f"{first!r} ({what}) must be the same on all ranks, but {shown_ranks(others)} of {len(replicas)} "
+        f"differ{'s' * (len(others) == 1)} from the others.{more} "
         "Look for what changes the model outside of the optimizer's step on some ranks only, for a missing "
         "broadcast_parameters() or broadcast_optimizer_state(), and for gradients that were not combined."
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..types import World
+from ..types import Launch, World
 from .detect import detect, launch_from
 from .launchers import DUALDIST_RUN, ELASTIC_DIR, LAUNCHERS, SPAWN, Launcher
 
@@ -25,6 +25,7 @@ __all__ = (
     "Place",
     "choose_devices",
     "detect",
+    "is_one_host",
     "launch_from",
     "nodes",
     "shared_devices",
@@ -42,6 +43,11 @@ def __getattr__(name: str) -> Any:
 
 Place = tuple[str, int | None]
 """(host name, local rank from the launcher or None)."""
+
+
+def is_one_host(launch: Launch) -> bool:
+    """Return whether all processes of `launch` are known to be on one host."""
+    return launch.size in (1, launch.local_size)
 
 
 def nodes(places: Sequence[Place]) -> list[str]:

@@ -18,9 +18,8 @@ from ..checks import configuration, integer, text, wrong
 from ..errors import ConfigurationError
 from ..types import Launch
 from .environment import without_copies
-from .launchers import DUALDIST_RUN, LAUNCHERS, MARKS, SITE, SPAWN, Launcher, Mark, launchers
+from .launchers import LAUNCHERS, MARKS, NAMED_BY, OUTERMOST, SITE, Launcher, Mark, registered_launchers
 
-_OWN = (DUALDIST_RUN, SPAWN)
 _BY_HAND = ("env", SITE)
 """Launchers whose variables a script or a site can set under another launcher."""
 
@@ -44,13 +43,16 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
     env = without_copies(env)
     if _is_said_to_be_alone(env):
         return _world_of_one("DUALDIST_LAUNCHER=python")
-    candidates = next(filter(None, (_candidates(rows, env) for rows in launchers(env))), None)
-    if candidates is None:
+    site = _site_launcher(env)
+    known = (*LAUNCHERS, site) if site else LAUNCHERS
+    # Those that packages register count only where no other describes the process.
+    candidates = _candidates(known, env) or _candidates(registered_launchers(), env)
+    if not candidates:
         return _plain_python(env)
     for candidate in candidates:
         launch = candidate.launch
         if isinstance(launch, Launch) and not _disagreeing(candidate, candidates, env):
-            if launch.size == 1 and candidate.row in LAUNCHERS and launch.launcher not in _OWN:
+            if launch.size == 1 and candidate.row in LAUNCHERS and launch.launcher not in OUTERMOST:
                 _check_marks(candidate.row, env)
             return _located(launch, candidate.row, env)
     for candidate in candidates:
@@ -64,12 +66,45 @@ def detect(env: Mapping[str, str], mpi_size: Callable[[], int] | None = None) ->
 
 def _is_said_to_be_alone(env: Mapping[str, str]) -> bool:
     said = env.get("DUALDIST_LAUNCHER", "")
-    if said not in ("", "python", *_OWN):
+    if said not in ("", "python", *OUTERMOST):
         raise ConfigurationError(
             f"`DUALDIST_LAUNCHER` must be 'python' where it is set by hand, but is {said!r} instead. "
             "Unset it to let the launcher's variables decide."
         )
     return said == "python"
+
+
+def _site_launcher(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
+
+    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
+    """
+    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
+    if not names:
+        return None
+    for field in ("rank", "size"):
+        if field not in names:
+            present = NAMED_BY[next(iter(names))]
+            raise ConfigurationError(
+                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
+                f"Set it to the name of the variable with the {field}, or unset {present}."
+            )
+    for field, name in names.items():
+        if not env.get(name):
+            raise ConfigurationError(
+                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
+                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
+            )
+    return Launcher(
+        SITE,
+        rank=names["rank"],
+        size=names["size"],
+        local_rank=names.get("local_rank"),
+        local_size=names.get("local_size"),
+        markers=(NAMED_BY["rank"],),
+        inside=OUTERMOST,
+        is_command=False,
+    )
 
 
 def _candidates(rows: tuple[Launcher, ...], env: Mapping[str, str]) -> list[_Candidate]:
@@ -167,10 +202,15 @@ def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = Non
         local_size, names["local_size"] = size, names["size"]
     # Slurm's list of sizes may be that of another part of a heterogeneous job.
     bound = local_size if launcher.node is None else None
+    if bound is not None and not 1 <= bound <= size:
+        raise ConfigurationError(
+            f"`{names['local_size']}` must be at least 1 and at most {names['size']}={size}, but is {bound} "
+            f"instead. {_who_sets_it(launcher)}"
+        )
     if local_rank is not None and bound is not None and local_rank >= bound:
         raise ConfigurationError(
             f"`{names['local_rank']}` must be less than {names['local_size']}={local_size}, but is {local_rank} "
-            f"instead. It is set by {launcher.name}; look at what overwrites it."
+            f"instead. {_who_sets_it(launcher)}"
         )
     return Launch(
         launcher.name,
@@ -254,9 +294,15 @@ def _number(env: Mapping[str, str], name: str | None, launcher: Launcher) -> int
     if text.isdecimal():
         return int(text)
     raise ConfigurationError(
-        f"`{name}` must be a whole number of at least 0, but is {text!r} instead. "
-        f"It is set by {launcher.name}; look at what overwrites it."
+        f"`{name}` must be a whole number of at least 0, but is {text!r} instead. {_who_sets_it(launcher)}"
     )
+
+
+def _who_sets_it(launcher: Launcher) -> str:
+    """Return the sentence of an error that says where to correct a variable of `launcher`."""
+    if launcher.name in _BY_HAND:
+        return "Correct it where your job sets it."
+    return f"It is set by {launcher.name}; look at what overwrites it."
 
 
 def _of_node(text: str, node: str) -> str:
@@ -298,7 +344,7 @@ def _is_explained(mark: Mark, row: Launcher | None, env: Mapping[str, str]) -> b
     return row is not None and not {row.name, *row.inside}.isdisjoint(mark.rows)
 
 
-# Slurm's short forms of lists of numbers and of host names.
+# Short forms of lists of numbers and of host names, as Slurm, Flux and Linux write them.
 
 _PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 
@@ -321,16 +367,16 @@ def host_names(text: str) -> list[str]:
 
 
 def _expanded(entry: str) -> Iterator[str]:
-    parts = [
-        [number for item in ranges.split(",") for number in _range(item)] if ranges else [text]
-        for ranges, text in _PART.findall(entry)
-    ]
+    parts = [list(numbers_in(ranges)) if ranges else [text] for ranges, text in _PART.findall(entry)]
     return map("".join, itertools.product(*parts))
 
 
-def _range(item: str) -> list[str]:
-    first, _, last = item.partition("-")
-    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+def numbers_in(ranges: str) -> Iterator[str]:
+    """Yield the numbers in a list such as 07-08,20, with their leading zeros."""
+    for item in filter(None, ranges.split(",")):
+        first, _, last = item.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}d}"
 
 
 # A launch that the arguments of `init` describe, alone or on top of what the environment says.

@@ -54,16 +54,11 @@ def exportable(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not re.fullmatch(HOST_VARIABLES, name)}
 
 
-def process_variables(
-    launcher: str, rank: int, size: int, local_rank: int, local_size: int, rendezvous: str, secret: bytes
-) -> dict[str, str]:
+def process_variables(launcher: str, world: World, rendezvous: str, secret: bytes) -> dict[str, str]:
     """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
     return {
         "DUALDIST_LAUNCHER": launcher,
-        "DUALDIST_RANK": str(rank),
-        "DUALDIST_SIZE": str(size),
-        "DUALDIST_LOCAL_RANK": str(local_rank),
-        "DUALDIST_LOCAL_SIZE": str(local_size),
+        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in _NUMBERS},
         RENDEZVOUS: rendezvous,
         _SECRET: secret.hex(),
     }
@@ -84,39 +79,38 @@ def secret_in(env: Mapping[str, str]) -> bytes:
 _HOROVOD, _PORT = "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 
-def copied_variables(
-    world: World,
-    *,
-    host: str,
-    master: tuple[str, int],
-    rendezvous: tuple[str, int] | None,
-    interface: str | None,
-    given: Mapping[str, str],
-) -> dict[str, str]:
-    """Return the variables of torchrun and of horovodrun for one process, and DUALDIST_COPIES.
+def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return `groups` of variables, one for each launcher, and DUALDIST_COPIES.
 
-    host: a name of the process's node. master: MASTER_ADDR and MASTER_PORT. rendezvous: address of the HTTP server at
-    which Horovod's Gloo controllers meet (horovod/common/gloo/gloo_context.cc:134-170); None if there is none.
-    interface: the network interface of Horovod's Gloo; None if the process's host finds it. given: variables
-    that the user has set for the processes. A copy never replaces them.
+    given: variables that the user has set for the processes. A group with one of them is left out: the rest of the
+    group would contradict it.
     """
-    horovod = {f"{_HOROVOD}{name.upper()}": getattr(world, name) for name in World.__dataclass_fields__}
-    if rendezvous is not None:
-        horovod |= {
-            "HOROVOD_CONTROLLER": "gloo",
-            # Otherwise a Horovod that was built with MPI starts MPI.
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous[0],
-            _PORT: rendezvous[1],
-            "HOROVOD_HOSTNAME": host,
-        }
-        horovod |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
-    torch = torchrun_variables(world, master)
-    # Part of a group would contradict the rest that the user has set.
-    kept = [group for group in (torch, horovod) if given.keys().isdisjoint(group)]
     copies: dict[str, str] = {}
-    add_copies({name: str(value) for group in kept for name, value in group.items()}, copies)
+    for group in groups:
+        if given.keys().isdisjoint(group):
+            add_copies(group, copies)
     return copies
+
+
+OVER_GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+"""As horovodrun sets them (horovod/runner/gloo_run.py:205). Without the second, a Horovod built with MPI starts MPI."""
+
+
+def horovod_variables(
+    world: World, rendezvous: tuple[str, int] | None = None, host: str = "", interface: str | None = None
+) -> dict[str, str]:
+    """Return horovodrun's variables for one process.
+
+    rendezvous: the address of the HTTP server at which Horovod's Gloo controllers meet
+    (horovod/common/gloo/gloo_context.cc:134-170); None if there is none. host: a name of the process's node. interface:
+    the network interface of Horovod's Gloo; None if the process's host finds it.
+    """
+    found = {f"{_HOROVOD}{name.upper()}": getattr(world, name) for name in World.__dataclass_fields__}
+    if rendezvous is not None:
+        address, port = rendezvous
+        found |= {**OVER_GLOO, "HOROVOD_GLOO_RENDEZVOUS_ADDR": address, _PORT: port, "HOROVOD_HOSTNAME": host}
+        found |= {} if interface is None else {"HOROVOD_GLOO_IFACE": interface}
+    return {name: str(value) for name, value in found.items()}
 
 
 def torchrun_variables(world: World, master: tuple[str, int]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
@@ -26,6 +26,7 @@ ELASTIC_DIR = "DUALDIST_ELASTIC_DIR"
 """The variable that names the folder of elastic commits."""
 
 DUALDIST_RUN, SPAWN = "dualdist run", "spawn"
+OUTERMOST = (DUALDIST_RUN, SPAWN)
 """The launchers of dualdist itself. They pass on no variable of an outer launcher, so all others run inside them."""
 
 SITE = "site"
@@ -42,7 +43,7 @@ class Launcher:
     """None: no variable has it, and only MPI can report it."""
     local_rank: str | None
     local_size: str | None
-    """None: no variable has it. Then the ranks of one host need MASTER_ADDR, MPI or a Board to meet."""
+    """None: no variable has it. Then it is not known whether all ranks are on one host, and could meet in a file."""
     markers: tuple[str, ...]
     """NAME or NAME=VALUE: any one of them shows that this launcher started the process."""
     inside: tuple[str, ...] = ()
@@ -71,8 +72,7 @@ class Launcher:
     """Whether `name` is also the name of a program."""
 
 
-_OUTERMOST = (DUALDIST_RUN, SPAWN)
-_SCHEDULERS = ("jsrun", "srun", "flux", "PALS", *_OUTERMOST)
+_SCHEDULERS = ("jsrun", "srun", "flux", "PALS", *OUTERMOST)
 _MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
 
 LAUNCHERS = (
@@ -106,7 +106,7 @@ LAUNCHERS = (
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
         markers=("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-        inside=_OUTERMOST,
+        inside=OUTERMOST,
         starts_mpi=("JSM_NAMESPACE_SIZE",),
     ),
     Launcher(
@@ -137,7 +137,7 @@ LAUNCHERS = (
         local_rank="SLURM_LOCALID",
         local_size="SLURM_STEP_TASKS_PER_NODE",
         markers=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
-        inside=_OUTERMOST,
+        inside=OUTERMOST,
         starts_mpi=("PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI2_FD"),
         # src/plugins/mpi/pmix/pmixp_info.c:pmixp_info_set
         pmix_namespace="slurm.pmix.",
@@ -153,7 +153,7 @@ LAUNCHERS = (
         local_size=None,
         node_count="FLUX_JOB_NNODES",
         markers=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-        inside=("jsrun", "srun", "PALS", *_OUTERMOST),
+        inside=("jsrun", "srun", "PALS", *OUTERMOST),
         starts_mpi=("PMIX_RANK", "PMI_RANK", "PMI_FD"),
     ),
     # mpiexec and aprun of HPE Cray EX. With `--pmi=pmix`, no variable has the size.
@@ -164,7 +164,7 @@ LAUNCHERS = (
         local_rank="PALS_LOCAL_RANKID",
         local_size="PALS_LOCAL_SIZE",
         markers=("PALS_RANKID",),
-        inside=_OUTERMOST,
+        inside=OUTERMOST,
         # Slurm's plugin cray_shasta (mpi_cray_shasta.c:mpi_p_slurmstepd_task) and Flux's cray-pals.
         set_too_by=("srun", "flux"),
         starts_mpi=("PMIX_RANK", "PMI_RANK"),
@@ -208,24 +208,18 @@ LAUNCHERS = (
         asks_mpi=True,
         is_command=False,
     ),
-    Launcher(
-        DUALDIST_RUN,
-        rank="DUALDIST_RANK",
-        size="DUALDIST_SIZE",
-        local_rank="DUALDIST_LOCAL_RANK",
-        local_size="DUALDIST_LOCAL_SIZE",
-        markers=(f"DUALDIST_LAUNCHER={DUALDIST_RUN}",),
-        inside=(SPAWN,),
-        is_command=False,
-    ),
-    Launcher(
-        SPAWN,
-        rank="DUALDIST_RANK",
-        size="DUALDIST_SIZE",
-        local_rank="DUALDIST_LOCAL_RANK",
-        local_size="DUALDIST_LOCAL_SIZE",
-        markers=(f"DUALDIST_LAUNCHER={SPAWN}",),
-        is_command=False,
+    *(
+        Launcher(
+            name,
+            rank="DUALDIST_RANK",
+            size="DUALDIST_SIZE",
+            local_rank="DUALDIST_LOCAL_RANK",
+            local_size="DUALDIST_LOCAL_SIZE",
+            markers=(f"DUALDIST_LAUNCHER={name}",),
+            inside=OUTERMOST,
+            is_command=False,
+        )
+        for name in OUTERMOST
     ),
     # torchrun's variables, set by hand or by a cluster.
     Launcher(
@@ -242,7 +236,7 @@ LAUNCHERS = (
 """Where several launchers report the same numbers, the first row wins."""
 
 
-# Rows beside the table: one that environment variables describe, and those that packages register.
+# Rows beside the table: one that environment variables describe (detect.py), and those that packages register.
 
 NAMED_BY = {
     "rank": "DUALDIST_RANK_FROM",
@@ -253,49 +247,6 @@ NAMED_BY = {
 """Field of Launcher -> the variable that names the variable with this number."""
 
 _GROUP = "dualdist.launchers"
-
-
-def launchers(env: Mapping[str, str]) -> Iterator[tuple[Launcher, ...]]:
-    """Yield the rows that may describe a process with `env`: the known ones, then those that packages register.
-
-    The later ones count only where none of the earlier ones describes the process.
-    """
-    site = _site_launcher(env)
-    yield (*LAUNCHERS, site) if site else LAUNCHERS
-    yield registered_launchers()
-
-
-def _site_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that DUALDIST_RANK_FROM and the others describe, None when none of them is set.
-
-    Raises ConfigurationError when the rank or the size is not named, or a variable that is named is absent.
-    """
-    names = {field: env[setting] for field, setting in NAMED_BY.items() if env.get(setting)}
-    if not names:
-        return None
-    for field in ("rank", "size"):
-        if field not in names:
-            present = NAMED_BY[next(iter(names))]
-            raise ConfigurationError(
-                f"`{NAMED_BY[field]}` must be set beside {present}, but is absent. "
-                f"Set it to the name of the variable with the {field}, or unset {present}."
-            )
-    for field, name in names.items():
-        if not env.get(name):
-            raise ConfigurationError(
-                f"`{name}` must be set, because {NAMED_BY[field]} names it, but is absent. Start with the launcher "
-                f"that sets it, unset {NAMED_BY[field]}, or set DUALDIST_LAUNCHER=python to run a single process."
-            )
-    return Launcher(
-        SITE,
-        rank=names["rank"],
-        size=names["size"],
-        local_rank=names.get("local_rank"),
-        local_size=names.get("local_size"),
-        markers=(NAMED_BY["rank"],),
-        inside=(DUALDIST_RUN, SPAWN),
-        is_command=False,
-    )
 
 
 @functools.cache
@@ -358,8 +309,8 @@ MARKS = (
     Mark("PET_MASTER_ADDR", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
     Mark("PET_RDZV_ENDPOINT", "Kubeflow", _TORCH, unless="PET_NNODES=1"),
     Mark("SM_HOSTS", "SageMaker", (*_TORCH, "mpirun"), ".*,.*"),
-    Mark("DUALDIST_RANK", "`dualdist run` or spawn", _OUTERMOST),
-    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", _OUTERMOST),
+    Mark("DUALDIST_RANK", "`dualdist run` or spawn", OUTERMOST),
+    Mark("DUALDIST_SIZE", "`dualdist run` or spawn", OUTERMOST),
     Mark("OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI's mpirun", _OPEN_MPI),
     Mark("OMPI_UNIVERSE_SIZE", "Open MPI's mpirun", _OPEN_MPI),
     Mark("OMPI_MCA_ess_base_vpid", "Open MPI's mpirun", _OPEN_MPI),

@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import ConfigurationError
+from ..launch import is_one_host
 from ..launch.environment import RENDEZVOUS
 from ..types import Launch
 from . import mpi
 from .boards import Board, HttpBoard, LaunchersBoard, given_board, has_first_host, one_host_board, slurm_board
 
 
-def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board:
-    """Return where the ranks of `launch` find the server of their meeting.
+def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = True) -> Board | None:
+    """Return where the ranks of `launch` find the server of their meeting, None if there is no such place.
 
-    Raises ConfigurationError when this launcher provides no way.
+    Not for ranks that share a store of torch already, such as torchrun's: see backends/store.py.
     """
     source = launch.sources.get("rank")
     is_alone = launch.size == 1 and launch.init_method == "env://" and not env.get("MASTER_ADDR")
@@ -32,21 +33,20 @@ def find_board(launch: Launch, env: Mapping[str, str], *, may_start_mpi: bool = 
     if source == "HOROVOD_RANK" and env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         address = f"{env['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{env['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
         return HttpBoard(launch, env, address)
-    is_one_host = launch.size in (1, launch.local_size)
     # MPI takes long to start, and can start once only.
-    wants_mpi = launch.starts_mpi and may_start_mpi and (mpi.has_started() or not is_one_host)
-    if wants_mpi and mpi.world_size() == launch.size:
+    wants_mpi = mpi.has_started() or (may_start_mpi and not is_one_host(launch))
+    if launch.starts_mpi and wants_mpi and mpi.world_size() == launch.size:
         return mpi.MpiBoard(launch, env)
-    if is_one_host:
+    if is_one_host(launch):
         return one_host_board(launch, env)
     if has_first_host(env):
         return slurm_board(launch.rank, env)
-    otherwise = (
-        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
-        if may_start_mpi
-        else "use a launcher that serves PMI or PMIx (mpirun, or srun --mpi=pmix)"
-    )
-    raise ConfigurationError(
+    return None
+
+
+def no_board(launch: Launch, otherwise: str) -> ConfigurationError:
+    """Return the error of ranks that have no board. otherwise: what else to do than to give an address."""
+    return ConfigurationError(
         f"World size is {launch.describe('size')}, but no address of rank 0 is known, and nothing shows that all "
         f"processes are on one node. Set MASTER_ADDR and MASTER_PORT for every process, or {otherwise}."
     )

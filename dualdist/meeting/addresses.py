@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +26,6 @@ from .server import MeetingServer, reach
 
 Gather = Callable[[str], list[str]]
 """Sends this process's text; returns every process's text in rank order. Collective over the launched processes."""
-
-# A port that is kept free for a server that another process, or a library, starts later.
-
-
-@contextlib.contextmanager
-def reserved_port(*, stays_after_exec: bool = False) -> Iterator[int]:
-    """Yield a port of this machine that the kernel gives to nobody else while the block runs.
-
-    A process can still listen on it: both sockets have SO_REUSEADDR, and this one does not listen (socket(7)).
-    stays_after_exec: whether a program that replaces this one in its process keeps the port.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.set_inheritable(stays_after_exec)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", 0))
-        yield int(holder.getsockname()[1])
-
 
 # The network interfaces of this host and their addresses. DUALDIST_INTERFACE can select some of them.
 #

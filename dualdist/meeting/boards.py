@@ -27,59 +27,12 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import ConfigurationError
+from ..launch import is_one_host
+from ..launch.detect import host_names
 from ..launch.environment import RENDEZVOUS, secret_in
 from ..types import Launch
 from .addresses import INTERFACE, LOOPBACK, candidates, own_node
 from .server import MeetingServer
-
-# The process that started the processes of a job on this node. It identifies the job.
-
-
-class LauncherProcess(NamedTuple):
-    """Process ID and start time (clock ticks since boot), because process IDs are reused."""
-
-    pid: int
-    start_time: int
-
-    def is_alive(self) -> bool:
-        """Return whether the process still runs."""
-        with contextlib.suppress(OSError):
-            return _start_time(self.pid) == self.start_time
-        return False
-
-
-def find_launcher_process(variable: str) -> LauncherProcess:
-    """Return the process that set `variable` for this one: the nearest ancestor that does not have it itself.
-
-    A shell between the two has inherited the variable, so it is not the launcher.
-    """
-    prefix, pid = f"{variable}=".encode(), os.getppid()
-    while True:
-        # The environment of another user's process, such as Slurm's, cannot be read.
-        with contextlib.suppress(OSError):
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if any(entry.startswith(prefix) for entry in entries):
-                pid = int(process_status(pid)[1])
-                continue
-        return LauncherProcess(pid, _start_time(pid))
-
-
-def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
-    """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
-    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
-    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
-    return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
-
-
-def _start_time(pid: int) -> int:
-    return int(process_status(pid)[19])
-
-
-def process_status(pid: int) -> list[str]:
-    """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
 
 ADVICE = (
     "Look at its output; every process must call dualdist.init(), with a rank of its own. "
@@ -130,7 +83,7 @@ class PublishedBoard(Board):
 
     def __init__(self, launch: Launch, env: Mapping[str, str]) -> None:
         self._env = env
-        self._is_one_host = launch.size in (1, launch.local_size)
+        self._is_one_host = is_one_host(launch)
         self._own: ServerAddress | None = None
         """On rank 0, where its server is."""
 
@@ -307,6 +260,55 @@ def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     return KnownBoard(ServerAddress([host], [port], b""), f"`init_method`={method!r}", fix)
 
 
+# Where the ranks of one host meet: a file. The process that started them identifies the job.
+
+
+class LauncherProcess(NamedTuple):
+    """Process ID and start time (clock ticks since boot), because process IDs are reused."""
+
+    pid: int
+    start_time: int
+
+    def is_alive(self) -> bool:
+        """Return whether the process still runs."""
+        with contextlib.suppress(OSError):
+            return _start_time(self.pid) == self.start_time
+        return False
+
+
+def find_launcher_process(variable: str) -> LauncherProcess:
+    """Return the process that set `variable` for this one: the nearest ancestor that does not have it itself.
+
+    A shell between the two has inherited the variable, so it is not the launcher.
+    """
+    prefix, pid = f"{variable}=".encode(), os.getppid()
+    while True:
+        # The environment of another user's process, such as Slurm's, cannot be read.
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if any(entry.startswith(prefix) for entry in entries):
+                pid = int(process_status(pid)[1])
+                continue
+        return LauncherProcess(pid, _start_time(pid))
+
+
+def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
+    """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
+    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
+    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
+    return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
+
+
+def _start_time(pid: int) -> int:
+    return int(process_status(pid)[19])
+
+
+def process_status(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat after the command's name: state, parent, ..., the 20th is the start time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
     """Return a file of this host whose name is the same for all processes of this job, and different for other jobs."""
     name = f"dualdist-{os.getuid()}-{job_digest(launch, env)}"
@@ -330,20 +332,13 @@ def has_first_host(env: Mapping[str, str]) -> bool:
     return bool(env.get("SLURM_STEP_ID") and env.get(_NODES))
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list, such as node07 for node[07-12,20],gpu1."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None  # it matches the empty string
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
-
-
 def slurm_board(rank: int, env: Mapping[str, str]) -> Board:
     """Return the board of the step's first host. Without DUALDIST_SECRET, the job's IDs are the secret."""
     job = "/".join(env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     digest = hashlib.sha256(job.encode()).digest()
     start = int.from_bytes(digest[:4], "big")
     ports = [_LOWEST_PORT + (start + 1237 * number) % _PORTS for number in range(_TRIES)]
-    first = first_host(env[_NODES])
+    first = host_names(env[_NODES])[0]
     is_there = rank == 0 or env.get("SLURM_NODEID") == "0"
     return KnownBoard(
         ServerAddress([LOOPBACK if is_there else node_address(first)], ports, secret_in(env) or digest),

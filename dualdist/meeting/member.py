@@ -66,7 +66,6 @@ class Meeting:
         self._server = board.serve(size) if rank == 0 else None
         self._socket: socket.socket | None = None
         self._unread = bytearray()
-        self._is_cleared = False
         self._has_begun = False
         """Whether all ranks have arrived."""
         self._lost: int | None = None
@@ -166,9 +165,11 @@ class Meeting:
         if started:
             self._send(STARTED)
         self._disconnect()
-        if self._server is not None:
-            self._clear_board()
-            self._server.close(*([STARTED] if started else [LOST, self.rank]))
+        server, self._server = self._server, None
+        if server is not None:
+            if not self._has_begun:
+                self._board.clear()
+            server.close(*([STARTED] if started else [LOST, self.rank]))
 
     def _connect(self, seconds: float) -> bool:
         """Try once to connect to the server. Return whether its place is known. Raises OSError."""
@@ -191,11 +192,6 @@ class Meeting:
         self._socket = None
         self._unread.clear()
 
-    def _clear_board(self) -> None:
-        if self._server is not None and not self._is_cleared:
-            self._is_cleared = True
-            self._board.clear()
-
     def _gathered(self, seconds: float) -> list[str]:
         """Return the texts of all ranks. Raises OSError when the server is gone."""
         message = self._receive(seconds + _ANSWER_SECONDS)
@@ -215,8 +211,9 @@ class Meeting:
             self.check()
         if kind != TEXTS:
             raise ConnectionError("the server has closed")
+        if self._server is not None and not self._has_begun:
+            self._board.clear()
         self._has_begun = True
-        self._clear_board()
         return list(content[0])
 
     def _unreachable(self, problem: str) -> str:

@@ -25,7 +25,7 @@ from .. import process_exit
 from ..checks import shown_ranks
 from ..errors import ConfigurationError
 from ..executor import in_time
-from ..launch.detect import detect
+from ..launch import detect, is_one_host
 from ..process_exit import at_exit
 from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
@@ -38,24 +38,23 @@ from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
 _PEER = struct.Struct("3i")
 """Process ID, user and group of the process that listens (SO_PEERCRED)."""
 _CONNECT_SECONDS = 1.0
+_BACKLOG = 4096
+"""How many times others can connect to a rank. It accepts none, and each rank of the host may try several times."""
 
-_own: dict[str, socket.socket] = {}
-"""The socket of this process, by its address."""
+_own: list[socket.socket] = []
+"""The sockets of this process."""
 
 
 def announce(launch: Launch, env: Mapping[str, str]) -> None:
     """Let the other ranks on this host see that this rank has begun to start. Local. Never raises."""
     if launch.local_rank is None:
         return
-    address = _address(launch, env, launch.local_rank)
-    if address in _own:
-        return
-    # OSError: another process of this rank has announced it, or the system is not Linux.
+    # OSError: this or another process of this rank has announced it, or the system is not Linux.
     with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(address)
-        listener.listen(launch.size)
-        _own[address] = listener
+        listener.bind(_address(launch, env, launch.local_rank))
+        listener.listen(_BACKLOG)
+        _own.append(listener)
         undo.pop_all()
 
 
@@ -138,7 +137,7 @@ _LAST_SECONDS = 5.0
 def is_failing() -> bool:
     """Return whether MPI must not be finalized: this process ends by an exception or with an exit code other than 0, or
     some operations of MPI do not end."""
-    return bool(_failures)
+    return bool(_failures or getattr(sys, "last_value", None))
 
 
 def never_finalize(reason: object) -> None:
@@ -158,22 +157,18 @@ def unfinished() -> Iterator[None]:
 
 
 def _finalize_unless_failed(library: Any) -> None:
-    """Replace mpi4py's exit handler. Record exceptions and exit codes, which an exit handler cannot see."""
-    hook, leave = sys.excepthook, sys.exit
-
-    def recording_hook(*exception: Any) -> None:
-        _failures.append(exception[0])
-        hook(*exception)
+    """Replace mpi4py's exit handler. Record exit codes, which an exit handler cannot see."""
+    leave = sys.exit
 
     def recording_exit(code: Any = None, /) -> NoReturn:
         if code not in (None, 0):
             _failures.append(code)
         leave(code)
 
-    sys.excepthook, sys.exit = recording_hook, recording_exit
+    sys.exit = recording_exit
 
     def finalize() -> None:
-        if _failures or library.Is_finalized():
+        if is_failing() or library.Is_finalized():
             return
         if not process_exit.world_has_failed:
             library.Finalize()
@@ -199,16 +194,6 @@ def world_size() -> int:
     return 0 if mpi is None else int(mpi.COMM_WORLD.Get_size())
 
 
-def local_size() -> int:
-    """Return how many processes of MPI's world run on this node. Collective over MPI's world."""
-    mpi: Any = library()
-    neighbours = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    try:
-        return int(neighbours.Get_size())
-    finally:
-        neighbours.Free()
-
-
 # How long calls of MPI may take while a world starts.
 #
 # MPI has no timeouts: its calls wait for ranks that never arrive or are stopped. A board polls for its
@@ -232,7 +217,7 @@ _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 
 @contextlib.contextmanager
 def limited_start(env: Mapping[str, str], seconds: float) -> Iterator[None]:
-    """Within the block, calls of MPI wait for other ranks for at most `seconds`."""
+    """Within the block, calls of MPI, if there are any, wait for other ranks for at most `seconds`."""
     launch = _launch(env)
     if launch is not None:
         announce(launch, env)
@@ -283,9 +268,9 @@ def missing_on_host() -> list[int]:
 
 
 def _missing(limit: _Limit) -> list[int]:
-    """Return the missing ranks. None if the job has several hosts: this one cannot see the ranks of the others."""
+    """Return the missing ranks if all are on this host: it cannot see those of others. If not, an empty list."""
     launch = limit.launch
-    if launch is None or launch.size != launch.local_size:
+    if launch is None or not is_one_host(launch):
         return []
     return missing_local_ranks(launch, limit.env)
 
@@ -367,7 +352,8 @@ class MpiBoard(PublishedBoard):
     def clear(self) -> None:
         self._cleared.set()
         self._sender.join()
-        if any(self._requests):
+        # The last poll may have completed them, although it has returned that some are not complete.
+        if not self._mpi.Request.Testall(self._requests):
             _abandoned.append(self)
             never_finalize("a message to a rank that did not arrive")
 

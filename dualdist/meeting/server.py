@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from ..checks import shown_ranks
@@ -46,6 +46,20 @@ def connected(address: str, port: int, seconds: float) -> socket.socket:
         connection.connect((address, port))
         stack.pop_all()
     return connection
+
+
+@contextlib.contextmanager
+def reserved_port(*, stays_after_exec: bool = False) -> Iterator[int]:
+    """Yield a port of this machine that the kernel gives to nobody else while the block runs.
+
+    A process can still listen on it: both sockets have SO_REUSEADDR, and this one does not listen (socket(7)).
+    stays_after_exec: whether a program that replaces this one in its process keeps the port.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.set_inheritable(stays_after_exec)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])
 
 
 _GREETING = b"dualdist-meeting-1\n"
@@ -141,8 +155,6 @@ TEXT = "text"
 the last sentences of the error if one does not arrive."""
 TEXTS = "texts"
 """From the server: [TEXTS, texts of all ranks]."""
-_TOGETHER_SECONDS = 0.5
-"""Ranks that give up within this time of each other count as giving up together."""
 FAILED = "failed"
 """From the server: [FAILED, error, is_own]. A rank has waited too long in a gather. It receives the error before the
 others, and sends [FAILED] when it has reported it; then all receive it."""
@@ -184,8 +196,10 @@ def _unpacked(data: bytes) -> list[Any]:
 
 _PROOF_SECONDS = 10.0
 """How long a client may take for its proof and its first message."""
-_ANSWER_SECONDS = 1.0
+_SIGN_SECONDS = 1.0
 """How long a rank may take for a sign of life."""
+_TOGETHER_SECONDS = 0.5
+"""Ranks that give up within this time of each other count as giving up together."""
 _FAREWELL_SECONDS = 3.0
 """How long a server that closes waits until its last messages are sent."""
 _SHORTAGE_SECONDS = 1.0
@@ -212,17 +226,15 @@ class MeetingServer:
         self._tasks: set[asyncio.Task[None]] = set()
         """What serves them: asyncio keeps no references to tasks."""
         self._farewell = b""
-        self.port = port
-        allow_open_files(size)
+        raise_file_limit(size)
         with contextlib.ExitStack() as undo:
-            self._listeners = []
-            for host in hosts:
-                self._listeners.append(undo.enter_context(_listener(host, self.port)))
-                self.port = int(self._listeners[0].getsockname()[1])
+            # A port that is free on one address may be taken on another.
+            with contextlib.nullcontext(port) if port else reserved_port() as self.port:
+                self._listeners = [undo.enter_context(_listener(host, self.port)) for host in hosts]
             # The event loop needs so many files, and would fail in its thread.
             with contextlib.ExitStack() as spare:
                 for _ in range(_LOOP_FILES):
-                    spare.callback(os.close, os.dup(self._listeners[0].fileno()))
+                    spare.enter_context(socket.socket())
             undo.pop_all()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -294,6 +306,8 @@ class MeetingServer:
             self._writers.add(writer)
             try:
                 rank, size = await asyncio.wait_for(self._greet(reader, writer), _PROOF_SECONDS)
+                if self._attendance.is_closed:
+                    self._attendance = _Attendance(self._size)
                 attendance = self._attendance
                 # A rank that is here already begins its next start before the others, or there are two of this rank.
                 if size == self._size and rank not in attendance.writers:
@@ -321,8 +335,6 @@ class MeetingServer:
         try:
             while True:
                 attendance.handle(rank, *await _receive(reader))
-                if attendance is self._attendance and attendance.is_closed:
-                    self._attendance = _Attendance(self._size)
         finally:
             if writer in self._writers:  # else this server leaves first
                 attendance.leave(rank)
@@ -360,7 +372,7 @@ class _Attendance:
             if not self._askers:
                 self._unanswered = self.writers.keys() - {rank}
                 self._send_to(self._unanswered, QUESTION)
-                asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._judge)
+                asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._judge)
             self._askers.add(rank)
         elif kind == QUESTION:
             self._unanswered.discard(rank)
@@ -425,7 +437,7 @@ async def _receive(reader: asyncio.StreamReader) -> list[Any]:
     return _unpacked(await reader.readexactly(length))
 
 
-def allow_open_files(more: int) -> tuple[int, int]:
+def raise_file_limit(more: int) -> tuple[int, int]:
     """Raise this process's limit of open files, as far as possible, if it needs `more` besides those that are open.
 
     Returns the number that it needs, with `SPARE_FILES`, and the number that it may have.

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BackendUnavailableError
 from ..world.context import current
-from ..world.process_sets import ProcessSet, global_process_set
+from ..world.process_sets import ProcessSet, checked_process_set, global_process_set
 
 __all__ = ("DistributedDataParallel", "process_group")
 
@@ -23,8 +23,8 @@ def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessG
     For the whole world it is torch's default group. Collective over the world for another set: each call makes a new
     group, and ranks outside the set get torch.distributed.GroupMember.NON_GROUP_MEMBER.
 
-    Raises BackendUnavailableError in a script of Horovod under dualdist.compat, which has no default group, and
-    NotInitializedError before `init()`.
+    Raises BackendUnavailableError in a script of Horovod under dualdist.compat, which has no default group,
+    NotInitializedError before `init()`, and TypeError for the set of a communicator that is not registered.
     """
     current()
     if not dist.is_initialized():
@@ -34,4 +34,6 @@ def process_group(process_set: ProcessSet = global_process_set) -> dist.ProcessG
         )
     if process_set is global_process_set:
         return cast(dist.ProcessGroup, dist.group.WORLD)
+    if process_set.ranks is None:  # torch would take all ranks
+        checked_process_set(process_set, registered=True)
     return cast(dist.ProcessGroup, dist.new_group(process_set.ranks))

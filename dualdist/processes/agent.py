@@ -38,9 +38,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import IO, Any, NoReturn
 
-STARTED, STDOUT, STDERR, RESULT, ENDED, INPUT = range(6)
+STARTED, STDOUT, STDERR, RESULT, ENDED, INPUT, LOST = range(7)
+"""Kinds of messages. The launcher itself reports LOST, of the processes of a host that it cannot reach any more."""
 HEADER = struct.Struct("!BII")
-"""(kind of message, index of the process, length of the data that follows)"""
+"""(kind of message, rank of the process, length of the data that follows)"""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -92,15 +93,15 @@ class Agent:
         self._task = task
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
-        """process id -> (index, process)"""
+        """process id -> (rank, process)"""
         self._pipes: dict[int, list[tuple[int, int]]] = {}
-        """index -> [(file descriptor, kind)]"""
+        """rank -> [(file descriptor, kind)]"""
         self._granted, self._sent = int(request["window"]), 0
         """How many bytes of output the launcher has granted in total, and how many were sent to it."""
         self._held = False
         """Whether the agent does not read the processes' output, because the grant is used up."""
         self._stdin: IO[bytes] | None = None
-        """The pipe to the standard input of the first process, if the launcher sends what is written to it."""
+        """The pipe to the standard input of rank 0, if it is here and the launcher sends what is written to it."""
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         """The piece of the launcher's standard input that has arrived; an empty one is its end."""
         self._sending = threading.Lock()
@@ -112,8 +113,8 @@ class Agent:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._take_signals()
         _write_all(1, self._request["token"].encode())
-        for index in range(len(self._request["processes"])):
-            self._start(index)
+        for rank in self._request["own_env"]:
+            self._start(int(rank))
         self._thread(self._listen)
         if self._stdin is not None:
             self._thread(partial(self._pass_input, self._stdin))
@@ -121,8 +122,8 @@ class Agent:
             self._pass_on()
         self._end_rest(_GRACE_SECONDS)
         self._reap()
-        for index in list(self._pipes):
-            self._drain(index)
+        for rank in list(self._pipes):
+            self._drain(rank)
 
     def _take_signals(self) -> None:
         """Take signals as the launcher does, and call `leave` at the alarm. Wake the selector when a child ends.
@@ -143,13 +144,12 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
 
-    def _start(self, index: int) -> None:
-        process = self._request["processes"][index]
-        env, threads = self._environment(process)
+    def _start(self, rank: int) -> None:
+        env, threads = self._environment(rank)
         streams = [(STDOUT, subprocess.PIPE), (STDERR, subprocess.PIPE)]
         if self._request["output"] is not None:
             streams = list(zip((STDOUT, STDERR), self._request["output"], strict=True))
-        argv = [_bytes(argument) for argument in process["argv"]]
+        argv = [_bytes(argument) for argument in self._request["argv"]]
         files = [] if self._task is None else [self._task, *os.pipe()]
         reader, passed = files[1:2], [files[0], files[2]] if files else []
         try:
@@ -157,7 +157,7 @@ class Agent:
                 [*argv, *(b"%d" % file for file in passed)],
                 env=env,
                 cwd=_bytes(self._request["cwd"]),
-                stdin=subprocess.DEVNULL if index else self._request["stdin"],
+                stdin=subprocess.DEVNULL if rank else self._request["stdin"],
                 stdout=streams[0][1],
                 stderr=streams[1][1],
                 start_new_session=True,
@@ -166,35 +166,36 @@ class Agent:
             )
         except (OSError, ValueError) as error:  # ValueError: a null byte
             code = 126 if isinstance(error, PermissionError) else 127  # as in a shell
-            self._report(ENDED, index, {"code": code, "time": time.monotonic(), "error": _error_text(error)})
+            self._report(ENDED, rank, {"code": code, "time": time.monotonic(), "error": _error_text(error)})
             return
-        self._running[child.pid] = (index, child)
+        self._running[child.pid] = (rank, child)
         self._stdin = self._stdin or child.stdin
-        self._pipes[index] = []
+        self._pipes[rank] = []
         for (kind, _), pipe in zip(streams, (child.stdout, child.stderr), strict=True):
             if pipe is not None:
-                self._add_pipe(index, kind, os.dup(pipe.fileno()))
+                self._add_pipe(rank, kind, os.dup(pipe.fileno()))
                 pipe.close()
         for descriptor in reader:
-            self._add_pipe(index, RESULT, descriptor)
+            self._add_pipe(rank, RESULT, descriptor)
             os.close(files[2])
-        self._report(STARTED, index, {"pid": child.pid, "threads": threads})
+        self._report(STARTED, rank, {"pid": child.pid, "threads": threads})
 
-    def _add_pipe(self, index: int, kind: int, descriptor: int) -> None:
+    def _add_pipe(self, rank: int, kind: int, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
-        self._pipes[index].append((descriptor, kind))
-        self._selector.register(descriptor, selectors.EVENT_READ, (index, kind))
+        self._pipes[rank].append((descriptor, kind))
+        self._selector.register(descriptor, selectors.EVENT_READ, (rank, kind))
 
-    def _environment(self, process: dict[str, Any]) -> tuple[dict[bytes, bytes], int | None]:
+    def _environment(self, rank: int) -> tuple[dict[bytes, bytes], int | None]:
         """Return the environment of a process, and its OMP_NUM_THREADS if it is set here."""
-        env = {_bytes(name): _bytes(value) for name, value in (self._request["env"] | process["env"]).items()}
+        variables = self._request["env"] | self._request["own_env"][str(rank)]
+        env = {_bytes(name): _bytes(value) for name, value in variables.items()}
         if self._request["inherit"]:
             env = {**os.environb, **env}
-        if self._request["launcher"] is not None and b"HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
-            _add_interface(env, self._request["launcher"])
+        if self._request["address"] is not None and b"HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+            _add_interface(env, self._request["address"])
         if b"OMP_NUM_THREADS" in env:
             return env, None
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self._request["processes"]))
+        threads = max(1, len(os.sched_getaffinity(0)) // len(self._request["own_env"]))
         return env | {b"OMP_NUM_THREADS": b"%d" % threads}, threads
 
     def _pass_on(self) -> None:
@@ -216,34 +217,34 @@ class Agent:
         if held == self._held:
             return
         self._held = held
-        for index, pipes in self._pipes.items():
+        for rank, pipes in self._pipes.items():
             for descriptor, kind in pipes:
                 if held:
                     self._selector.unregister(descriptor)
                 else:
-                    self._selector.register(descriptor, selectors.EVENT_READ, (index, kind))
+                    self._selector.register(descriptor, selectors.EVENT_READ, (rank, kind))
 
-    def _copy(self, descriptor: int, index: int, kind: int) -> int:
+    def _copy(self, descriptor: int, rank: int, kind: int) -> int:
         """Send one chunk of a process's output. Return its length, 0 when there is none now."""
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
             return 0
         if data:
-            self._send(kind, index, data)
+            self._send(kind, rank, data)
             self._sent += len(data)
             return len(data)
         if not self._held:
             self._selector.unregister(descriptor)
-        self._pipes[index].remove((descriptor, kind))
+        self._pipes[rank].remove((descriptor, kind))
         os.close(descriptor)
         return 0
 
-    def _drain(self, index: int) -> None:
+    def _drain(self, rank: int) -> None:
         """Send what a process has left in its pipes. Not more: its children may still write to them."""
-        for descriptor, kind in list(self._pipes[index]):
+        for descriptor, kind in list(self._pipes[rank]):
             count = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
-            while count > 0 and (length := self._copy(descriptor, index, kind)):
+            while count > 0 and (length := self._copy(descriptor, rank, kind)):
                 count -= length
 
     def _reap(self) -> None:
@@ -256,21 +257,19 @@ class Agent:
             if pid == 0:
                 return
             if pid in self._running:
-                index, child = self._running.pop(pid)
+                rank, child = self._running.pop(pid)
                 # Popen would wait for the process again if it did not know the code.
                 child.returncode = os.waitstatus_to_exitcode(status)
-                self._drain(index)
-                self._report(
-                    ENDED, index, {"code": child.returncode, "time": time.monotonic(), "error": None}
-                )
+                self._drain(rank)
+                self._report(ENDED, rank, {"code": child.returncode, "time": time.monotonic(), "error": None})
 
-    def _report(self, kind: int, index: int, facts: dict[str, Any]) -> None:
-        self._send(kind, index, json.dumps(facts).encode())
+    def _report(self, kind: int, rank: int, facts: dict[str, Any]) -> None:
+        self._send(kind, rank, json.dumps(facts).encode())
 
-    def _send(self, kind: int, index: int, data: bytes) -> None:
+    def _send(self, kind: int, rank: int, data: bytes) -> None:
         """Send a message to the launcher. Two threads do this."""
         with self._sending:
-            _write_all(1, HEADER.pack(kind, index, len(data)) + data)
+            _write_all(1, HEADER.pack(kind, rank, len(data)) + data)
 
     def _pass_input(self, stdin: IO[bytes]) -> None:
         """Ask for pieces of the launcher's standard input and write them to `stdin`, until the end of either.
@@ -432,13 +431,13 @@ def _file_with(source: Any, length: int | None) -> int | None:
     return file
 
 
-def _add_interface(env: dict[bytes, bytes], launcher: str) -> None:
+def _add_interface(env: dict[bytes, bytes], address: str) -> None:
     """Set HOROVOD_GLOO_IFACE and record it as a copy (launch/environment.py).
 
-    The value is the first existing interface of DUALDIST_INTERFACE, else the one that leads to the address `launcher`.
+    The value is the first existing interface of DUALDIST_INTERFACE, else that towards the launcher's `address`.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((launcher, 9))
+        probe.connect((address, 9))
         own = socket.inet_aton(probe.getsockname()[0])
         names = [name for _, name in socket.if_nameindex()]
         wanted = [name for name in env.get(b"DUALDIST_INTERFACE", b"").decode().split(",") if name in names]

@@ -29,10 +29,7 @@ from typing import Any
 
 from ..errors import ConfigurationError
 from . import agent
-from .agent import ENDED, ENDING_SIGNALS, HEADER, INPUT, PASSED_SIGNALS, RESULT, STARTED, STDERR, STDOUT
-
-LOST = max(STARTED, STDOUT, STDERR, RESULT, ENDED, INPUT) + 1
-"""The kind of event that reports the loss of a process's host."""
+from .agent import ENDED, ENDING_SIGNALS, HEADER, INPUT, LOST, PASSED_SIGNALS, RESULT, STDERR, STDOUT
 
 AGENT_COMMAND = (
     sys.executable,
@@ -60,26 +57,20 @@ _LONGEST_GREETING = 1 << 16
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process: its rank, its command, and its own variables."""
-
-    rank: int
-    argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-
-
-@dataclass(frozen=True)
 class HostJob:
     """The part of a job that runs on one host."""
 
     host: str
-    command: Sequence[str]
+    agent_command: Sequence[str]
     """Starts the host's agent: AGENT_COMMAND, over ssh for another host."""
-    processes: Sequence[Process]
+    command: Sequence[str]
+    """What each process runs."""
     env: Mapping[str, str]
     """Variables of all the processes: on this host the whole environment, on another what is added to the login's."""
+    own_env: Mapping[int, Mapping[str, str]]
+    """Rank of each process -> variables of this process alone."""
     local: bool = True
-    launcher: str | None = None
+    address: str | None = None
     """The launcher's address. If given, the agent sets HOROVOD_GLOO_IFACE to the interface that leads to it."""
     task: bytes | None = None
     """The content of a file for every process. Each gets the file's number and that of a pipe as arguments, and what it
@@ -87,15 +78,15 @@ class HostJob:
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
     stdin: int | None = None
-    """The open file for the standard input of the first process. Its content is sent to another host. None: the input
-    is empty, as that of the others."""
+    """The open file for the standard input of rank 0. Its content is sent to another host. None: the input is empty, as
+    that of the others."""
     window: int = 1 << 20
     """How many bytes of output the agent may send before the launcher has taken any."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a process: STARTED, STDOUT, STDERR, RESULT ENDED from its agent, or LOST (its host)."""
+    """What happened to a process: STARTED, STDOUT, STDERR, RESULT or ENDED from its agent, or LOST (its host)."""
 
     kind: int
     rank: int
@@ -134,7 +125,7 @@ class AgentConnection:
         """The standard error of the agent or ssh."""
         self._token = secrets.token_hex(16)
         self._buffer = bytearray()
-        self._unended = {index: process.rank for index, process in enumerate(job.processes)}
+        self._unended = set(job.own_env)
         self._taken = 0
         """Bytes of output that were read since the last grant."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -143,7 +134,7 @@ class AgentConnection:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING_SIGNALS, *PASSED_SIGNALS))
         try:
             self.popen = subprocess.Popen(
-                job.command,
+                job.agent_command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -153,20 +144,21 @@ class AgentConnection:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        assert self.popen.stdout is not None and self.popen.stderr is not None
-        os.set_blocking(self.popen.stderr.fileno(), False)
+        assert (
+            self.popen.stdin is not None and self.popen.stdout is not None and self.popen.stderr is not None
+        )
+        self._stdin, self.stdout, self.stderr = self.popen.stdin, self.popen.stdout, self.popen.stderr
+        os.set_blocking(self.stderr.fileno(), False)
         if job.local:
             # With a larger pipe, agent and launcher take turns less often. Some users may not enlarge it: pipe(7).
             with contextlib.suppress(OSError):
-                fcntl.fcntl(self.popen.stdout.fileno(), fcntl.F_SETPIPE_SZ, _READ_BYTES)
+                fcntl.fcntl(self.stdout.fileno(), fcntl.F_SETPIPE_SZ, _READ_BYTES)
         self._sender = threading.Thread(target=self._send, name=f"dualdist-{job.host}", daemon=True)
         self._sender.start()
 
     def _send(self) -> None:
         """Send messages, and a sign of life every few seconds. Runs in its own thread, because a write may block."""
-        stream = self.popen.stdin
-        assert stream is not None
-        with contextlib.suppress(OSError), stream:
+        with contextlib.suppress(OSError), self._stdin:
             while True:
                 try:
                     data = self._outbox.get(timeout=_BEAT_SECONDS)
@@ -176,34 +168,30 @@ class AgentConnection:
                     return
                 view = memoryview(data)
                 while view:
-                    view = view[stream.write(view) :]
+                    view = view[self._stdin.write(view) :]
 
     def _send_input(self) -> None:
         """Send a piece of the standard input, or its end. Runs in its own thread, because a read may block."""
         assert self.job.stdin is not None
         data = _read_input(self.job.stdin)
-        self._outbox.put(b"input %d\n%b" % (len(data), data))
+        self.send(b"input %d\n%b" % (len(data), data))
 
     def grant(self) -> None:
         """Let the agent send as many more bytes of output as were read since the last grant."""
         if self._taken >= self.job.window // 2:
-            self._outbox.put(b"grant %d\n" % self._taken)
+            self.send(b"grant %d\n" % self._taken)
             self._taken = 0
 
-    def pass_on(self, number: int) -> None:
-        """Send signal `number` to every process, without waiting for an end."""
-        self._outbox.put(b"signal %d\n" % number)
+    def send(self, command: bytes) -> None:
+        """Send a command (see Agent._listen). Does not wait."""
+        self._outbox.put(command)
 
     def end(self, number: int, grace: float) -> None:
         """Ask every process to end by signal `number`. Those alive after `grace` seconds are killed."""
         if not self.greeted:
             # Ends the agent or its ssh. An agent that still starts on another host finds the end of its input and ends.
             self._kill()
-        self._outbox.put(b"end %d %f\n" % (number, grace))
-
-    def kill(self) -> None:
-        """Kill every process."""
-        self._outbox.put(b"kill\n")
+        self.send(b"end %d %f\n" % (number, grace))
 
     def _kill(self) -> None:
         """Kill the agent or its ssh, and what a script in place of ssh has started."""
@@ -220,14 +208,12 @@ class AgentConnection:
         self._kill()
         self.popen.wait()
         self._sender.join()
-        for stream in (self.popen.stdout, self.popen.stderr):
-            if stream is not None:
-                stream.close()
+        self.stdout.close()
+        self.stderr.close()
 
     def read(self) -> Iterator[Event]:
         """Wait for messages and yield them. At the end of the connection, each process that still ran is lost."""
-        assert self.popen.stdout is not None
-        data = os.read(self.popen.stdout.fileno(), _READ_BYTES)
+        data = os.read(self.stdout.fileno(), _READ_BYTES)
         self._buffer += data
         if not self.greeted:
             position = self._buffer.find(self._token.encode())
@@ -240,14 +226,13 @@ class AgentConnection:
             yield from self._messages()
         if not data:
             self.open = False
-            for index in list(self._unended):
-                yield self._event(LOST, index, {"error": self._why_lost()})
+            for rank in sorted(self._unended):
+                yield self._event(LOST, rank, {"error": self._why_lost()})
 
     def read_errors(self) -> bool:
         """Record the errors that ssh prints. Return whether more may follow."""
-        assert self.popen.stderr is not None
         try:
-            data = os.read(self.popen.stderr.fileno(), _CHUNK)
+            data = os.read(self.stderr.fileno(), _CHUNK)
         except BlockingIOError:
             return True
         self._errors = (self._errors + data)[-_CHUNK:]
@@ -269,7 +254,7 @@ class AgentConnection:
     def _messages(self) -> Iterator[Event]:
         end = 0
         while len(self._buffer) >= end + HEADER.size:
-            kind, index, length = HEADER.unpack_from(self._buffer, end)
+            kind, rank, length = HEADER.unpack_from(self._buffer, end)
             start = end + HEADER.size
             if len(self._buffer) < start + length:
                 break
@@ -277,28 +262,21 @@ class AgentConnection:
             data = bytes(memoryview(self._buffer)[start:end])
             if kind in (STDOUT, STDERR, RESULT):
                 self._taken += length
-                yield Event(kind, self.job.processes[index].rank, self.job.host, data)
+                yield Event(kind, rank, self.job.host, data)
             elif kind == INPUT:
                 threading.Thread(target=self._send_input, name="dualdist-input", daemon=True).start()
             else:
-                yield self._event(kind, index, json.loads(data))
+                yield self._event(kind, rank, json.loads(data))
         del self._buffer[:end]
 
-    def _event(self, kind: int, index: int, facts: dict[str, Any]) -> Event:
+    def _event(self, kind: int, rank: int, facts: dict[str, Any]) -> Event:
         if kind in (ENDED, LOST):
-            self._unended.pop(index, None)
-        return Event(kind, self.job.processes[index].rank, self.job.host, facts=facts)
+            self._unended.discard(rank)
+        return Event(kind, rank, self.job.host, facts=facts)
 
 
 def _first_message(job: HostJob, token: str) -> bytes:
     """Return the source of the agent and the request to it. The agent sends `token` before any other output."""
-    processes = [
-        {
-            "argv": [portable(argument) for argument in process.argv],
-            "env": _portable(process.env),
-        }
-        for process in job.processes
-    ]
     try:
         folder = os.getcwd()
     except FileNotFoundError:
@@ -307,17 +285,18 @@ def _first_message(job: HostJob, token: str) -> bytes:
         ) from None
     request = {
         "token": token,
+        "argv": [portable(argument) for argument in job.command],
         "cwd": portable(folder),
         "env": _portable(job.env),
+        "own_env": {str(rank): _portable(env) for rank, env in job.own_env.items()},
         "inherit": not job.local,
         "parent": os.getpid() if job.local else None,
         "silence": 0 if job.local else _SILENCE_SECONDS,
-        "launcher": job.launcher,
+        "address": job.address,
         "output": job.output,
         "stdin": subprocess.DEVNULL if job.stdin is None else job.stdin if job.local else subprocess.PIPE,
         "window": job.window,
         "task": None if job.task is None else len(job.task),
-        "processes": processes,
     }
     source = Path(agent.__file__).read_bytes()
     text = json.dumps(request).encode()
@@ -373,9 +352,8 @@ class Supervisor:
             for host_job in self._host_jobs:
                 connection = AgentConnection(host_job)
                 self.agents.append(connection)
-                assert connection.popen.stdout is not None and connection.popen.stderr is not None
-                self.watch(connection.popen.stdout.fileno(), partial(self._read, connection))
-                self.watch(connection.popen.stderr.fileno(), connection.read_errors)
+                self.watch(connection.stdout.fileno(), partial(self._read, connection))
+                self.watch(connection.stderr.fileno(), connection.read_errors)
         except BaseException:
             self.__exit__()
             raise
@@ -410,7 +388,7 @@ class Supervisor:
     def pass_on(self, number: int) -> None:
         """Send signal `number` to all processes, without waiting for an end."""
         for connection in self.agents:
-            connection.pass_on(number)
+            connection.send(b"signal %d\n" % number)
 
     def end(self, number: int, grace: float = _GRACE_SECONDS) -> None:
         """Ask all processes to end by signal `number`. Those alive after `grace` seconds are killed."""
@@ -425,7 +403,7 @@ class Supervisor:
     def kill(self) -> None:
         """Kill all processes."""
         for connection in self.agents:
-            connection.kill()
+            connection.send(b"kill\n")
 
     def _read(self, connection: AgentConnection) -> bool:
         self._events += connection.read()

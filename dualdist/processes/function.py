@@ -26,10 +26,10 @@ from ..checks import configuration, flag, function, integer, items, mapping, num
 from ..errors import ConfigurationError, ProcessEndedError
 from ..launch import DUALDIST_RUN, SPAWN
 from . import spawn_child
-from .agent import ENDED, RESULT
-from .agent_connection import LOST, Event, describe_exit
+from .agent import ENDED, LOST, RESULT
+from .agent_connection import Event, describe_exit
 from .hosts import MOST_PROCESSES, Host, backend_variables, parse_hosts, read_hostfile
-from .job import RunOptions, started
+from .job import RunOptions, read_start_timeout, started
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ def run(
         size = _size("num_proc", num_proc) if np is None else _size("np", np)
         interfaces = _interfaces(network_interface, network_interfaces)
         if start_timeout is None:
-            start_timeout = float(os.environ.get("HOROVOD_START_TIMEOUT") or 30)
+            start_timeout = read_start_timeout(None, os.environ)
         options = RunOptions(
             child_command(None if executable is None else str(path("executable", executable))),
             _hosts(hosts, hostfile, size),

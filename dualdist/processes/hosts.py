@@ -8,6 +8,7 @@ horovod/runner/common/util/hosts.py:get_host_assignments.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from ..backends import TRANSPORTS, transport_named
 from ..errors import ConfigurationError
-from ..launch.detect import host_names, node_counts
+from ..launch.detect import host_names, node_counts, numbers_in
 from ..launch.environment import HOST_VARIABLES
 from ..launch.launchers import is_open_mpi
 from ..meeting.addresses import INTERFACE, candidates, own_address
@@ -78,16 +79,6 @@ class Host:
     slots: int
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where one rank runs."""
-
-    rank: int
-    host: str
-    local_rank: int
-    local_size: int
-
-
 def parse_hosts(text: str) -> list[Host]:
     """Return the hosts of `-H host1:4,host2:4`; a host without a number has one slot, as in Open MPI.
 
@@ -122,8 +113,8 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     return merged(hosts)
 
 
-def assign(hosts: Sequence[Host], size: int | None) -> list[Slot]:
-    """Return the slots of ranks 0 to `size` - 1, or of all slots, in the order of the hosts.
+def assign(hosts: Sequence[Host], size: int | None) -> list[str]:
+    """Return the host of each of `size` ranks, or of as many ranks as there are slots. They fill the hosts in order.
 
     Raises ConfigurationError when there are fewer slots than processes, or no processes.
     """
@@ -139,11 +130,7 @@ def assign(hosts: Sequence[Host], size: int | None) -> list[Slot]:
             f"`-np` must be between 1 and the {total} slots of {listed}, but is {size} instead. "
             "Give the hosts more slots, or start fewer processes."
         )
-    slots: list[Slot] = []
-    for host in hosts:
-        count = min(host.slots, size - len(slots))
-        slots += [Slot(len(slots) + local, host.name, local, count) for local in range(count)]
-    return slots
+    return list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), size))
 
 
 def parse_host(item: str, where: str) -> Host:
@@ -262,7 +249,7 @@ def _flux(_: str, env: Mapping[str, str]) -> list[Host]:
 
 def _numbers(idset: str) -> list[int]:
     """Read 0-2,5 (Flux RFC 22)."""
-    return [int(number) for number in host_names(f"[{idset.strip('[]')}]")]
+    return [int(number) for number in numbers_in(idset.strip("[]"))]
 
 
 _READERS: Mapping[str, Callable[[str, Mapping[str, str]], Iterable[Host]]] = {

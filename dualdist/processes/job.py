@@ -22,14 +22,22 @@ from types import MappingProxyType
 
 from ..backends.horovod import CHILDREN_FOLDER, is_installed
 from ..errors import ConfigurationError
-from ..launch import DUALDIST_RUN, nodes, topology
-from ..launch.environment import copied_variables, exportable, process_variables, without_launchers
-from ..meeting.addresses import INTERFACE, LOOPBACK, interface_of, reserved_port
+from ..launch import DUALDIST_RUN, topology
+from ..launch.environment import (
+    copied_variables,
+    exportable,
+    horovod_variables,
+    process_variables,
+    torchrun_variables,
+    without_launchers,
+)
+from ..meeting.addresses import INTERFACE, LOOPBACK, interface_of
 from ..meeting.http_store import HttpStore, horovods_scopes
-from ..meeting.server import MeetingServer
-from .agent import ENDED, ENDING_SIGNALS, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
-from .agent_connection import AGENT_COMMAND, LOST, Event, HostJob, Process, Supervisor, describe_exit
-from .hosts import DEFAULT_STARTER, Host, Slot, address_of, address_towards, agent_command, assign, is_local
+from ..meeting.server import MeetingServer, reserved_port
+from ..types import World
+from .agent import ENDED, ENDING_SIGNALS, LOST, PASSED_SIGNALS, STARTED, STDERR, STDOUT, grace_of
+from .agent_connection import AGENT_COMMAND, Event, HostJob, Supervisor, describe_exit
+from .hosts import DEFAULT_STARTER, Host, address_of, address_towards, agent_command, assign, is_local
 from .output import Output
 
 _ALL_WINDOWS, _LARGEST_WINDOW, _SMALLEST_WINDOW = 64 << 20, 1 << 20, 64 << 10
@@ -72,6 +80,22 @@ class RunOptions:
         return options + (["-i", self.ssh_identity] if self.ssh_identity is not None else [])
 
 
+def read_start_timeout(given: str | None, env: Mapping[str, str]) -> float:
+    """Return how many seconds to wait for each host: --start-timeout if it is `given`, else HOROVOD_START_TIMEOUT."""
+    source = "--start-timeout"
+    if given is None:
+        source, given = "HOROVOD_START_TIMEOUT", env.get("HOROVOD_START_TIMEOUT") or "30"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86400:
+        raise ConfigurationError(
+            f"`{source}` must be a number of seconds above 0, a day at most, but is {given!r} instead."
+        )
+    return seconds
+
+
 # What a job needs before its processes start: its servers, and the processes of each host.
 
 
@@ -81,9 +105,9 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
 
     Raises ConfigurationError when the options do not fit the hosts.
     """
-    slots = assign(options.hosts, options.size)
-    remote = [host for host in dict.fromkeys(slot.host for slot in slots) if not is_local(host)]
-    local = [host for host in dict.fromkeys(slot.host for slot in slots) if host not in remote]
+    hosts = assign(options.hosts, options.size)
+    remote = [host for host in dict.fromkeys(hosts) if not is_local(host)]
+    local = [host for host in dict.fromkeys(hosts) if host not in remote]
     if len(local) > 1:
         raise ConfigurationError(
             f"`-H` must have one name for each host, but {' and '.join(local)} are all this one, whose processes would "
@@ -91,38 +115,39 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
         )
     interface = options.variables.get(INTERFACE)
     address = address_towards(remote[0], env, interface) if remote else LOOPBACK
-    first = address_of(slots[0].host, env) if slots[0].host in remote else None
+    first = address_of(hosts[0], env) if hosts[0] in remote else None
     secret = secrets.token_bytes(32)
     common = _with_alias(without_launchers(env))
     if options.descriptors is None:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
         common = {"PYTHONUNBUFFERED": "1"} | common
+    worlds = topology([(host, None) for host in hosts])
     with (
-        MeetingServer(len(slots), [address], secret) as server,
-        _serve_unchanged_scripts(slots, address, first, options.variables) as copies,
+        MeetingServer(len(hosts), [address], secret) as server,
+        _serve_unchanged_scripts(hosts, worlds, address, first, options.variables) as copies,
     ):
-        processes: dict[str, list[Process]] = defaultdict(list)
-        for slot in slots:
-            numbers = (slot.rank, len(slots), slot.local_rank, slot.local_size)
-            own = process_variables(options.launcher, *numbers, f"{address}:{server.port}", secret)
-            processes[slot.host].append(Process(slot.rank, options.command, {**copies[slot.rank], **own}))
-        window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(processes)))
+        own_env: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
+        for host, world in zip(hosts, worlds, strict=True):
+            own = process_variables(options.launcher, world, f"{address}:{server.port}", secret)
+            own_env[host][world.rank] = copies[world.rank] | own
+        window = max(_SMALLEST_WINDOW, min(_LARGEST_WINDOW, _ALL_WINDOWS // len(own_env)))
         yield [
             HostJob(
                 host,
                 agent_command(options.start_with, host, env, address, options.ssh_options)
                 if host in remote
                 else AGENT_COMMAND,
-                processes[host],
+                options.command,
                 (exportable(common) if host in remote else common) | dict(options.variables),
+                own_env[host],
                 local=host not in remote,
-                launcher=address if remote else None,
+                address=address if remote else None,
                 task=options.task,
                 output=None if host in remote else options.descriptors,
-                stdin=options.stdin if host == slots[0].host else None,
+                stdin=options.stdin if host == hosts[0] else None,
                 window=window,
             )
-            for host in processes
+            for host in own_env
         ]
 
 
@@ -137,34 +162,30 @@ _LOWEST_PORT, _PORTS = 20000, 10000
 
 @contextlib.contextmanager
 def _serve_unchanged_scripts(
-    slots: Sequence[Slot], host: str, first: str | None, given: Mapping[str, str]
+    hosts: Sequence[str], worlds: Sequence[World], address: str, first: str | None, given: Mapping[str, str]
 ) -> Iterator[list[dict[str, str]]]:
     """Yield the variables of each rank, while the block runs.
 
-    host: the address of this machine at which all processes reach it. first: the address of rank 0's host; None if it
-    is this machine. given: variables that the user has set for the processes.
+    hosts, worlds: of each rank. address: of this machine, at which all processes reach it. first: the address of rank
+    0's host; None if it is this machine. given: variables that the user has set for the processes.
     """
-    names = nodes([(slot.host, slot.local_rank) for slot in slots])
-    worlds = topology([(slot.host, slot.local_rank) for slot in slots])
     with contextlib.ExitStack() as stack:
         if first is None:
-            first, port = host, stack.enter_context(reserved_port())
+            first, port = address, stack.enter_context(reserved_port())
         else:
             port = _LOWEST_PORT + secrets.randbelow(_PORTS)
         rendezvous = None
         if is_installed():
-            store = stack.enter_context(HttpStore(host, horovods_scopes(names, worlds)))
+            store = stack.enter_context(HttpStore(address, horovods_scopes(hosts, worlds)))
             rendezvous = store.host, store.port
+        interface = interface_of(address) if address == LOOPBACK else None
         yield [
             copied_variables(
-                world,
-                host=name,
-                master=(first, port),
-                rendezvous=rendezvous,
-                interface=interface_of(host) if host == LOOPBACK else None,
+                torchrun_variables(world, (first, port)),
+                horovod_variables(world, rendezvous, host, interface),
                 given=given,
             )
-            for name, world in zip(names, worlds, strict=True)
+            for host, world in zip(hosts, worlds, strict=True)
         ]
 
 
@@ -187,7 +208,7 @@ class Job:
         self.output = output
         self.supervisor = supervisor
         self.hosts = {agent.job.host: agent.job for agent in supervisor.agents}
-        self.size = sum(len(host_job.processes) for host_job in self.hosts.values())
+        self.size = sum(len(host_job.own_env) for host_job in self.hosts.values())
         self.running = set(range(self.size))
         """The ranks of the processes that have not ended."""
         self._options = options
@@ -218,14 +239,17 @@ class Job:
             self.supervisor.grant()
         return events
 
-    def silent_hosts(self, reason: str) -> str | None:
-        """Return which hosts have not answered in time, for `reason`, and what ssh printed; None if all have."""
+    def silent_hosts(self, limit: str) -> str | None:
+        """Return which hosts have not answered in time, and what ssh printed; None if all have.
+
+        limit: the time, as the text is to name it.
+        """
         silent = [agent for agent in self.supervisor.agents if not agent.greeted]
         if not silent or time.monotonic() < self._start_by:
             return None
         names = ", ".join(agent.job.host for agent in silent)
         errors = "; ".join(filter(None, (agent.errors() for agent in silent)))
-        return f"{names} did not answer within {reason}{f': {errors}' if errors else ''}"
+        return f"{names} did not answer within {limit}{f': {errors}' if errors else ''}"
 
     def _report_start(self, event: Event) -> None:
         threads = event.facts["threads"]
@@ -240,7 +264,7 @@ def started(options: RunOptions, env: Mapping[str, str]) -> Iterator[Job]:
     Raises ConfigurationError, before it starts anything, when the options do not fit the hosts.
     """
     with _prepared(options, env) as host_jobs:
-        size = sum(len(host_job.processes) for host_job in host_jobs)
+        size = sum(len(host_job.own_env) for host_job in host_jobs)
         with (
             Output(size, options.output, timestamps=options.timestamps) as output,
             Supervisor(host_jobs) as supervisor,

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from ..errors import ConfigurationError
@@ -201,9 +200,7 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self.end_lines()
         seconds = 0.0 if error is None and self.unwritten() else _LAST_SECONDS
         if all([sink.close(seconds) for sink in set(self._sinks.values())]):

@@ -157,7 +157,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         options = {
             field.name: getattr(self._options, field.name)
             for field in dataclasses.fields(SyncOptions)
-            if field.name not in ("process_set", "owner")  # known by identity, and always the same
+            if field.name not in ("process_set", "kind")  # known by identity, and always the same
         }
         return _restore, (self._base, self.__getstate__(), options, self._combiner.passes)
 

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from ..agreement.call import BROADCAST_OBJECT, BROADCAST_PARAMETERS
 from ..checks import instance, is_dtensor
-from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
-from ..collectives.plan import check_root
+from ..collectives.objects import broadcast_object, if_all_succeed
+from ..collectives.plan import channel_and_root
 from ..compiling import not_compiled
 from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank
-from .parameters import BATCH_BYTES, broadcast_parameters
+from .parameters import broadcast_parameters, in_batches
 
 
 @not_compiled
@@ -54,7 +54,7 @@ def broadcast_optimizer_state(
         with reporting(BROADCAST_OBJECT, global_process_set):  # hooks of the user may fail, too
             fix = "Pass the optimizer of this rank."
             instance("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer", fix)
-            root, _ = check_root(root_rank, global_process_set)
+            _, root, _ = channel_and_root(global_process_set, root_rank)
             if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
                 raise TypeError(
                     "`optimizer` must have plain parameters, but has DTensors, of whose state each rank has its own "
@@ -83,7 +83,7 @@ def broadcast_optimizer_state(
             )
         return root, *received
 
-    root_rank, template, all_kinds = unpickled_on_all_ranks(exchange)
+    root_rank, template, all_kinds = if_all_succeed(exchange, RuntimeError)
     bound = current().backend.device
     kind = None if bound is None else bound.type
     if rank() == root_rank:
@@ -130,16 +130,7 @@ def _tensors_in(state: Any) -> dict[int, torch.Tensor]:
 
 def _parts(leaves: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield some of `leaves` at a time, so that little of a GPU's state is in host memory. Equal on all ranks."""
-    part: list[torch.Tensor] = []
-    num_bytes = 0
-    for leaf in leaves:
-        part.append(leaf)
-        num_bytes += leaf.nbytes
-        if num_bytes >= BATCH_BYTES:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part
+    return in_batches(leaves, lambda leaf: leaf.nbytes)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -37,7 +37,6 @@ from ..gradients.combiner import Combiner, NullCombiner, SyncOptions
 from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..types import Average, Max, Sum
-from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank, size
 from .parallel_arguments import (
@@ -50,11 +49,11 @@ from .parallel_arguments import (
     checked_device_ids,
     checked_mixed_precision,
     checked_module,
+    logged_facts,
     reduction_of,
     set_of_group_or_mesh,
 )
 from .parameters import WrappedState, broadcast_parameters, with_prefix
-from .sync_batch_norm import SyncBatchNorm
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -169,7 +168,6 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffer_hook: BufferHook | None = None
         groups = bucket_groups(caps, [param for _, param in named])
         self._bucket_options = {"bucket_cap_mb": bucket_cap_mb, "groups": groups}
-        self._requires_sync = True
         self._enter()
         if process_set.included():
             if init_sync:
@@ -181,6 +179,8 @@ class DistributedDataParallel(torch.nn.Module):
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
         self._combiner: Combiner = NullCombiner()
+        self._requires_sync = True
+        """The value of `require_backward_grad_sync`."""
         self._is_joining = self._throws_early = False
         """Whether this is the block of `join`, and whether every rank raises as soon as one has no more data."""
         self._torch_join: weakref.ref[Any] | None = None
@@ -201,7 +201,7 @@ class DistributedDataParallel(torch.nn.Module):
             Reduction(Average),
             reduction_of(self.mixed_precision),
             self._process_set,
-            owner=DATA_PARALLEL,
+            kind=DATA_PARALLEL,
             **self._bucket_options,  # type: ignore[arg-type]
         )
         self._combiner = GradSync(named, options, self, compares_late=compares_late)
@@ -209,7 +209,8 @@ class DistributedDataParallel(torch.nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Collective in training mode while gradients are enabled, when it has buffers."""
         if self.device_ids is not None:
-            inputs, kwargs = tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
+            move = operator.methodcaller("to", self.device_ids[0], non_blocking=True)
+            inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
         self._prepare()
         if self._casts is not None:
             inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
@@ -321,13 +322,10 @@ class DistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def _broadcast(self, named: Mapping[str, torch.Tensor], root_rank: int | None = None) -> None:
+        """Overwrite tensors with those of a rank; None: of the first member. Collective."""
         if named:
-            ranks = self._process_set.ranks
-            root_rank = (ranks[0] if ranks else 0) if root_rank is None else root_rank
+            root_rank = (self._process_set.ranks or [0])[0] if root_rank is None else root_rank
             broadcast_parameters(named, root_rank, process_set=self._process_set)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(cast(list[torch.device], self.device_ids)[0], non_blocking=True)
 
     # Uneven inputs
 
@@ -363,13 +361,13 @@ class DistributedDataParallel(torch.nn.Module):
                 "`process_group` must be the whole world for join(), but is another process set instead."
             )
         self._is_joining, self._throws_early = True, throws
-        self._combiner.divide_by_active(not by_all)
+        self._combiner.divide_by(None if by_all else "active")
         try:
             yield
             self._check_early_end(False)
             self._overwrite(join())
         finally:
-            self._combiner.divide_by_active(False)
+            self._combiner.divide_by(None)
             self._is_joining = self._throws_early = False
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -382,8 +380,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._combiner.shadow()
 
         def end(is_last: bool) -> None:
-            candidate = torch.tensor([rank() if is_last else -1], device="cpu")
-            last = int(allreduce(candidate, op=Max, name="join.last", process_set=self._process_set))
+            last = self._reduced(rank() if is_last else -1, Max, "join.last")
             self._overwrite(last)
             share_grad_scaler(last, self._process_set)
             self._leave_torch_join()
@@ -394,7 +391,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _set_divisor(self, is_active: bool) -> None:
         if self._divides_by_active:
-            self._combiner.divide_by(self._count_active(is_active))
+            self._combiner.divide_by(self._reduced(int(is_active), Sum, "join.active"))
 
     def _leave_torch_join(self) -> None:
         self._torch_join, self._join_config = None, DistributedDataParallel._join_config
@@ -402,13 +399,13 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _check_early_end(self, is_active: bool) -> None:
         """With `throw_on_early_termination`, raise RuntimeError if only some ranks have more data. Then collective."""
-        if self._throws_early and 0 < self._count_active(is_active) < size():
+        if self._throws_early and 0 < self._reduced(int(is_active), Sum, "join.active") < size():
             raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
 
-    def _count_active(self, is_active: bool) -> int:
-        """Return how many ranks have more data. Collective."""
-        active = torch.tensor([int(is_active)], device="cpu")
-        return int(allreduce(active, op=Sum, name="join.active", process_set=self._process_set))
+    def _reduced(self, number: int, op: int, name: str) -> int:
+        """Return the reduction of each rank's `number`. Collective."""
+        own = torch.tensor([number], device="cpu")
+        return int(allreduce(own, op=op, name=name, process_set=self._process_set))
 
     def _overwrite(self, root_rank: int) -> None:
         """Overwrite parameters and buffers with those of rank `root_rank`. Collective."""
@@ -502,31 +499,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts about this wrapper by torch's names (torch/csrc/distributed/c10d/logger.cpp). Local."""
-        context = current()
-        params = [param for _, param in self._named() if param.requires_grad]
-        batch_norms = (SyncBatchNorm, torch.nn.SyncBatchNorm)
-        hook = self._combiner.comm_hook
-        facts = {} if hook is None else {"comm_hook": hook.name}
-        return {
-            **facts,
-            "world_size": context.world.size,
-            "rank": context.world.rank,
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(str(device.index or 0) for device in self.device_ids or ()),
-            "output_device": -1 if self.output_device is None else str(self.output_device),
-            "backend_name": context.backend.transport,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(bool(self.find_unused_parameters)),
-            "gradient_as_bucket_view": int(bool(self.gradient_as_bucket_view)),
-            "static_graph": int(bool(self.static_graph)),
-            "has_sync_bn": int(any(isinstance(part, batch_norms) for part in self.module.modules())),
-            "num_parameter_tensors": len(params),
-            "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
-            "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
-            "is_multi_device_module": int(self.is_multi_device_module),
-        }
+        """Return facts about this wrapper by torch's names. Local."""
+        return logged_facts(self, self._combiner.comm_hook)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Combine gradients by a communication hook, as in torch, on any backend; see docs/training.md. Collective.
@@ -571,8 +545,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         buffers = self._named_buffers().values() if bufs is None else bufs
         named = {f"buffer {place}": buffer for place, buffer in enumerate(buffers)}
-        ranks = self._process_set.ranks or [0]
-        self._broadcast(named, ranks[authoritative_rank])
+        self._broadcast(named, (self._process_set.ranks or [0])[authoritative_rank])
 
     def _remove_autograd_hooks(self) -> None:
         """Stop averaging gradients: remove this wrapper's hooks from the parameters, as in torch. Local."""
@@ -624,21 +597,13 @@ class DistributedDataParallel(torch.nn.Module):
                 "`process_group` must be the whole world to copy or pickle a wrapper, but is another process set "
                 "instead. Copy its `module`."
             )
-        local = {
-            "_combiner",
-            "_process_set",
-            "_process_group",
-            "_torch_join",
-            "_join_config",
-            "_requires_sync",
-        }
+        local = {"_combiner", "_process_set", "_process_group", "_torch_join", "_join_config"}
         local |= {"_wrapped", "_parts", "_recorded", "_in_backward"}
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._process_set, self._process_group = global_process_set, None
-        self._requires_sync = True
         self._enter()
         self._combine_gradients(self._named(), compares_late=True)
 

@@ -1,4 +1,4 @@
-"""The arguments of DistributedDataParallel: their checks, `mixed_precision`, and hooks for buffers."""
+"""The arguments of DistributedDataParallel: their checks, `mixed_precision`, hooks for buffers, and what it logs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from ..checks import flag, instance, is_dtensor, items, number, wrong
 from ..collectives.reduction import Compression, Compressor
 from ..compiling import not_compiled
 from ..gradients.combiner import combiners_of
+from ..gradients.comm_hook import CommHook
+from ..world.context import current
 from ..world.process_sets import ProcessSet, checked_process_set, global_process_set
-from .sync_batch_norm import check_sync_batch_norms, checked_device
+from .sync_batch_norm import SyncBatchNorm, check_sync_batch_norms, checked_device
 
 
 def set_of_group_or_mesh(process_group: Any, device_mesh: Any) -> ProcessSet:
@@ -294,3 +296,29 @@ class BufferHook:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_futures": []}
+
+
+def logged_facts(wrapper: Any, comm_hook: CommHook | None) -> dict[str, Any]:
+    """Return facts about a DistributedDataParallel by torch's names (torch/csrc/distributed/c10d/logger.cpp). Local."""
+    backend, module = current().backend, wrapper.module
+    params = [param for _, param in wrapper._named() if param.requires_grad]
+    batch_norms = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+    return {
+        **({} if comm_hook is None else {"comm_hook": comm_hook.name}),
+        "world_size": backend.size,
+        "rank": backend.rank,
+        "module_name": type(module).__name__,
+        "device_ids": ", ".join(str(device.index or 0) for device in wrapper.device_ids or ()),
+        "output_device": -1 if wrapper.output_device is None else str(wrapper.output_device),
+        "backend_name": backend.transport,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "bucket_cap_bytes": wrapper.bucket_bytes_cap,
+        "find_unused_parameters": int(bool(wrapper.find_unused_parameters)),
+        "gradient_as_bucket_view": int(bool(wrapper.gradient_as_bucket_view)),
+        "static_graph": int(bool(wrapper.static_graph)),
+        "has_sync_bn": int(any(isinstance(part, batch_norms) for part in module.modules())),
+        "num_parameter_tensors": len(params),
+        "total_parameter_size_bytes": sum(param.numel() * param.element_size() for param in params),
+        "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params})),
+        "is_multi_device_module": int(wrapper.is_multi_device_module),
+    }

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -15,16 +15,18 @@ from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..collectives.broadcast import overwrite, root_payload
-from ..collectives.objects import broadcast_object, unpickled_on_all_ranks
-from ..collectives.plan import Plan, check_root, check_tensor, make_call, planned
+from ..collectives.objects import broadcast_object, if_all_succeed
+from ..collectives.plan import Plan, channel_and_root, check_tensor, make_call, planned
 from ..collectives.wire import as_bytes, dtype_name, from_bytes
 from ..compiling import not_compiled
-from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
+from ..world.process_sets import ProcessSetLike, global_process_set
 
 _LARGE_BYTES, _PACKED_BYTES = 1 << 18, 8 << 20
 """From which size on a tensor is sent from where it is, and about how many bytes of smaller ones are packed."""
-BATCH_BYTES = 128 << 20
-"""About how many bytes of messages start together, and therefore how much memory the packed ones may take."""
+_BATCH_BYTES = 128 << 20
+"""About how many bytes are sent together, and therefore how much memory copies and packed tensors may take."""
+
+T = TypeVar("T")
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -51,7 +53,8 @@ def broadcast_parameters(
     extra = plan_broadcast_parameters(params, root_rank, process_set=process_set).run()
     if extra:
         receive = functools.partial(broadcast_object, extra, root_rank, process_set=process_set)
-        cast(MutableMapping[str, Any], params).update(unpickled_on_all_ranks(receive, process_set))
+        received = if_all_succeed(receive, RuntimeError, process_set)
+        cast(MutableMapping[str, Any], params).update(received)
 
 
 def is_extra_state(name: Any) -> bool:
@@ -64,7 +67,7 @@ def plan_broadcast_parameters(
     params: Parameters, root_rank: int, *, process_set: ProcessSetLike
 ) -> Plan[dict[str, Any]]:
     """Return the plan of a broadcast_parameters. Its result: the entries of this rank that are not tensors."""
-    channel, (root_rank, root) = channel_of(process_set), check_root(root_rank, process_set)
+    channel, root_rank, root = channel_and_root(process_set, root_rank)
     extra = {}
     if isinstance(params, MutableMapping):
         others = [(name, value) for name, value in params.items() if not isinstance(value, torch.Tensor)]
@@ -90,13 +93,13 @@ def plan_broadcast_parameters(
 
     def execute(group: Group, verdict: Verdict) -> dict[str, Any]:
         if not any(verdict.payloads):
-            for batch in _batches(tensors):
+            for batch in in_batches(_messages(tensors), lambda message: sum(t.nbytes for t in message)):
                 _broadcast(group, batch, root)
         elif group.rank != root:
             overwrite(tensors, verdict.payloads[root])
         return extra
 
-    return Plan(channel, call, execute, tensors)
+    return Plan(process_set, channel, call, execute, tensors)
 
 
 def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,14 +128,14 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
-    """Yield the messages for `tensors`, several at a time. Equal on all ranks."""
-    batch: list[list[torch.Tensor]] = []
+def in_batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield some of `items` at a time. size: returns the bytes of an item, the same on all ranks."""
+    batch: list[T] = []
     num_bytes = 0
-    for message in _messages(tensors):
-        batch.append(message)
-        num_bytes += sum(tensor.nbytes for tensor in message)
-        if num_bytes >= BATCH_BYTES:
+    for item in items:
+        batch.append(item)
+        num_bytes += size(item)
+        if num_bytes >= _BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
     if batch:

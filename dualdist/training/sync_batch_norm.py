@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from ..accelerator import has_streams
 from ..agreement.call import SYNC_BATCH_NORM
 from ..agreement.matching import Verdict, payload_capacity
 from ..backends.base import Group
@@ -80,13 +81,8 @@ def _exchanged(row: torch.Tensor, name: str, process_set: ProcessSet, *, sums: b
         group.allgather(rows.view(torch.uint8), wire.view(torch.uint8)).wait()
         return rows.view(group.size, -1)
 
-    run = channel.ahead.run if runs_ahead(wire) else channel.run
+    run = channel.ahead.run if has_streams(wire) else channel.run
     return run(call, execute).to(row.device)
-
-
-def runs_ahead(wire: torch.Tensor) -> bool:
-    """Return whether the host need not wait for a collective of `wire`."""
-    return not wire.is_cpu
 
 
 # The arithmetic: on a GPU with the kernels of torch.nn.SyncBatchNorm, elsewhere with those of torch's BatchNorm. They
@@ -134,8 +130,8 @@ def _layout(tensor: torch.Tensor) -> torch.memory_format:
 
 
 @torch.no_grad()
-def _statistics(input: torch.Tensor, eps: float, process_set: ProcessSet) -> _Statistics:
-    """Return the statistics of the batches of all ranks. Collective over `process_set`.
+def _statistics(input: torch.Tensor, eps: float, process_set: ProcessSet) -> _Statistics | None:
+    """Return the statistics of the batches of all ranks, None if all are empty. Collective over `process_set`.
 
     input: on a GPU in its `_layout`.
     """
@@ -154,9 +150,11 @@ def _statistics(input: torch.Tensor, eps: float, process_set: ProcessSet) -> _St
     rows = _exchanged(row, "statistics", process_set, sums=False)
     means, spreads, counts = rows.split([channels, channels, 1], dim=1)
     if input.numel() // channels < 2 and (count := int(counts.sum())) < 2:
+        if count == 0:
+            return None
         raise ValueError(
             f"`input` must have at least two values per channel over all ranks in training, but has "
-            f"{count} instead."
+            f"{count} instead. Use larger batches, or leave the last one out with DataLoader(drop_last=True)."
         )
     if input.is_cuda:
         # The kernel takes the dtype of the first for that of all.
@@ -328,8 +326,7 @@ class SyncBatchNorm(_BatchNorm):
         device, dtype: of weight, bias and running statistics.
 
     Raises:
-        ValueError: in forward, the input has a wrong shape, or all ranks together have fewer than two values per
-            channel.
+        ValueError: in forward, the input has a wrong shape, or all ranks together have one value per channel.
         HorovodInternalError: in forward and backward, as for `allgather`.
     """
 
@@ -390,6 +387,8 @@ class SyncBatchNorm(_BatchNorm):
                 return super().forward(input)  # on the CPU, torch computes float16 in float16
             input = input.contiguous(memory_format=_layout(input))
         found = _statistics(input, self.eps, self.process_set)
+        if found is None:
+            return super().forward(input)  # an empty output; the running statistics do not change
         self._track(found)
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, found, self.eps, self.process_set

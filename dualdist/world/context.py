@@ -30,13 +30,14 @@ from ..agreement.connections import Connections
 from ..agreement.timeline import Timeline
 from ..agreement.usage import write
 from ..agreement.watch import Contact, StallWatch
-from ..backends import check_transport, choose
+from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
 from ..errors import NotInitializedError, WorldMismatchError
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
 from ..launch.environment import add_copies, remove_copies, torchrun_variables
 from ..meeting import mpi
-from ..meeting.addresses import own_node, reserved_port
+from ..meeting.addresses import own_node
+from ..meeting.server import reserved_port
 from ..process_exit import never_delete, skip_destructors_at_exit, wait_after_failed_collective
 from ..types import Launch, Settings, World
 from .dump import Dump
@@ -148,6 +149,8 @@ class Context:
         """The GradSync objects (gradients/) of each process set, by its ID. Their order is the same on all members."""
         self.device = torch.device("cpu")
         """The accelerator of this process, chosen when the ranks have met; the CPU if it sees none."""
+        self.hosts: Sequence[str] = ()
+        """The host of each rank, as `own_node` names it."""
         self.join_device_index: int | None = None
         """The number of the device that the user has passed to `join`."""
         self.timeline = Timeline(backend)
@@ -282,6 +285,7 @@ class Context:
         self.watch.start([rank.contact for rank in ranks if rank.contact is not None])
         self.dump = Dump(self.watch, self.settings.dump_folder, repr(ranks[0].contact))
         self._undo.callback(self.dump.close)
+        self.hosts = [rank.host for rank in ranks]
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
         self.device = joined.device or self._device([rank.view for rank in ranks])
@@ -382,10 +386,9 @@ def join_world(
             "torchrun or `dualdist run`, or unset it.",
             ", ".join(launch.ignored),
         )
-    transport = transport or env.get("DUALDIST_TRANSPORT") or None
-    check_transport(transport)
-    chosen, reason = choose(backend, transport, launch, env)
-    _context = Context(chosen.start(launch, settings, env, transport), launch, settings, stand_in)
+    chosen = choose(backend, transport, launch, env)
+    started = chosen.backend.start(launch, settings, env, chosen.transport)
+    _context = Context(started, launch, settings, stand_in)
     process_exit.world_has_failed = False
     atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
     if _context.backend.rank == 0:
@@ -393,7 +396,7 @@ def join_world(
             "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
             _context.backend.name,
             _context.backend.transport,
-            reason,
+            chosen.reason,
             _context.backend.size,
             launch.sources.get("rank", launch.launcher),
             _context.backend.address,

@@ -87,8 +87,8 @@ class Dump:
             return ""
         folder = self._path()
         return (
-            f"Each rank has written its last calls and stacks to {folder} on its host: read them with `dualdist hang "
-            f"{folder}`."
+            f"Each rank that still runs has written its last calls and stacks to {folder} on its host: read them with "
+            f"`dualdist hang {folder}`."
         )
 
     def _path(self) -> Path:

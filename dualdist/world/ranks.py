@@ -126,10 +126,8 @@ def device() -> torch.device:
 def _facts() -> Mapping[str, bool | int]:
     if is_initialized():
         return current_or_inherited().backend.facts()
-    transport = os.environ.get("DUALDIST_TRANSPORT") or None
     env = without_copies(os.environ)
-    backend, _ = choose(None, transport, detect(env), env)
-    return backend.built()
+    return choose(None, None, detect(env), env).backend.built()
 
 
 def mpi_threads_supported() -> bool:

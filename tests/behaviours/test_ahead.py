@@ -82,7 +82,7 @@ def devices(channel: Channel | None = None, ranks: Sequence[int] = ()) -> Iterat
     ahead = (channel or current().channels[0]).ahead
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "_make_group", make)
-        patch.setattr(sync_batch_norm, "runs_ahead", lambda wire: True)
+        patch.setattr(sync_batch_norm, "has_streams", lambda wire: True)
         patch.setattr(sync_batch_norm, "payload_capacity", lambda size, most: 0)
         yield made
         patch.undo()
@@ -174,6 +174,38 @@ def test_a_rank_that_skips_a_layer_raises_on_all_ranks_which_can_then_continue()
         for _ in range(2):
             step(model, optimizer)
         assert len(made) == 2
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_call_that_fails_on_one_rank_does_not_change_which_calls_need_an_agreement() -> None:
+    model, optimizer = prepared()
+    with devices() as made:
+        for _ in range(2):
+            step(model, optimizer)
+        wrong = hvd.rank() == 0
+        with pytest.raises(ValueError if wrong else hvd.CollectiveMismatchError):
+            hvd.allreduce(torch.ones(2), op=99 if wrong else hvd.Sum)
+        hvd.barrier()
+        with exchanges() as messages:
+            step(model, optimizer)
+        assert len(messages) == len(made) == 1
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_ranks_continue_together_after_one_called_something_else_asynchronously() -> None:
+    model, optimizer = prepared()
+    with devices():
+        for _ in range(2):
+            step(model, optimizer)
+        with pytest.raises(hvd.CollectiveMismatchError, match="Mismatched name"):
+            if hvd.rank() == 0:
+                hvd.synchronize(hvd.allreduce_async(torch.ones(2), name="a"))
+            else:
+                hvd.allreduce(torch.ones(2), name="b")
+        for _ in range(2):
+            step(model, optimizer)
 
 
 @pytest.mark.ranks(2, 3)

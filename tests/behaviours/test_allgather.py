@@ -7,6 +7,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.exchanges import exchanges
 from ..helpers.world import everywhere
 
 DTYPES = (
@@ -41,6 +42,19 @@ def test_allgather_keeps_rank_order_when_lengths_differ(width: int) -> None:
         result = hvd.allgather(rows(hvd.rank(), width, dtype))
         assert result.dtype == dtype
         assert torch.equal(result, all_rows(width, dtype))
+
+
+@pytest.mark.parametrize("width", [2, 5000])
+@everywhere
+def test_rows_are_exchanged_in_inference_mode(width: int) -> None:
+    with torch.inference_mode():
+        assert torch.equal(hvd.allgather(rows(hvd.rank(), width)), all_rows(width))
+        splits = torch.tensor(
+            [hvd.rank() if rank == 0 else 0 for rank in range(hvd.size())], dtype=torch.int32
+        )
+        received, _ = hvd.alltoall(rows(hvd.rank(), width), splits)
+        assert torch.equal(received, all_rows(width) if hvd.rank() == 0 else torch.empty(0, width))
+    assert torch.equal(hvd.allgather(rows(hvd.rank(), width)), all_rows(width))
 
 
 @everywhere
@@ -104,3 +118,14 @@ def test_a_root_that_does_not_exist_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="root_rank"):
         hvd.gather(torch.ones(1), 99)
     assert hvd.allgather(torch.tensor(1)).tolist() == [1] * hvd.size()
+
+
+@everywhere
+def test_the_gradient_of_allgather_takes_one_agreement() -> None:
+    """The forward has shown how many rows each rank has."""
+    own = rows(hvd.rank() + 1).requires_grad_()
+    total = hvd.allgather(own).sum()
+    with exchanges() as messages:
+        total.backward()
+    assert len(messages) == 1
+    assert own.grad is not None and own.grad.eq(1).all()

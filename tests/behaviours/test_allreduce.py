@@ -95,6 +95,10 @@ def test_complex_numbers_add_and_average(dtype: torch.dtype) -> None:
         torch.testing.assert_close(hvd.allreduce(tensor, op=hvd.Sum), total)
         torch.testing.assert_close(hvd.allreduce(tensor), total / size)
         torch.testing.assert_close(hvd.allreduce(tensor.conj(), op=hvd.Sum), total.conj().resolve_conj())
+        conjugate = tensor.conj()
+        hvd.allreduce_(conjugate, op=hvd.Sum)
+        torch.testing.assert_close(conjugate.resolve_conj(), total.conj().resolve_conj())
+        torch.testing.assert_close(tensor, total)
 
 
 @pytest.mark.parametrize("repeat", [SMALL, LARGE])

@@ -9,11 +9,13 @@ the sum of all ranks' losses.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import dualdist as hvd
 
@@ -357,3 +359,28 @@ def test_a_chain_of_collectives_inside_a_model() -> None:
     # The derivative of (3 n x)^2 on the root, averaged, then summed over the ranks.
     factor = sum(weights()) / hvd.size() * 2 * 3
     assert gradient(x, result) == pytest.approx([factor * total * 1.0, factor * total * 2.0])
+
+
+@pytest.mark.parametrize("call", [hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter])
+@everywhere
+def test_tangents_of_forward_mode_are_refused(call: Callable[[torch.Tensor], Any]) -> None:
+    with forward_ad.dual_level():
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "`torch.jit.script` is deprecated", FutureWarning
+            )  # used by torch
+            dual = forward_ad.make_dual(torch.ones(6), torch.ones(6))
+        with pytest.raises(ValueError, match="must have no tangent"):
+            call(dual)
+        assert hvd.allreduce(forward_ad.unpack_dual(dual).primal).tolist() == [1.0] * 6
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+@everywhere
+def test_collectives_inside_a_transform_of_torch_func_are_refused(transform: Callable[..., Any]) -> None:
+    for call in [hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter]:
+        with pytest.raises(ValueError, match=r"`tensor` must have memory, .* torch\.func\.grad, vmap, jvp"):
+            transform(lambda tensor, call=call: call(tensor).sum())(torch.ones(6))
+    assert (
+        hvd.allreduce(torch.func.grad(lambda tensor: (tensor**2).sum())(torch.ones(6))).tolist() == [2.0] * 6
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def test_damaged_files_are_passed_over_by_all_ranks_with_a_warning_that_names_th
         state["value"] = 2
         manager.step()  # the run continues, and replaces the damaged file of the same step
         assert manager.restore_latest() is not None and manager.steps == 2
+
+
+@everywhere
+def test_without_a_rated_checkpoint_damaged_ones_are_named_and_the_others_are_not_called_damaged(
+    tmp_path: Path,
+) -> None:
+    with (
+        warned() as messages,
+        CheckpointManager(folder(tmp_path), {"value": 0}, best=("accuracy", "max")) as manager,
+    ):
+        manager.save()
+        manager.steps = 1
+        manager.save({"accuracy": 0.5})
+        if hvd.rank() == 0:
+            damage(tmp_path / "step-000000001.pt")
+        assert manager.restore_best() is None
+        assert hvd.rank() > 0 or "step-000000001.pt" in " ".join(messages)
+        assert manager.restore_latest() is not None and manager.steps == 0
 
 
 @pytest.mark.timeout(60)
@@ -278,6 +297,15 @@ def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: P
         hvd.CheckpointError, match=r"`directory` must be a folder that can be used, but .*Errno"
     ):
         CheckpointManager("/dev/null/not-here", {})
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(
+            (ValueError, hvd.CheckpointError), match=r"`signals` must be \(\) outside the main thread"
+        ),
+    ):
+        if last:
+            pool.submit(CheckpointManager, tmp_path, {}).result()
+        CheckpointManager(folder(tmp_path), {})
     if hvd.size() > 1:
         with pytest.raises(ValueError, match="must be equal on all ranks"):
             CheckpointManager(folder(tmp_path), {}, every_steps=1 + last)

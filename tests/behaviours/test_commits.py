@@ -83,6 +83,24 @@ def test_without_a_commit_the_state_is_unchanged(tmp_path: Path) -> None:
     assert (weight(state), state.batch, state.warnings) == (7.0 + hvd.rank(), 0, [])
 
 
+@everywhere
+def test_a_metric_resumes_with_the_samples_of_all_ranks_that_were_committed(tmp_path: Path) -> None:
+    def updated(value: float) -> Any:
+        state: Any = TorchState(mean=hvd.metrics.Mean())
+        state.mean.update(torch.tensor([value]))
+        return state
+
+    state, resumed = updated(float(hvd.rank())), updated(100.0)
+    attach(state, Commits(tmp_path, True))  # one folder: rank 0 alone writes
+    state.commit()
+    state.mean.update(torch.tensor([100.0]))
+    with warned():
+        attach(resumed, Commits(tmp_path, True))
+    state.restore()
+    for each in (state, resumed):
+        assert each.mean.compute().item() == (hvd.size() - 1) / 2
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_the_newest_commit_of_any_node_is_used(tmp_path: Path) -> None:

@@ -40,6 +40,48 @@ def test_training_ends_with_the_weights_of_a_run_without_failure() -> None:
     assert warnings == 3 * ["Returning to the last commit, because a collective has failed: lost a rank"]
 
 
+@pytest.mark.parametrize(
+    "error", [hvd.HorovodInternalError("lost a rank"), HostsUpdatedInterrupt(skip_sync=False)]
+)
+@everywhere
+def test_a_metric_counts_the_samples_of_every_batch_once(error: Exception) -> None:
+    calls = []
+
+    @run
+    def train(state: Any) -> int:
+        calls.append(hvd.rank())
+        state.total.update(torch.tensor([hvd.rank() + 10 * len(calls)]))
+        if len(calls) == 1:
+            state.commit()
+            if isinstance(error, hvd.HorovodInternalError):
+                state.total.update(torch.tensor([1000]))
+            raise error
+        return int(state.total.compute())
+
+    with warned():
+        total = train(TorchState(total=hvd.metrics.Sum(dtype=torch.int64)))
+    assert total == sum((rank + 10) + (rank + 20) for rank in range(hvd.size()))
+
+
+@pytest.mark.parametrize("change", [1, 3], ids=["removed", "added"])
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_metric_keeps_the_samples_of_a_rank_that_leaves(change: int) -> None:
+    state: Any = TorchState(total=hvd.metrics.Sum(dtype=torch.int64))
+    state.sync()
+    state.total.update(torch.tensor([10 + hvd.rank()]))
+    state.on_hosts_updated(1.0, change)
+    with pytest.raises(HostsUpdatedInterrupt) as raised:
+        state.check_host_updates()
+    if hvd.rank() == 1:
+        state = TorchState(total=hvd.metrics.Sum(dtype=torch.int64))  # another process in its place
+    else:
+        state.on_reset()
+    if not raised.value.skip_sync:
+        state.sync()
+    assert int(state.total.compute()) == sum(10 + rank for rank in range(hvd.size()))
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_mismatch_returns_every_rank_to_the_last_commit() -> None:

@@ -57,6 +57,23 @@ def test_complex_and_real_parameters_together() -> None:
 
 
 @everywhere
+def test_gradients_that_torch_conjugates_when_they_are_read() -> None:
+    waves = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([waves], lr=1.0))
+    mean = (hvd.size() + 1) / 2
+    for _ in range(2):
+        optimizer.zero_grad()
+        (waves.conj() * (1 - 2j)).real.sum().mul(hvd.rank() + 1.0).backward()
+        assert waves.grad is not None
+        torch.testing.assert_close(waves.grad, torch.full((2,), mean * (1 - 2j), dtype=torch.complex64))
+        optimizer.step()
+    optimizer.zero_grad()
+    waves.grad = torch.full((2,), complex(hvd.rank() + 1, 1), dtype=torch.complex64).conj()
+    optimizer.synchronize()
+    torch.testing.assert_close(waves.grad, torch.full((2,), complex(mean, -1), dtype=torch.complex64))
+
+
+@everywhere
 def test_an_average_in_float16_does_not_overflow() -> None:
     weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))

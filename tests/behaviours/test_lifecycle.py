@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,15 @@ def test_worlds_can_be_joined_one_after_another() -> None:
         with outside_world():
             pass
         assert hvd.allreduce(torch.ones(5000), op=hvd.Sum).sum().item() == 5000 * hvd.size()
+
+
+@pytest.mark.ranks(1, 2)
+@everywhere
+def test_threads_that_call_init_at_once_join_one_world() -> None:
+    with outside_world(), ThreadPoolExecutor(3) as threads:
+        for joined in [threads.submit(hvd.init) for _ in range(3)]:
+            joined.result()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 def held() -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import dualdist as hvd
 from dualdist import metrics
 
 from ..helpers.world import everywhere
+from .test_checkpoint import folder
 
 
 def values(rank: int) -> torch.Tensor:
@@ -142,6 +144,16 @@ def test_a_state_holds_the_samples_of_all_ranks_once() -> None:
     assert resumed.compute().item() == pytest.approx(mean(all_values() + [1.0] * hvd.size()))
     with pytest.raises(ValueError, match=r"of shape \(3, 3\), but has \(2,\) instead"):
         metrics.ConfusionMatrix(2).load_state_dict(state)
+
+
+@everywhere
+def test_a_checkpoint_holds_the_samples_of_all_ranks_once(tmp_path: Path) -> None:
+    metric, path = metrics.Mean(), folder(tmp_path) / "a.pt"
+    metric.update(values(hvd.rank()))
+    hvd.checkpoint.save(path, {"value": 1, "metric": metric})
+    resumed = metrics.Mean()
+    hvd.checkpoint.load(path, {"value": 0, "metric": resumed})
+    assert resumed.compute().item() == pytest.approx(mean(all_values()), nan_ok=True)
 
 
 @pytest.mark.ranks(1)

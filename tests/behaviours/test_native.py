@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,15 @@ def test_a_process_set_has_a_process_group_too() -> None:
         group.allreduce([total]).wait()
         assert total.item() == 4.0
     hvd.remove_process_set(pair)
+
+
+@everywhere
+def test_a_set_of_a_communicator_that_is_not_registered_is_refused() -> None:
+    from dualdist.native.torch import process_group
+
+    not_registered = hvd.ProcessSet(SimpleNamespace(Get_group=None))  # its ranks are not known
+    with pytest.raises(TypeError, match="`process_set` must be registered"):
+        process_group(not_registered)
 
 
 @pytest.mark.ranks(2, 3)

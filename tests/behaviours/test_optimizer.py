@@ -413,6 +413,21 @@ def test_a_combined_gradient_that_the_script_takes_away_stays_away() -> None:
 
 
 @everywhere
+def test_a_gradient_that_the_script_sets_where_backward_left_none_is_combined_in_the_step() -> None:
+    """As in Horovod, whose step() combines whatever no backward has sent."""
+    trained, by_hand = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0))
+    mean = (hvd.size() + 1) / 2
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        (trained * (hvd.rank() + 1)).sum().backward()
+        by_hand.grad = torch.full((2,), 2.0 * (hvd.rank() + 1))
+        optimizer.step()
+        assert trained.tolist() == [1 - number * mean] * 2
+        assert by_hand.tolist() == [1 - number * 2 * mean] * 2
+
+
+@everywhere
 def test_sparse_adam_trains_without_zero_grad_and_with_a_table_that_no_rank_uses() -> None:
     used, unused = (nn.Embedding(4, 2, sparse=True) for _ in range(2))
     params = [*used.parameters(), *unused.parameters()]

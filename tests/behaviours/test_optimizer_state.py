@@ -17,7 +17,7 @@ import torch
 import dualdist as hvd
 from dualdist.checkpoint import load, save
 from dualdist.elastic import TorchState
-from dualdist.training import optimizer_state
+from dualdist.training import optimizer_state, parameters
 from dualdist.world.context import current
 
 from ..helpers.optimizers import DTYPES, KINDS, all_trained, difference, params_of, step, trained
@@ -65,7 +65,7 @@ def test_a_broadcast_has_only_a_part_of_the_state_in_host_memory() -> None:
 
     optimizer = adam(hvd.rank() + 1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "BATCH_BYTES", 800)
+        patch.setattr(parameters, "_BATCH_BYTES", 800)
         patch.setattr(torch.Tensor, "cpu", copied)
         hvd.broadcast_optimizer_state(optimizer, 0)
     assert difference(optimizer.state_dict(), adam(1.0).state_dict()) is None
@@ -94,7 +94,7 @@ def test_a_state_on_the_device_of_the_transport_is_sent_from_there() -> None:
 
     optimizer = adam(hvd.rank() + 1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "BATCH_BYTES", 800)
+        patch.setattr(parameters, "_BATCH_BYTES", 800)
         patch.setattr(torch.Tensor, "cpu", copied)
         patch.setattr(current().backend, "device", torch.device("cpu"))
         hvd.broadcast_optimizer_state(optimizer, 0)
@@ -121,7 +121,7 @@ def test_memory_that_runs_out_between_two_parts_is_an_error_on_every_rank(is_roo
 
     optimizer = adam(1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "BATCH_BYTES", 800)
+        patch.setattr(parameters, "_BATCH_BYTES", 800)
         patch.setattr(torch.Tensor, "cpu", copied)
         patch.setattr(optimizer_state, "_empty", allocated)
         error = MemoryError if fails else hvd.HorovodInternalError

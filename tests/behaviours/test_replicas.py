@@ -113,6 +113,18 @@ def test_only_every_so_many_calls_compare() -> None:
 def test_what_is_no_model_is_an_error() -> None:
     with pytest.raises(TypeError, match="`model` must be a module"):
         hvd.check_replicas({"weight": torch.ones(1)})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`optimizer` must be an optimizer or None, but is 0\.1"):
+        hvd.check_replicas(nn.Linear(1, 1), 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`every` must be"):
         hvd.check_replicas(nn.Linear(1, 1), every=0)
+    check_next_calls_work()
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_what_is_no_optimizer_on_one_rank_is_an_error_on_all() -> None:
+    optimizer: Any = 0.1 if hvd.rank() == 0 else None
+    kind, text = (TypeError, "") if hvd.rank() == 0 else (hvd.HorovodInternalError, "rank 0 failed .*")
+    with pytest.raises(kind, match=f"{text}`optimizer` must be an optimizer or None"):
+        hvd.check_replicas(nn.Linear(1, 1), optimizer)
     check_next_calls_work()

@@ -229,6 +229,19 @@ def test_fewer_than_two_values_raise_on_every_rank() -> None:
         layer(torch.zeros(rows, CHANNELS))
 
 
+@everywhere
+def test_batches_that_are_empty_on_every_rank_change_no_statistics() -> None:
+    """As with torch.nn.BatchNorm."""
+    layer = hvd.SyncBatchNorm(CHANNELS)
+    input = torch.zeros(0, CHANNELS, requires_grad=True)
+    layer(input).sum().backward()
+    assert input.grad is not None and input.grad.shape == (0, CHANNELS)
+    grads = [param.grad for param in layer.parameters() if param.grad is not None]
+    assert [grad.tolist() for grad in grads] == [[0.0] * CHANNELS] * 2
+    mean, variance, _ = layer.buffers()
+    assert (mean.tolist(), variance.tolist()) == ([0.0] * CHANNELS, [1.0] * CHANNELS)
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 4, 1, 1, 1, 1)], ids=str)
 @everywhere
 def test_an_input_of_another_shape_raises(shape: tuple[int, ...]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dualdist as hvd
 
@@ -84,3 +86,16 @@ def test_a_value_that_is_wrong_on_one_rank_is_an_error_on_all(name: str) -> None
             with pytest.raises(hvd.HorovodInternalError, match=rf"rank 0 failed .*`{parameter}\b.* must "):
                 case.run()
         check_next_calls_work()
+
+
+@everywhere
+def test_tensors_of_one_collective_on_two_devices_are_refused() -> None:
+    """One is a double of torch, since few machines have two kinds of devices."""
+    with FakeTensorMode():
+        elsewhere = torch.empty(2, device="cuda")
+    for function in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        with pytest.raises(
+            ValueError, match=r"`tensors` must be on one device, but are on \['cpu', 'cuda:0'\]"
+        ):
+            function([torch.ones(2), elsewhere])
+    check_next_calls_work()

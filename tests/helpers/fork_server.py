@@ -150,7 +150,8 @@ def _run(arguments: list[str]) -> int:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
         return 1
     return 0

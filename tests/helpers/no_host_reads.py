@@ -7,7 +7,6 @@ on a GPU. Only those that `torch.tensor` makes in the block count as host memory
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import dualdist.collectives.broadcast as broadcast_module
 import dualdist.collectives.reduction as reduction_module
 import dualdist.training.sync_batch_norm as rows_module
 
@@ -94,8 +94,9 @@ def no_host_reads() -> Iterator[None]:
         for name in _METHODS:
             patch.setattr(torch.Tensor, name, _raising(name))
         # A small tensor on the CPU travels with the agreement, as bytes; one on a GPU does not.
-        for module in (reduction_module, rows_module, sys.modules["dualdist.collectives.broadcast"]):
+        for module in (reduction_module, rows_module):
             patch.setattr(module, "payload_capacity", lambda size, most=0: 0)
+        patch.setattr(broadcast_module, "_MOST_BYTES", 0)
         yield
 
 

@@ -6,6 +6,7 @@ A name in a table is that of a parameter, or of a function and its parameter. Th
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +21,14 @@ __all__ = ("ODD", "Accepted", "accepted", "odd_values")
 
 class Odd:
     """An object that has nothing."""
+
+
+def _nested_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "The PyTorch API of nested tensors is in prototype stage", UserWarning
+        )
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 ODD: Mapping[str, Callable[[], Any]] = MappingProxyType(
@@ -49,6 +58,7 @@ MORE: Mapping[str, Mapping[str, Callable[[], Any]]] = MappingProxyType(
         "tensor": {
             "sparse": lambda: torch.ones(6).to_sparse(),
             "without data": lambda: torch.ones(6, device="meta"),
+            "nested": _nested_tensor,
         },
         "sparse_allreduce_async.tensor": {"sparse": lambda: torch.ones(6).to_sparse()},
         "process_group": {"unregistered": lambda: hvd.ProcessSet([0])},

@@ -94,6 +94,17 @@ futures = [dist.all_reduce(torch.ones(1 << 16), async_op=True).get_future().then
 dist.destroy_process_group()
 """
 
+SCRIPT_WITH_AN_EXCEPTHOOK = """\
+import sys
+import dualdist
+dualdist.init()
+from mpi4py import MPI
+sys.excepthook = lambda *_: print("shown by the script", flush=True)  # as rich.traceback.install() does
+if MPI.COMM_WORLD.Get_rank() == 0:
+    MPI.COMM_WORLD.recv(source=1)
+raise RuntimeError
+"""
+
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -126,6 +137,14 @@ def test_init_starts_mpi_if_the_import_of_mpi4py_did_not(script: str) -> None:
 def test_the_interpreter_ends_after_the_callbacks_of_futures(script: str) -> None:
     ended = launch("mpirun", script, forks=False)
     assert (ended.code, ended.output.split()) == (0, ["ended"] * 4)
+
+
+@pytest.mark.parametrize("script", [SCRIPT_WITH_AN_EXCEPTHOOK], indirect=True, ids=["excepthook"])
+def test_an_exception_that_the_script_shows_itself_ends_the_job(script: str) -> None:
+    settings = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
+    ended = launch("mpirun", script, environment=settings, forks=False)
+    assert ended.code != 0
+    assert ended.output.count("shown by the script") == 1
 
 
 @pytest.mark.parametrize("script", [SCRIPT_WITH_THREAD_LEVEL], indirect=True, ids=["thread level"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dualdist.cli import main
 
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish, launch
+from .test_mpis import debians_mpich
 
 DOCTOR = ("-m", "dualdist", "doctor")
 
@@ -35,6 +37,7 @@ def test_every_available_backend_and_transport_starts() -> None:
     ("options", "environment", "words"),
     [
         (["--backend", "torch", "--transport", "nccl"], {}, "no CUDA device is usable"),
+        ([], {"DUALDIST_TRANSPORT": "glo"}, "`transport` must be one of nccl"),
         ([], {"WORLD_SIZE": "4"}, "`RANK` must be set beside WORLD_SIZE=4"),
         (
             ["--transport", "mpi", "--backend", "horovod"],
@@ -68,3 +71,12 @@ def test_under_a_launcher_it_shows_the_launchers_numbers_and_their_sources() -> 
     assert ended.output.count("size             2 (from WORLD_SIZE)") == 2
     assert "torch            started by torchrun" in ended.output
     assert "`transport` must be gloo or nccl under torchrun" in ended.output
+
+
+def test_mpich_is_named_whose_version_has_many_lines(tmp_path: Path) -> None:
+    need_modules("mpi4py")
+    mpich = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
+    ended = finish([sys.executable, *DOCTOR, "--json"], mpich, forks=False)
+    facts = json.loads(ended.output)["mpi"]
+    assert facts["library"].startswith("MPICH Version:") and "\n" not in facts["library"]
+    assert (facts["thread_level"], facts["problem"], ended.code) == ("multiple", None, 0)

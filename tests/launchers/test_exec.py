@@ -31,12 +31,14 @@ WORLDS = {
 }
 """The sum, and torchrun's numbers, of each process: on one node, and for three processes on two."""
 _MPIRUN = tuple(part.format(size=2) for part in MPIRUN)
+_PMIX = (*_MPIRUN, "env", "-u", "OMPI_COMM_WORLD_RANK", "-u", "OMPI_COMM_WORLD_SIZE")
 _OF_FLUX = 'for i in 0 1; do FLUX_TASK_RANK=$i FLUX_TASK_LOCAL_ID=$i "$@" & done; wait'
 _OF_PALS = 'for i in 0 1; do PMI_RANK=$i PALS_RANKID=$i PALS_LOCAL_RANKID=$i "$@" & done; wait'
 
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "python": (),
     "mpirun": _MPIRUN,
+    "PMIx": _PMIX,
     "mpiexec of MPICH": ("mpiexec.hydra", "-np", "2"),
     "torchrun": (f"{BIN}/torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"),
     "horovodrun": (f"{BIN}/horovodrun", "--gloo", "-np", "2"),
@@ -71,6 +73,15 @@ def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
     assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
 
 
+def test_a_step_of_slurm_with_pmix_leaves_mpi_to_the_script(slurm: Slurm) -> None:
+    need_modules("mpi4py")
+    command = ("srun", "--mpi=pmix", "-N", "2", "-n", "3", *EXEC, torchrun_script.__file__, "mpi")
+    interface = {"OMPI_MCA_btl_tcp_if_include": "lo"}
+    ended = finish(command, {**slurm.environment, **OPEN_MPI, **interface}, forks=False)
+    assert ended.code == 0, ended.output
+    assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_script_meets_by_itself_under_every_launcher(name: str) -> None:
     launcher = LAUNCHERS[name]
@@ -102,6 +113,44 @@ def test_a_rank_that_is_not_the_launchers_is_refused() -> None:
     assert "`rank` must be absent or the launcher's, 0, where init_method is 'dualdist://'" in ended.output
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "999"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x", "PMIX_SERVER_URI2": "x.0;tcp4://127.0.0.1:9"},
+    ],
+    ids=["PMI-1", "PMIx"],
+)
+def test_a_process_manager_that_is_not_there_is_an_error(variables: dict[str, str]) -> None:
+    need_programs("mpirun")  # with PMIx
+    ended = finish([*EXEC, "--", "true"], variables, forks=False)
+    assert ended.code == 2
+    assert ended.output.startswith("dualdist exec: The process manager must be reachable"), ended.output
+
+
+def test_processes_that_have_started_mpi_can_meet() -> None:
+    need_modules("mpi4py")
+    source = (
+        "from mpi4py import MPI; import os; from dualdist.launch import export_environment as export; "
+        "export(); os.write(1, b'rank %d\\n' % int(os.environ['RANK']))"
+    )
+    ended = finish([*_PMIX, sys.executable, "-c", source], forks=False)
+    assert ended.code == 0, ended.output
+    assert sorted(re.findall(r"rank \d", ended.output)) == ["rank 0", "rank 1"], ended.output
+
+
+def test_init_without_mpi4py_warns_of_too_many_threads() -> None:
+    need_programs("mpiexec.hydra")
+    source = (
+        "import sys, torch, dualdist as hvd; sys.modules['mpi4py'] = None; torch.set_num_threads(1000); "
+        "hvd.init(backend='torch', transport='gloo')"
+    )
+    unset = ("env", "-u", "MPI_LOCALNRANKS", "-u", "OMP_NUM_THREADS")  # nothing shows that there is one host
+    ended = finish(["mpiexec.hydra", "-np", "2", *unset, sys.executable, "-c", source], forks=False)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("2 processes with 1000 threads each") == 1, ended.output
+
+
 def _on_two_hosts(size: int) -> tuple[str, ...]:
     passed_on = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "DUALDIST_START_TIMEOUT_SECONDS")
     options = ("--allow-run-as-root", "--oversubscribe", *passed_on)
@@ -126,6 +175,35 @@ def test_mpiexec_of_mpich_on_two_hosts(
     assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
 
 
+_WITHOUT_MPI4PY = """
+import os, sys, torch
+sys.modules["mpi4py"] = None
+import dualdist as hvd
+for _ in range(2):
+    hvd.init(backend=sys.argv[1], transport="gloo")
+    total = hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)
+    os.write(1, f"{hvd.backend_name()} {hvd.local_size()} {total}\\n".encode())
+    hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "dualdist exec"])
+def test_init_on_two_hosts_needs_no_mpi4py(network: Network, launcher: str, backend: str) -> None:
+    need_modules(*([backend] if backend == "horovod" else []))
+    script = (sys.executable, "-c", _WITHOUT_MPI4PY, backend)
+    starts = {
+        "mpirun": (*_on_two_hosts(3), *script),
+        "mpiexec": (*_MPIEXEC, *script),
+        "dualdist exec": (*_MPIEXEC, *EXEC, "--", *script),
+    }
+    need_programs(starts[launcher][0])
+    ended = finish(network.hosts[0].command(*starts[launcher]), OPEN_MPI, forks=False)
+    assert ended.code == 0, ended.output
+    found = sorted(re.findall(rf"{backend} \d \d", ended.output))
+    assert found == [f"{backend} 1 6"] * 2 + [f"{backend} 2 6"] * 4, ended.output
+
+
 def test_mpiexec_of_mpich_leaves_mpi_to_the_script(network: Network, tmp_path: Path) -> None:
     need_modules("mpi4py")
     environment = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
@@ -133,6 +211,53 @@ def test_mpiexec_of_mpich_leaves_mpi_to_the_script(network: Network, tmp_path: P
     ended = finish(command, environment, forks=False)
     assert ended.code == 0, ended.output
     assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
+
+
+_ENDS_LATER = """
+import os, pathlib, sys
+from dualdist.meeting.export import export_environment
+export_environment()
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+other = folder / "rank1"
+if rank == 1:
+    (folder / "new").write_text(str(os.getpid()))
+    (folder / "new").rename(other)
+while rank == 0:
+    os.write(2, b".")  # the launcher looks for processes that have ended
+    try:
+        os.kill(int(other.read_text()), 0)
+    except FileNotFoundError:
+        pass
+    except ProcessLookupError:
+        break
+os.write(1, f"rank {rank} ended\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("before", [(), (*EXEC[1:], "--", sys.executable)], ids=["python", "dualdist exec"])
+@pytest.mark.parametrize("launcher", ["mpiexec", "mpirun"])
+def test_a_process_may_end_later_than_the_others_of_its_host(
+    network: Network, tmp_path: Path, launcher: str, before: tuple[str, ...]
+) -> None:
+    start = _MPIEXEC if launcher == "mpiexec" else _on_two_hosts(3)
+    need_programs(start[0])
+    script = (sys.executable, *before, "-c", _ENDS_LATER, str(tmp_path))
+    ended = finish(network.hosts[0].command(*start, *script), OPEN_MPI, forks=False)
+    assert ended.code == 0, ended.output[-2000:]
+    assert sorted(re.findall(r"rank (\d) ended", ended.output)) == ["0", "1", "2"], ended.output[-2000:]
+
+
+def test_mpiexec_of_mpich_kills_the_others_of_a_host_when_one_ends_in_the_middle_of_mpi(
+    network: Network, tmp_path: Path
+) -> None:
+    need_programs("mpiexec.hydra")
+    os.mkfifo(tmp_path / "pipe")
+    starts_mpi = "echo cmd=init pmi_version=1 pmi_subversion=1 >&$PMI_FD; read answer <&$PMI_FD; echo $answer"
+    waits = f"cat {tmp_path}/pipe; echo not killed"
+    script = f"case $RANK in 0) {waits};; 1) {starts_mpi};; esac"
+    ended = finish(network.hosts[0].command(*_MPIEXEC, *EXEC, "--", "bash", "-c", script), forks=False)
+    assert "cmd=response_to_init" in ended.output
+    assert "not killed" not in ended.output  # nor is it, for ever, when hydra sees no end
 
 
 def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network, tmp_path: Path) -> None:
@@ -158,6 +283,25 @@ def test_mpirun_on_two_hosts_leaves_mpi_to_the_script(network: Network, argument
     ended = finish(network.hosts[0].command(*start), OPEN_MPI, forks=False)
     assert ended.code == 0, ended.output
     assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
+
+
+_CONNECTIONS = """
+import contextlib, os, re, socket
+host, port = re.search(r"tcp4://([\\d.]+):(\\d+)", os.environ["PMIX_SERVER_URI2"]).groups()
+places = []
+for name in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+        places.append(connection.getpeername())
+os.write(1, f"connected {places.count((host, int(port)))}\\n".encode())
+"""
+
+
+def test_the_server_of_pmix_loses_no_process_that_starts_mpi_later(network: Network) -> None:
+    # Open MPI's server sometimes expects too few processes in MPI_Init if it has lost one before.
+    start = (*_on_two_hosts(3), *EXEC, "--", sys.executable, "-c", _CONNECTIONS)
+    ended = finish(network.hosts[0].command(*start), OPEN_MPI, forks=False)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("connected 1\n") == 3, ended.output
 
 
 def test_a_missing_process_on_another_host_is_named(network: Network) -> None:

@@ -193,6 +193,9 @@ def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--record has written" in capsys.readouterr().err
     assert main(["parity", str(tmp_path / "absent.py")]) == 2
     assert "SCRIPT must be a file" in capsys.readouterr().err
+    (tmp_path / "horovod.py").write_text("raise ImportError('this Horovod fails')")
+    assert main(["parity", "--left", f"horovod+gloo@torchrun x1,PYTHONPATH={tmp_path}", str(script)]) == 2
+    assert "ImportError: this Horovod fails" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cell", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"])

@@ -198,6 +198,12 @@ def test_wrong_arguments_are_errors_that_name_them(options: dict[str, Any], word
         hvd.run(spawn_functions.block, **options)
 
 
+def test_a_wrong_variable_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(ConfigurationError, match=r"`HOROVOD_START_TIMEOUT` must be .* but is 'soon' instead"):
+        hvd.run(spawn_functions.describe, (1, b""))
+
+
 def test_no_thread_and_no_open_file_is_left() -> None:
     hvd.run(spawn_functions.describe, (1, b""))
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))

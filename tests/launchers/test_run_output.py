@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dualdist.processes.agent import ENDED
-from dualdist.processes.agent_connection import AGENT_COMMAND, HostJob, Process, Supervisor
+from dualdist.processes.agent_connection import AGENT_COMMAND, HostJob, Supervisor
 from dualdist.processes.output import CUT, LONGEST_LINE, Output
 
 from ..helpers.run_command import FAMILY, STUBBORN, Families, Run, python
@@ -151,8 +151,7 @@ def test_an_agent_sends_only_as_much_output_as_is_granted() -> None:
         os.write(1, bytes(1 << 16))
     """
     window, pipe = 100_000, 1 << 16
-    process = Process(0, python(source))
-    job = HostJob("localhost", AGENT_COMMAND, [process], os.environ, window=window)
+    job = HostJob("localhost", AGENT_COMMAND, python(source), os.environ, {0: {}}, window=window)
     with Supervisor([job]) as supervisor:
         received = granted = 0
         for _ in range(3):

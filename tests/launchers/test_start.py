@@ -234,3 +234,55 @@ def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> 
     )
     command = ["python", "-m", "dualdist", "run", "-np", "3", "--backend", "torch", "python", str(script)]
     assert finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "4"}).code == 0
+
+
+HOROVODS = """\
+import multiprocessing, os, signal, sys, threading
+import horovod.torch
+import dualdist as hvd
+from dualdist.meeting.http_store import HttpStore
+from dualdist.meeting.member import Meeting
+
+address, event = sys.argv[1:]
+asked = threading.Event()
+get = HttpStore.get
+HttpStore.get = lambda *key: asked.set() or get(*key)
+
+def join(rank):
+    if rank == 1:
+        horovod.torch.init = signal.pause if event == "exit" else lambda: os._exit(1)
+    hvd.init(backend="horovod", init_method=address, rank=rank, world_size=3)
+
+def leave(*arguments):
+    asked.wait()  # Horovod waits for rank 1
+    sys.exit(7)
+
+fork = multiprocessing.get_context("fork")
+others = [fork.Process(target=join, args=(rank,)) for rank in (1, 2)]
+for process in others:
+    process.start()
+if event == "exit":
+    Meeting.wait_for = leave
+try:
+    join(0)
+except hvd.HorovodInternalError:
+    for _ in range(9):  # Horovod aborts a process that gets no answer
+        asked.clear()
+        asked.wait()
+finally:
+    for process in others:
+        process.kill()
+"""
+"""Rank 0, and as forks of it ranks 1 and 2. Rank 1 does not connect to Horovod."""
+
+
+@pytest.mark.parametrize(("event", "code"), [("death", 0), ("exit", 7)])
+def test_a_start_of_horovod_that_fails_on_rank_0_does_not_abort_it(
+    event: str, code: int, tmp_path: Path
+) -> None:
+    need_modules("horovod.torch")
+    script = tmp_path / "script.py"
+    script.write_text(HOROVODS)
+    command = ["python", str(script), f"file://{tmp_path}/meeting", event]
+    ended = finish(command, {START_TIMEOUT: str(MANY_SECONDS)}, seconds=0.9 * MANY_SECONDS)
+    assert ended.code == code, ended.output

@@ -28,10 +28,9 @@ def call(
     name: str | None = None,
     line: int = 1,
     count: int = 0,
-    flag: bool = False,
     **arguments: Any,
 ) -> Call:
-    return Call(kind, tuple(arguments.items()), name, ("train.py", line), count, flag)
+    return Call(kind, tuple(arguments.items()), name, ("train.py", line), count)
 
 
 def made(*calls: Call) -> Standing:
@@ -69,10 +68,10 @@ def errors(*standings: Standing) -> list[str]:
     return error.splitlines()
 
 
-def test_equal_calls_run_with_every_count_and_flag() -> None:
-    step = only(*(made(call(count=number, flag=number == 1, line=number)) for number in (3, 1, 2)))
+def test_equal_calls_run_with_every_count() -> None:
+    step = only(*(made(call(count=number, line=number)) for number in (3, 1, 2)))
     assert step.verdict.call is not None and step.verdict.call.kind == kinds.ALLREDUCE
-    assert step.verdict.counts == (3, 1, 2) and step.verdict.flags == (False, True, False)
+    assert step.verdict.counts == (3, 1, 2)
     assert not step.verdict.joined and not step.verdict.raising and step.entries == (0, 0, 0)
 
 

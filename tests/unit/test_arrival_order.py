@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dualdist.gradients.arrivals import ArrivalOrder
 from dualdist.gradients.bucket_memory import TrackedParameter, lay_out
-from dualdist.gradients.layout import ArrivalOrder
 
 
 def order_of(groups: list[list[int]], length: int = 1) -> ArrivalOrder:

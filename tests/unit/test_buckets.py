@@ -79,7 +79,7 @@ def test_sparse_gradients_have_a_slot_but_no_room(dtype: torch.dtype) -> None:
     assert bucket.numel == bucket.length == numbers
     assert [slot.shape.numel() for slot in bucket.slots] == [numbers, 0]
     flat = torch.zeros(bucket.length, dtype=bucket.dtype)
-    BucketMemory(bucket, [TrackedParameter("b", tensors[1]), TrackedParameter("a", tensors[0])], flat)
+    BucketMemory(bucket, flat, 1.0)
 
 
 def test_views_have_the_memory_layout_of_their_parameter() -> None:

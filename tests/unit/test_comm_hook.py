@@ -1,16 +1,20 @@
-"""How long a rank waits for a communication hook."""
+"""How long a rank waits for a communication hook, and what is saved of its state."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import dualdist as hvd
+from dualdist.gradients.bucket_memory import Bucket
 from dualdist.gradients.comm_hook import CommHook, GradBucket, HookWork
 
 
@@ -19,13 +23,11 @@ class Ranks:
 
     def __init__(self, deadline: float) -> None:
         self.reported: list[tuple[str, str]] = []
+        self.watched_gradients, self.failures = self, dict[str, str]()
         self._deadline = deadline
 
     def report_failure(self, step: str, text: str) -> None:
         self.reported.append((step, text))
-
-    def failure(self, step: str) -> str | None:
-        return None
 
     def deadline(self) -> float:
         return self._deadline
@@ -34,9 +36,8 @@ class Ranks:
 def hook_work(hook: Any, ranks: Ranks) -> tuple[HookWork, torch.futures.Future[torch.Tensor]]:
     """Return the started work of a bucket with two elements, and the future that its hook has returned."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    work = HookWork(
-        CommHook(hook, future), GradBucket(3, torch.zeros(2), (), (), True), cast(Any, ranks), "step 7"
-    )
+    bucket = GradBucket(3, torch.zeros(2), Bucket((), (), 2, torch.float32, torch.device("cpu")), True)
+    work = HookWork(CommHook(hook, future), bucket, cast(Any, ranks), "step 7")
     work.start()
     return work, future
 
@@ -75,3 +76,35 @@ def test_waiting_for_a_while_returns_without_an_error_when_there_is_none() -> No
     future.set_result(torch.tensor([1.0, 2.0]))
     work.wait_for(60.0)
     assert work.done()
+
+
+class Slotted:
+    __slots__ = ("draws", "group")
+
+    def __init__(self) -> None:
+        self.draws, self.group = [random.Random(1), {"numpy": np.random.RandomState(2)}], object()
+
+
+class Extended(Slotted):
+    """It has a `__dict__`, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+
+def numbers(state: Slotted) -> tuple[float, float]:
+    """Return the next number of each generator."""
+    python, others = state.draws
+    return python.random(), others["numpy"].random_sample()  # type: ignore[attr-defined, index]
+
+
+def test_the_state_of_a_hook_is_saved_with_the_attributes_of_all_its_classes(tmp_path: Path) -> None:
+    saved, loaded = Extended(), Extended()
+    saved.steps = 3
+    numbers(saved)
+    torch.save(hvd.CommHookState(saved).state_dict(), tmp_path / "state")
+    group = loaded.group
+    hvd.CommHookState(loaded).load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert (loaded.steps, loaded.group) == (3, group)
+    assert numbers(loaded) == numbers(saved)

@@ -9,20 +9,20 @@ from dualdist.launch import detect
 from dualdist.launch.environment import (
     add_copies,
     copied_variables,
+    horovod_variables,
     process_variables,
     remove_copies,
+    torchrun_variables,
     without_copies,
     without_launchers,
 )
 from dualdist.types import World
 
-OWN = process_variables("dualdist run", 1, 2, 1, 2, "127.0.0.1:7", b"")
+WORLD = World(1, 2, 1, 2, 0, 1)
+OWN = process_variables("dualdist run", WORLD, "127.0.0.1:7", b"")
 COPIES = copied_variables(
-    World(1, 2, 1, 2, 0, 1),
-    host="here",
-    master=("127.0.0.1", 7001),
-    rendezvous=("127.0.0.1", 7002),
-    interface="lo",
+    torchrun_variables(WORLD, ("127.0.0.1", 7001)),
+    horovod_variables(WORLD, ("127.0.0.1", 7002), "here", "lo"),
     given={},
 )
 STARTED = {**OWN, **COPIES}
@@ -67,15 +67,9 @@ def test_a_rank_that_the_script_sets_is_still_compared() -> None:
 
 
 def test_variables_of_the_user_replace_all_copies_of_their_launcher() -> None:
-    found = copied_variables(
-        World(0, 1, 0, 1, 0, 1),
-        host="here",
-        master=("127.0.0.1", 1),
-        rendezvous=None,
-        interface=None,
-        given={"MASTER_PORT": "2"},
-    )
-    assert "RANK" not in found and found["HOROVOD_RANK"] == "0"
+    torch, horovod = torchrun_variables(WORLD, ("127.0.0.1", 1)), horovod_variables(WORLD)
+    found = copied_variables(torch, horovod, given={"MASTER_PORT": "2"})
+    assert "RANK" not in found and found["HOROVOD_RANK"] == "1"
 
 
 def test_copies_that_are_removed_leave_what_others_have_set() -> None:

@@ -265,6 +265,9 @@ def test_absent_local_numbers_stay_unknown() -> None:
         ({"LOCAL_RANK": "x"}, ["`LOCAL_RANK`", "whole number"]),
         ({"LOCAL_RANK": "7"}, ["`LOCAL_RANK`", "less than LOCAL_WORLD_SIZE=", "7 instead"]),
         ({"LOCAL_WORLD_SIZE": "2,1"}, ["`LOCAL_WORLD_SIZE`", "whole number"]),
+        ({"LOCAL_WORLD_SIZE": "-2"}, ["`LOCAL_WORLD_SIZE`", "whole number", "'-2'"]),
+        ({"LOCAL_WORLD_SIZE": "0"}, ["`LOCAL_WORLD_SIZE`", "at least 1", "WORLD_SIZE=6", "0 instead"]),
+        ({"LOCAL_WORLD_SIZE": "7"}, ["`LOCAL_WORLD_SIZE`", "at most WORLD_SIZE=6", "7 instead", "torchrun"]),
         ({"MASTER_PORT": "abc"}, ["`MASTER_PORT`", "'abc' instead"]),
         ({"MASTER_PORT": "65536"}, ["`MASTER_PORT`", "'65536' instead"]),
         ({"MASTER_ADDR": ""}, ["`MASTER_ADDR`", "`MASTER_PORT`", "absent", "WORLD_SIZE=6"]),
@@ -279,6 +282,12 @@ def test_contradictions_are_one_line_that_names_the_variable(
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_an_error_says_that_variables_of_no_launcher_are_set_by_the_job() -> None:
+    for change in ({"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "7"}):
+        with pytest.raises(ConfigurationError, match=r"instead\. Correct it where your job sets it\.$"):
+            detect(ENV | change)
 
 
 def test_describe_names_the_source_of_a_value() -> None:

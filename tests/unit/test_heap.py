@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), rea
 
 _PAGES = 48 * 2**20 // resource.getpagesize()
 """Pages of the tensors of one step."""
-_KEEP = "from dualdist.gradients.layout import keep_freed_memory; keep_freed_memory()"
+_KEEP = "from dualdist.gradients.bucket_memory import keep_freed_memory; keep_freed_memory()"
 _TRAIN = """
 import dualdist as hvd
 hvd.init()

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.processes.hosts import Host, Slot, assign, is_local, parse_hostfile, parse_hosts, ssh_command
+from dualdist.processes.hosts import Host, assign, is_local, parse_hostfile, parse_hosts, ssh_command
 from dualdist.processes.job import RunOptions
 
 from ..helpers.requirements import need_programs
@@ -79,18 +79,12 @@ def test_a_host_file_without_hosts_is_an_error() -> None:
 
 def test_hosts_are_filled_in_order() -> None:
     hosts = [Host("a", 2), Host("b", 2), Host("c", 4)]
-    assert assign(hosts, 5) == [
-        Slot(0, "a", 0, 2),
-        Slot(1, "a", 1, 2),
-        Slot(2, "b", 0, 2),
-        Slot(3, "b", 1, 2),
-        Slot(4, "c", 0, 1),
-    ]
-    assert assign(hosts, 1) == [Slot(0, "a", 0, 1)]
+    assert assign(hosts, 5) == ["a", "a", "b", "b", "c"]
+    assert assign(hosts, 1) == ["a"]
 
 
 def test_without_a_number_of_processes_all_slots_are_used() -> None:
-    assert [slot.host for slot in assign([Host("a", 1), Host("b", 0), Host("c", 2)], None)] == ["a", "c", "c"]
+    assert assign([Host("a", 1), Host("b", 0), Host("c", 2)], None) == ["a", "c", "c"]
 
 
 @pytest.mark.parametrize(

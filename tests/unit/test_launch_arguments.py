@@ -44,7 +44,9 @@ def test_env_is_an_address_for_a_single_process() -> None:
 def test_a_world_of_one_needs_no_address() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1"}
     for launch in (detect(env), launch_from({"init_method": "env://"}, {})):
-        with Meeting(find_board(launch, env), 0, 1, timeout=10.0) as meeting:
+        board = find_board(launch, env)
+        assert board is not None
+        with Meeting(board, 0, 1, timeout=10.0) as meeting:
             assert meeting.gather("alone") == ["alone"]
 
 

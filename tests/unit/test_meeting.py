@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import itertools
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,10 +26,14 @@ from dualdist import accelerator
 from dualdist.backends.store import StoreBoard, open_store
 from dualdist.backends.torch import TorchBackend
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
+from dualdist.meeting import addresses, mpi, pmi
 from dualdist.meeting.boards import Board, FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
 from dualdist.meeting.member import Meeting
 from dualdist.meeting.server import MeetingServer, connected, reach
 from dualdist.types import Launch, Settings
+
+from ..helpers.requirements import need_programs, need_root
+from ..helpers.world import ROOT
 
 SIZE = 3
 LAUNCH = Launch("x", 0, SIZE, local_size=SIZE)
@@ -179,6 +186,16 @@ def test_a_rank_that_ends_before_all_have_arrived_can_come_again(board: MakeBoar
     with ThreadPoolExecutor(SIZE) as pool:
         error_of(board, 0.0, 1)
         assert list(pool.map(run, range(SIZE))) == [["0", "1", "2"]] * SIZE
+
+
+def test_all_can_meet_after_a_rank_has_died_while_it_reported_who_is_missing(tmp_path: Path) -> None:
+    def die(error: str, is_own: bool) -> None:
+        raise KeyboardInterrupt
+
+    with launchers(tmp_path) as board:
+        with pytest.raises(KeyboardInterrupt), Meeting(board(), 1, SIZE, 0.0, die) as meeting:
+            meeting.gather("here")
+        test_all_ranks_get_all_texts_at_each_start(board)
 
 
 @contextlib.contextmanager
@@ -337,9 +354,82 @@ def test_silent_and_wrong_clients_do_not_delay_others(words: bytes, server: Meet
             assert meeting.gather("here") == ["here"]
 
 
+def test_a_port_that_is_taken_on_one_address_is_not_chosen() -> None:
+    need_programs("unshare", "ip")
+    need_root()
+    source = """
+import contextlib, socket
+from dualdist.meeting.server import MeetingServer
+
+with contextlib.ExitStack() as stack:
+    taken = [stack.enter_context(socket.create_server(("127.0.0.2", 0))) for _ in range(9)]
+    with MeetingServer(1, ["127.0.0.1", "127.0.0.2"], bytes(32)) as server:
+        ports = {place.getsockname()[1] for place in taken}
+        print({server.port} | ports == set(range(40000, 40010)))
+"""
+    ports = 'ip link set lo up; echo 40000 40009 > /proc/sys/net/ipv4/ip_local_port_range; exec $0 -c "$1"'
+    command = ["unshare", "--net", "sh", "-c", ports, sys.executable, source]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
+
+def test_a_host_of_rank_0_without_an_ipv4_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "candidates", lambda env: [])
+    other = iter(['["other", ""]', '["", 0, []]', "{}"])
+    with pytest.raises(ConfigurationError, match=r"\(which has none\), but other reached none instead"):
+        addresses.find_addresses(0, lambda text: [text, next(other)], {})
+
+
+# The connection stays open until the process ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_process_manager_that_has_closed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = socket.socketpair()
+    other.close()
+    with own:
+        monkeypatch.setenv("PMI_FD", str(own.fileno()))
+        with pytest.raises(ConfigurationError, match=r"must answer 'init .*', but has closed"):
+            pmi.Pmi1()
+
+
 def test_the_server_listens_only_on_its_addresses() -> None:
     with MeetingServer(1, [HOST, "127.0.0.2"], SECRET) as server:
         for host in (HOST, "127.0.0.2"):
             reach([(host, server.port)], SECRET, SECONDS).close()
         with pytest.raises(ConnectionRefusedError):
             connected("127.0.0.3", server.port, SECONDS)
+
+
+class FakeRequest:
+    """MPI's requests: a poll of one that is open completes it, but returns that it is open, as Open MPI may do."""
+
+    is_complete = False
+
+    @staticmethod
+    def Testall(requests: list[FakeRequest]) -> bool:
+        are_complete = all(request.is_complete for request in requests)
+        for request in requests:
+            request.is_complete = True
+        return are_complete
+
+
+def test_mpi_ends_as_usual_after_messages_that_the_last_poll_has_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reasons: list[object] = []
+    monkeypatch.setattr(mpi, "never_finalize", reasons.append)
+    monkeypatch.setattr(mpi, "library", lambda: SimpleNamespace(Request=FakeRequest, BYTE=None))
+    monkeypatch.setattr(mpi, "rising", lambda *_: itertools.repeat(SECONDS))  # no second poll
+    world = SimpleNamespace(Get_size=lambda: SIZE, Isend=lambda *_: FakeRequest())
+    board = mpi.MpiBoard(LAUNCH, {}, world)
+    board.write("an address")
+    board.clear()
+    assert not reasons
+
+
+def test_a_rank_that_runs_is_never_missing_however_often_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: list[socket.socket] = []
+    monkeypatch.setattr(mpi, "_own", own)
+    launch, env = Launch("x", 0, 2, local_rank=0, local_size=2), {"PMIX_SERVER_URI": secrets.token_hex(8)}
+    mpi.announce(launch, env)
+    with own[0]:
+        assert [mpi.missing_local_ranks(launch, env) for _ in range(100)] == [[1]] * 100

@@ -129,7 +129,7 @@ PATCHES = (
         "frames.set_code_exec_strategy(",
         "torch.compiler.disable imports Dynamo, which takes long",
     ),
-    Patch("meeting/mpi.py", "sys.excepthook, sys.exit = ", "MPI must not be finalized after a failure"),
+    Patch("meeting/mpi.py", "sys.exit = ", "MPI must not be finalized after a failure"),
     Patch(
         "process_exit.py",
         "libc.on_exit(",

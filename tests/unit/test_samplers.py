@@ -230,6 +230,18 @@ def test_samples_that_were_not_drawn_cannot_be_counted() -> None:
     sampler.advance(2)
 
 
+def test_a_loader_that_saves_the_drawn_samples_as_the_position_gets_an_error() -> None:
+    # What torchdata's StatefulDataLoader calls, to save and to resume, if the sampler or its iterator has both methods.
+    drawn: Any = iter(DistributedSampler(range(8), 2, 0, shuffle=False))
+    assert next(drawn) == 0
+    for call in (drawn.state_dict, lambda: drawn.load_state_dict({})):
+        with pytest.raises(
+            RuntimeError, match="`sampler` must count the drawn samples in a StatefulDataLoader"
+        ):
+            call()
+    assert list(drawn) == [2, 4, 6]
+
+
 def test_a_state_after_drawing_all_without_counting_is_an_error() -> None:
     sampler = DistributedSampler(range(8), 2, 0)
     assert sampler.state_dict()["num_consumed"] == 0

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dualdist.errors import ConfigurationError
-from dualdist.meeting.boards import first_host, slurm_board
+from dualdist.launch.detect import host_names
+from dualdist.meeting.boards import slurm_board
 from dualdist.meeting.member import Meeting
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,node[2-3]"}
@@ -25,7 +26,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "local
     ],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert host_names(nodes)[0] == first
 
 
 def test_ranks_meet_on_the_first_host_and_skip_the_server_of_another_job() -> None:

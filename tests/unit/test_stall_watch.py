@@ -76,6 +76,11 @@ def test_a_survey_says_what_each_rank_does(ranks: Sequence[Rank]) -> None:
     ]
 
 
+def test_a_survey_needs_no_thread_where_the_interpreter_ends(ranks: Sequence[Rank]) -> None:
+    with mock.patch("concurrent.futures.thread._shutdown", True):
+        assert begin(ranks[:1]).survey().missing == [1, 2, 3, 4]
+
+
 def test_a_rank_that_is_ahead_is_not_missing(ranks: Sequence[Rank]) -> None:
     channel = begin(ranks)
     for rank in ranks[1:]:

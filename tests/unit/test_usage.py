@@ -59,7 +59,8 @@ def test_waits_of_other_threads_than_the_main_one_do_not_count() -> None:
 
     def wait() -> None:
         usage.add(record(100, 130, 137))
-        usage.add_data(0)
+        with usage.waiting_for_data():
+            pass
 
     thread = threading.Thread(target=wait)
     thread.start()

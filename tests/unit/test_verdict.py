@@ -33,24 +33,22 @@ def verdicts(entries: list[PendingCall], timeline: int | None = None) -> list[Ve
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_equal_call_runs_with_what_each_member_sent(size: int) -> None:
-    call = Call(CALL.kind, CALL.arguments, None, CALL.site, 7, True, b"data")
+    call = Call(CALL.kind, CALL.arguments, None, CALL.site, 7, b"data")
     for verdict in verdicts([PendingCall(ACTIVE, call)] * size):
         assert verdict.call == call and not verdict.joined and verdict.error is None
-        assert verdict.counts == (7,) * size and verdict.flags == (True,) * size
+        assert verdict.counts == (7,) * size
         assert verdict.payloads == (b"data",) * size
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_members_get_the_counts_flags_and_payloads_of_all_in_rank_order(size: int) -> None:
+def test_members_get_the_counts_and_payloads_of_all_in_rank_order(size: int) -> None:
     calls = [
-        Call(CALL.kind, CALL.arguments, None, CALL.site, rank // 3, rank == 1, bytes([rank % 2]))
-        for rank in range(size)
+        Call(CALL.kind, CALL.arguments, None, CALL.site, rank // 3, bytes([rank % 2])) for rank in range(size)
     ]
     found = verdicts([PendingCall(ACTIVE, call) for call in calls])
     assert [verdict.call for verdict in found] == calls
     for verdict in found:
         assert verdict.counts == tuple(call.count for call in calls)
-        assert verdict.flags == tuple(call.flag for call in calls)
         assert verdict.payloads == tuple(call.payload for call in calls)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dualdist.cli.world_check import (
-    Link,
     Problem,
     ProcessFacts,
     WorldFacts,
@@ -19,6 +18,7 @@ from dualdist.cli.world_check import (
     find_warnings,
     installed_versions,
 )
+from dualdist.cli.world_links import Link
 
 GOOD = ProcessFacts(
     rank=0,

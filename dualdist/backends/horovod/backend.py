@@ -29,7 +29,7 @@ from ... import accelerator, process_exit
 from ...errors import BackendUnavailableError, ConfigurationError, HorovodInternalError
 from ...executor import Patience, in_thread, wait_for
 from ...launch import DeviceView, Place, nodes, topology
-from ...launch.environment import names_of_copies
+from ...launch.environment import horovod_variables, names_of_copies
 from ...meeting.addresses import LOOPBACK, check_interfaces, interface_of, own_node
 from ...meeting.boards import PublishedBoard
 from ...meeting.http_store import HttpStore, horovods_scopes
@@ -37,8 +37,8 @@ from ...meeting.member import Meeting
 from ...types import Launch, Settings
 from ..base import Backend, Exchange, Group, allow_open_files, temporary_environment
 from ..store import SharedStore, meet, open_store
-from ..torch_groups import DefaultGroup, TorchGroups, config_text, gloo_interface
-from ..torch_interface import bind_device, config_of, transport_timeout
+from ..torch_groups import DefaultGroup, TorchGroups, gloo_interface
+from ..torch_interface import bind_device, config_of
 from . import horovods_version, real_horovod
 from .group import (
     HorovodGroup,
@@ -130,14 +130,6 @@ class Notifications(WorkerNotificationManager):  # type: ignore[misc]
 # Rank 0 serves it on the one address that the other processes use. Its port goes to all ranks through the meeting,
 # and every rank sets the variables that hvd.init() reads.
 
-_NUMBERS = {
-    "HOROVOD_RANK": "rank",
-    "HOROVOD_SIZE": "size",
-    "HOROVOD_LOCAL_RANK": "local_rank",
-    "HOROVOD_LOCAL_SIZE": "local_size",
-    "HOROVOD_CROSS_RANK": "cross_rank",
-    "HOROVOD_CROSS_SIZE": "cross_size",
-}
 _ERROR_SECONDS = 7
 """How long a rank may need to ask the others what they do, and to raise its error."""
 
@@ -160,11 +152,7 @@ class GlooRendezvous:
 def serve_rendezvous(
     meeting: Meeting, launch: Launch, env: Mapping[str, str], settings: Settings
 ) -> GlooRendezvous:
-    """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective.
-
-    The variables are those of horovod/common/gloo/gloo_context.cc:134-170. HOROVOD_CPU_OPERATIONS keeps a build with
-    MPI from starting MPI.
-    """
+    """Serve Horovod's rendezvous from rank 0, and return the variables that hvd.init() reads. Collective."""
     own_part = json.dumps([horovods_version(), own_node(), launch.local_rank])
     shared = open_store(meeting, env, settings.start_timeout_seconds, own_part)
     check_interfaces("HOROVOD_GLOO_IFACE", env)
@@ -175,17 +163,11 @@ def serve_rendezvous(
     is_first = launch.rank == 0
     server = HttpStore(shared.addresses.first, horovods_scopes(names, worlds)) if is_first else None
     port = meeting.gather(str(server.port if server else None))[0]
-    own = worlds[launch.rank]
-    variables = {
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": env.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _gloo_timeout(settings),
-        "HOROVOD_GLOO_IFACE": env.get("HOROVOD_GLOO_IFACE") or interface_of(shared.addresses.own),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": shared.addresses.first,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-        "HOROVOD_HOSTNAME": names[launch.rank],
-        **{variable: str(getattr(own, name)) for variable, name in _NUMBERS.items()},
-    }
+    interface = env.get("HOROVOD_GLOO_IFACE") or interface_of(shared.addresses.own)
+    rendezvous = shared.addresses.first, int(port)
+    variables = horovod_variables(worlds[launch.rank], rendezvous, names[launch.rank], interface)
+    timeout = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+    variables[timeout] = env.get(timeout) or _gloo_timeout(settings)
     return GlooRendezvous(shared, variables, server)
 
 
@@ -258,12 +240,9 @@ class HorovodBackend(Backend):
         self.transport = "nccl" if hvd.nccl_built() and torch.cuda.is_available() else self._controller()
         self._adopted = adopted
         self.device = self._bind_device(launch)
-        self._stall_timeout = settings.stall_timeout_seconds
+        self._settings = settings
         self._timeout = settings.start_timeout_seconds
-        self._may_share = settings.shared_memory
         self._is_stuck = False
-        self._starts = True
-        """Until `finish_start`."""
         self._default_group = DefaultGroup()
         self._on_shutdown = contextlib.ExitStack()
         """What `shutdown` undoes."""
@@ -339,8 +318,8 @@ class HorovodBackend(Backend):
             if cls._needs_rendezvous(launch, env, transport):
                 meeting = meet(launch, env, settings.start_timeout_seconds)
                 undo.callback(meeting.close, started=False)
+                # After an error it stays open: Horovod may still wait, and aborts a process that gets no answer.
                 rendezvous = serve_rendezvous(meeting, launch, env, settings)
-                undo.callback(rendezvous.close)
                 variables |= rendezvous.variables
             elif transport != "mpi" and _has_launchers_server(env):
                 cls._launchers_server_used = True
@@ -362,7 +341,7 @@ class HorovodBackend(Backend):
             return limited(step, rank, seconds)
         try:
             return meeting.wait_for(in_thread(step), seconds)
-        except HorovodInternalError:
+        except BaseException:  # KeyboardInterrupt, too
             never_shut_down()
             raise
 
@@ -414,7 +393,7 @@ class HorovodBackend(Backend):
         board = HorovodsBoard(Launch("Horovod", self.rank, self.size), env)
         self._meeting = Meeting(board, self.rank, self.size, self._timeout)
         self._on_shutdown.callback(self._meeting.close, started=False)
-        return open_store(self._meeting, env, self._stall_timeout)
+        return open_store(self._meeting, env, self._settings.stall_timeout_seconds)
 
     def add_host_listener(self, listener: Any) -> None:
         if self._elastic:
@@ -444,7 +423,7 @@ class HorovodBackend(Backend):
             self._nodes,
             self.store,
             timeout,
-            may_share=self._may_share,
+            may_share=self._settings.shared_memory,
         )
         self._on_shutdown.callback(made.close)
         return made
@@ -470,7 +449,7 @@ class HorovodBackend(Backend):
 
     def _new_process_set(self, ranks: Sequence[int]) -> Any:
         make = functools.partial(make_process_set, ranks)
-        made = None if self._starts else in_thread(make)
+        made = None if self._meeting is not None else in_thread(make)  # None: before `finish_start`
         try:
             if made is None:
                 return self.start_step(make)
@@ -488,9 +467,9 @@ class HorovodBackend(Backend):
         super().finish_start()
         if self._controller() == "gloo" and self.size > 1:
             report_before_abort(lambda: f"rank {self.rank}: {self._groups[0].find_cause()}")
-        self._starts, self._timeout = False, self._stall_timeout
+        self._timeout = self._settings.stall_timeout_seconds
         timeout = timedelta(seconds=self._timeout)
-        self._default_group.set_timeout(timeout, transport_timeout(timeout, self.device))
+        self._default_group.set_timeout(timeout)
         for group in self._groups:
             group.set_timeout(timeout)
 
@@ -499,14 +478,13 @@ class HorovodBackend(Backend):
             return
         store = dist.HashStore() if self.store is None else self.store
         allow_open_files(self.size)
-        timeout = transport_timeout(timedelta(seconds=self._timeout), self.device)
         connect = functools.partial(
             self._default_group.open,
-            config_text(self._config),
+            self._config,
             store,
             self.rank,
             self.size,
-            timeout,
+            timedelta(seconds=self._timeout),
             self.device,
         )
         self.start_step(connect)

@@ -181,7 +181,8 @@ class HorovodGroup(Group):
 
     def _start(self, operation: Callable[..., int], *args: Any, output: torch.Tensor | None = None) -> Work:
         """Start one of Horovod's operations. args: all arguments but the process set."""
-        with wrapped():
+        # Horovod makes a tensor for the result here, and its thread, which is never in inference mode, resizes it.
+        with torch.inference_mode(False), wrapped():
             handle = operation(*args, process_set=self._set)
         return _HorovodWork(handle, output, Patience(self.has_lost_member, self._timeout))
 

@@ -74,9 +74,8 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> 
     require(launch if launch.by_launcher else Launch("MPI", size=max(1, mpi.world_size())))
     world = mpi.library().COMM_WORLD  # type: ignore[union-attr]
     rank, size = world.Get_rank(), world.Get_size()
-    joined = Launch("MPI", rank, size, local_size=mpi.local_size(), starts_mpi=True)
-    seconds = timeout.total_seconds()
-    with Meeting(mpi.MpiBoard(joined, os.environ), rank, size, seconds) as meeting:
+    board, seconds = mpi.MpiBoard(Launch("MPI", rank, size), os.environ), timeout.total_seconds()
+    with Meeting(board, rank, size, seconds) as meeting:
         store = open_store(meeting, os.environ, seconds).store
     yield store, rank, size
     raise RuntimeError("A process can join MPI's world only once.")

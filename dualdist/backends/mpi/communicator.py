@@ -53,13 +53,9 @@ class MpiReduction:
     averages: bool
 
 
-def mpi_reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
-    """Return how MPI combines `dtype` by `op`, a ReduceOp or its type. Raises RuntimeError when MPI cannot."""
-    return _reduction(dtype, getattr(op, "op", op))
-
-
 @functools.cache
-def _reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
+def mpi_reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
+    """Return how MPI combines `dtype` by `op`, the type of a ReduceOp. Raises RuntimeError when MPI cannot."""
     if dtype == torch.bool:
         kind, wire = "bool", torch.uint8
     elif dtype.is_complex:

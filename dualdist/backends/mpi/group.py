@@ -244,7 +244,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         Every member gathers all indices and values, and adds them in the order of the members. Raises RuntimeError
         unless `op` is SUM, as over gloo.
         """
-        if getattr(op, "op", op) != dist.ReduceOp.SUM:
+        if op != dist.ReduceOp.SUM:
             raise RuntimeError(f"The reduction of sparse tensors must be SUM, but is {op} instead.")
         own = tensor.detach().coalesce()
         indices, values = own.indices(), own.values()
@@ -385,7 +385,9 @@ class MpiProcessGroup(dist.ProcessGroup):
 
 
 def _op(opts: Any) -> Any:
-    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    """Return the type of the ReduceOp, which is hashable."""
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    return getattr(op, "op", op)
 
 
 def _seconds(opts: Any) -> float | None:

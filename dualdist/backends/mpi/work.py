@@ -1,4 +1,4 @@
-"""The object that a call of the process group returns: its pending MPI requests and its result."""
+"""What a call of the process group returns, with its pending MPI requests, and the thread that tests all of these."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .communicator import Operation
 
 # The progress thread: it moves data while Python computes, since MPI moves data only inside its own calls.
 #
-# A call that has started is a "work" (work.py). To "test" it is to ask MPI whether it has ended, and MPI moves its data
-# meanwhile. A thread that waits for a work tests it itself, which saves a thread switch, and the progress thread then
-# tests less often. When no work is pending, the progress thread sleeps until the next one starts.
+# A call that has started is a "work" (`MpiWork`). To "test" it is to ask MPI whether it has ended, and MPI moves its
+# data meanwhile. A thread that waits for a work tests it itself, which saves a thread switch, and the progress thread
+# then tests less often. When no work is pending, the progress thread sleeps until the next one starts.
 
 _SHORT_SECONDS, _LONG_SECONDS = 5e-5, 1e-3
 _GROWTH = 1.1
@@ -68,7 +68,7 @@ class Progress:
     def leave(self, owner: object) -> None:
         """Give up the pending works of `owner`. When it is the last owner, end the thread."""
         for work in list(self._pending):
-            if work.owner is owner and not work.poll():
+            if work.owner is owner and not work.is_completed():
                 work.give_up("its process group was destroyed")
         self._owners.discard(owner)
         if not self._owners:
@@ -115,7 +115,7 @@ class Progress:
             ended, works = 0, list(self._pending)
             for work in works:
                 if work not in self.waiting:
-                    ended += work.poll()
+                    ended += work.is_completed()
                 work.expire(start)
         return ended > 0 or time.monotonic() - start > _BUSY_SECONDS * len(works)
 
@@ -193,7 +193,7 @@ class MpiWork(dist.Work):
         self._problem: str | None = None
         self._future: Any = None
 
-    def poll(self) -> bool:
+    def is_completed(self) -> bool:
         if self._ended:
             return True
         if progress.forked:
@@ -217,7 +217,7 @@ class MpiWork(dist.Work):
         self._fulfil_future()
         return True
 
-    Test = poll  # so that a work of coalesced calls can test its works like MPI requests
+    Test = is_completed  # so that a work of coalesced calls can test its works like MPI requests
 
     def _test_requests(self) -> bool:
         """Return whether all requests have completed."""
@@ -267,7 +267,7 @@ class MpiWork(dist.Work):
             progress.run_callbacks(functools.partial(_fulfil, future, self._result, self._problem))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        if not self.poll():
+        if not self.is_completed():
             self._wait(timeout.total_seconds())
         if self._problem is not None:
             raise RuntimeError(self._problem)
@@ -280,7 +280,7 @@ class MpiWork(dist.Work):
         limit = asked if asked > 0 else self._timeout
         progress.waiting.add(self)
         try:
-            while not self.poll():
+            while not self.is_completed():
                 now = time.monotonic()
                 if now - start > limit:
                     if asked > 0:
@@ -293,11 +293,8 @@ class MpiWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def is_completed(self) -> bool:
-        return self.poll()
-
     def is_success(self) -> bool:
-        return self.poll() and self._problem is None
+        return self.is_completed() and self._problem is None
 
     def exception(self) -> RuntimeError | None:
         return None if self._problem is None else RuntimeError(self._problem)

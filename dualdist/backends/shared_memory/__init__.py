@@ -16,131 +16,79 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from ..base import Exchange, Group, Work
-from .collectives import CollectiveQueue, CollectiveSteps, Rounds, combine_into
+from .collectives import CollectiveQueue, CollectiveSteps, Rounds
 from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
 
 logger = logging.getLogger("dualdist")
 
 # Allreduce of members on several hosts: in shared memory within a host, over the network between hosts.
 #
-# A tensor is reduced in chunks, and of each chunk the first members of every host own one slice each. An owner reduces
-# its slice of the tensors of its host, and then reduces it with the owners of this slice on the other hosts. The other
+# A tensor is reduced in chunks, and of each chunk the first members of every host own one share each. An owner reduces
+# its share of the tensors of its host, and then reduces it with the owners of this share on the other hosts. The other
 # members of its host copy the result. NCCL and Horovod do the same between GPUs and hosts (Horovod:
 # horovod/common/ops/nccl_operations.cc, NCCLHierarchicalAllreduce). A host sends 2 (h - 1) / h of the tensor with h
 # hosts. A ring of all n members sends 2 (n - 1) / n of it from each host.
 #
-# Every slice needs an owner on every host. Therefore the host with the fewest members sets the number of slices.
+# Every share needs an owner on every host. Therefore the host with the fewest members sets the number of shares.
 #
 # While the network carries some chunks, the members reduce the next one.
 
 _CHUNK_BYTES = 4 << 20
 """With larger chunks the network waits for the members, with smaller ones more CPU time is used (2 hosts of 2 ranks,
 1 Gbit/s, tensors of 2 to 32 MB)."""
-_LEAST_SLICE_BYTES = 256 << 10
+_LEAST_SHARE_BYTES = 256 << 10
 """Smaller messages do not use the whole network."""
 _CHUNKS_IN_FLIGHT = 2
 """How many chunks the network carries at most while the members reduce another one."""
 
 
-class SliceLayout(NamedTuple):
-    """How a tensor is divided. It is the same on all hosts."""
-
-    chunk_bytes: int
-    num_slices: int
-
-    @classmethod
-    def of(cls, hosts: Sequence[Sequence[int]], box_bytes: int) -> SliceLayout:
-        """hosts: the members of each. box_bytes: on the host with most members, where the boxes are smallest."""
-        chunk = min(_CHUNK_BYTES, box_bytes)
-        return cls(chunk, max(1, min(min(map(len, hosts)), chunk // _LEAST_SLICE_BYTES)))
-
-    def chunks(self, tensor: torch.Tensor) -> list[slice]:
-        step, length = self.chunk_bytes // tensor.element_size(), len(tensor)
-        return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-    def slices(self, chunk: slice) -> list[slice]:
-        """Return the slice of each owner, in the order of their places on the host."""
-        length, num = chunk.stop - chunk.start, self.num_slices
-        bounds = [chunk.start + length * place // num for place in range(num + 1)]
-        return [slice(*pair) for pair in pairwise(bounds)]
-
-
 class Hierarchy(Rounds):
-    """The allreduce of one member. Places are those on its host."""
+    """The rounds of a member whose group is on several hosts. Places are those on its host."""
 
     def __init__(
-        self, mesh: Mesh, memory: Memory, place: int, size: int, layout: SliceLayout, network: Group | None
+        self, mesh: Mesh, memory: Memory, num_owners: int, chunk_bytes: int, network: Group | None
     ) -> None:
-        """network: the owners of this member's slice on all hosts; None if it owns none."""
-        super().__init__(mesh, memory, place, size)
-        self._layout, self._network = layout, network
+        """num_owners, chunk_bytes: the same on all hosts. A chunk fits a box.
+
+        network: the owners of this member's share on all hosts; None if it owns none.
+        """
+        super().__init__(mesh, memory)
+        self._num_owners, self._chunk_bytes, self.network = num_owners, chunk_bytes, network
 
     def allreduce(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
         """Reduce `tensor` (1-D) in place, so that all members on all hosts have the same bits."""
         found = [tensor] if self._size == 1 else (yield from self._find_tensors(tensor))
-        sent: deque[tuple[slice, Work | None]] = deque()
-        for chunk in self._layout.chunks(tensor):
-            own = self._own(chunk)
-            if found:
-                if own is not None:
-                    combine_into(tensor[own], [other[own] for other in found], op)
-            else:
-                yield from self._reduce_in_boxes(tensor, chunk, own, op)
-            sent.append((chunk, self._send(tensor, own, op)))
+        length = self._chunk_bytes // tensor.element_size()
+        sent: deque[tuple[torch.Tensor, list[torch.Tensor], Work | None]] = deque()
+        for chunk, *chunks in zip(*[one.split(length) for one in (tensor, *found)], strict=True):
+            yield from self._reduce_share(chunk, chunks, op)
+            sent.append((chunk, chunks, self._send(chunk, op)))
             if len(sent) > _CHUNKS_IN_FLIGHT:
-                yield from self._finish(tensor, found, *sent.popleft())
+                yield from self._finish(*sent.popleft())
         while sent:
-            yield from self._finish(tensor, found, *sent.popleft())
+            yield from self._finish(*sent.popleft())
         if found:
             yield from self._meet()  # from here on, the caller may change its tensor
 
-    def _own(self, chunk: slice) -> slice | None:
-        return self._layout.slices(chunk)[self._place] if self._network is not None else None
-
-    def _reduce_in_boxes(
-        self, tensor: torch.Tensor, chunk: slice, own: slice | None, op: int
-    ) -> CollectiveSteps:
-        """Reduce this member's slice of the tensors of its host."""
-        part = tensor[chunk]
-        boxes = self._of(part)
-        boxes[self._place].copy_(part)
-        yield from self._meet()
-        if own is not None:
-            inside = slice(own.start - chunk.start, own.stop - chunk.start)
-            combine_into(tensor[own], [box[inside] for box in boxes], op)
-
-    def _send(self, tensor: torch.Tensor, own: slice | None, op: int) -> Work | None:
-        """Start reducing the slice with the other hosts."""
-        if self._network is None or own is None or own.start == own.stop:
+    def _send(self, chunk: torch.Tensor, op: int) -> Work | None:
+        """Start reducing this member's share with the other hosts."""
+        own = self._own_share(chunk)
+        if self.network is None or own is None or own.start == own.stop:
             return None
-        return self._network.allreduce_(tensor[own], op)
+        return self.network.allreduce_(chunk[own], op)
 
     def _finish(
-        self, tensor: torch.Tensor, found: Sequence[torch.Tensor], chunk: slice, work: Work | None
+        self, chunk: torch.Tensor, found: Sequence[torch.Tensor], work: Work | None
     ) -> CollectiveSteps:
-        """Wait for the network, and copy the slices of the other owners."""
+        """Wait for the network, and copy the shares of the other owners."""
         if work is not None:
             yield work
             work.wait()
-        slices = self._layout.slices(chunk)
-        if found:
-            yield from self._meet()
-            for owner, part in self._others(slices):
-                tensor[part].copy_(found[owner][part])
-            return
-        boxes = self._of(tensor[chunk])
-        if self._network is not None:
-            own = slices[self._place]
-            boxes[self._place][own.start - chunk.start : own.stop - chunk.start].copy_(tensor[own])
-        yield from self._meet()
-        for owner, part in self._others(slices):
-            tensor[part].copy_(boxes[owner][part.start - chunk.start : part.stop - chunk.start])
+        yield from self._copy_shares(chunk, found)
 
 
 _SMALL_BYTES = 1 << 20
@@ -150,17 +98,15 @@ _SMALL_BYTES = 1 << 20
 class HostGroup(Group):
     """Members of one host, for tensors on the CPU: all collectives use shared memory."""
 
-    def __init__(
-        self, ranks: Sequence[int], rank: int, memory: Memory, rounds: Rounds, queue: CollectiveQueue
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, rounds: Rounds, timeout: float) -> None:
         super().__init__(ranks, rank)
-        self._memory, self._rounds, self._queue = memory, rounds, queue
+        self._rounds, self._queue = rounds, CollectiveQueue(rounds.mesh, timeout)
 
     def wire_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu")
 
     def zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        shared = self._memory.zeros(length, dtype) if device.type == "cpu" else None
+        shared = self._rounds.memory.zeros(length, dtype) if device.type == "cpu" else None
         return super().zeros(length, dtype, device) if shared is None else shared
 
     # `.data` has a version counter of its own: a collective is no in-place operation for autograd.
@@ -198,7 +144,7 @@ class HostGroup(Group):
         self._queue.close()
 
     def abandon(self) -> None:
-        self._rounds.abandon()
+        self._rounds.mesh.abandon()
 
 
 class HierarchicalGroup(HostGroup):
@@ -208,16 +154,10 @@ class HierarchicalGroup(HostGroup):
     those of the wrapped group at every size from 4 KB to 32 MB.
     """
 
-    def __init__(
-        self,
-        inner: Group,
-        memory: Memory,
-        hierarchy: Hierarchy,
-        queue: CollectiveQueue,
-        network: Group | None,
-    ) -> None:
-        self._inner, self._network = inner, network
-        super().__init__(inner.ranks, inner.ranks[inner.rank], memory, hierarchy, queue)
+    def __init__(self, inner: Group, hierarchy: Hierarchy, timeout: float) -> None:
+        self._inner = inner
+        self._wrapped = [inner] if hierarchy.network is None else [inner, hierarchy.network]
+        super().__init__(inner.ranks, inner.ranks[inner.rank], hierarchy, timeout)
 
     @property
     def has_lost_member(self) -> Callable[[], bool]:
@@ -225,11 +165,8 @@ class HierarchicalGroup(HostGroup):
 
     @has_lost_member.setter
     def has_lost_member(self, ask: Callable[[], bool]) -> None:
-        for group in self._wrapped():
+        for group in self._wrapped:
             group.has_lost_member = ask
-
-    def _wrapped(self) -> list[Group]:
-        return [group for group in (self._inner, self._network) if group is not None]
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         return self._queue.start(self._rounds.allreduce(tensor.data, op))
@@ -253,7 +190,7 @@ class HierarchicalGroup(HostGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        for group in self._wrapped():
+        for group in self._wrapped:
             group.set_timeout(timeout)
 
     def abort(self) -> None:
@@ -262,7 +199,7 @@ class HierarchicalGroup(HostGroup):
 
     def close(self) -> None:
         super().close()
-        for group in self._wrapped():
+        for group in self._wrapped:
             group.close()
 
 
@@ -296,65 +233,49 @@ def share_host(
         connect: connect(name, ranks) returns a group over `ranks` that uses the network, collective over these alone.
         may_share: whether this process uses shared memory.
     """
-    hosts = _by_node([nodes[member] for member in ranks])
-    own = next(places for places in hosts if ranks.index(rank) in places)
-    place, size = own.index(ranks.index(rank)), len(own)
-    shared: list[_Shared] = []
+    hosts: dict[str, list[int]] = {}
+    for member in ranks:
+        hosts.setdefault(nodes[member], []).append(member)
+    neighbours = hosts[nodes[rank]]
+    shared: list[tuple[Mesh, Memory]] = []
     if len(hosts) < len(ranks):
-        shared = _share_memory(
-            [ranks[member] for member in own], place, own, exchange, timeout, count, may_share
-        )
-    queues = [CollectiveQueue(mesh, timeout) for mesh, _ in shared]
+        shared = _share_memory(ranks, rank, neighbours, exchange, timeout, count, may_share)
     if shared and len(hosts) == 1:
-        return [
-            HostGroup(ranks, rank, memory, Rounds(mesh, memory, place, size), queue)
-            for (mesh, memory), queue in zip(shared, queues, strict=True)
-        ]
+        return [HostGroup(ranks, rank, Rounds(*one), timeout) for one in shared]
     name = exchange(secrets.token_bytes(_NAME_BYTES))[0].hex()
     inners = [connect(f"{name}.{number}", ranks) for number in range(count)]
     if not shared:
         return inners
-    layout = SliceLayout.of(hosts, box_bytes(max(map(len, hosts))))
+    numbers = [len(members) for members in hosts.values()]
+    chunk_bytes = min(_CHUNK_BYTES, box_bytes(max(numbers)))  # more members have smaller boxes
+    num_owners = max(1, min(*numbers, chunk_bytes // _LEAST_SHARE_BYTES))
+    place = neighbours.index(rank)
     groups: list[Group] = []
-    for number, ((mesh, memory), queue, inner) in enumerate(zip(shared, queues, inners, strict=True)):
+    for number, (one, inner) in enumerate(zip(shared, inners, strict=True)):
         network = None
-        if place < layout.num_slices:
-            owners = sorted(ranks[places[place]] for places in hosts)
-            network = connect(f"slice {place} of {name}.{number}", owners)
-        hierarchy = Hierarchy(mesh, memory, place, size, layout, network)
-        groups.append(HierarchicalGroup(inner, memory, hierarchy, queue, network))
+        if place < num_owners:
+            owners = sorted(members[place] for members in hosts.values())
+            network = connect(f"share {place} of {name}.{number}", owners)
+        hierarchy = Hierarchy(*one, num_owners, chunk_bytes, network)
+        groups.append(HierarchicalGroup(inner, hierarchy, timeout))
     return groups
-
-
-def _by_node(nodes: Sequence[str]) -> list[list[int]]:
-    """Return the members of each host, as places in the group."""
-    hosts: dict[str, list[int]] = {}
-    for place, node in enumerate(nodes):
-        hosts.setdefault(node, []).append(place)
-    return list(hosts.values())
-
-
-class _Shared(NamedTuple):
-    """What the members of a host share."""
-
-    mesh: Mesh
-    memory: Memory
 
 
 def _share_memory(
     ranks: Sequence[int],
-    place: int,
-    own: Sequence[int],
+    rank: int,
+    neighbours: Sequence[int],
     exchange: Exchange,
     timeout: float,
     count: int,
     may_share: bool,
-) -> list[_Shared]:
+) -> list[tuple[Mesh, Memory]]:
     """Connect the members of this host, and map their memory, `count` times. Collective over all members.
 
-    ranks: of this host. place: of this process among them. own: their places among all members.
+    neighbours: the ranks of this host, with this one.
     Returns an empty list on all members if that fails on any of them, or if `may_share` is false there.
     """
+    place, size = neighbours.index(rank), len(neighbours)
     meshes: list[Mesh] = []
     memories: list[Memory] = []
     descriptors: list[int] = []
@@ -363,9 +284,9 @@ def _share_memory(
     with contextlib.ExitStack() as stack:
         try:
             for _ in range(count if may_share else 0):
-                meshes.append(Mesh(ranks, place, min(timeout, _CONNECT_SECONDS)))
+                meshes.append(Mesh(neighbours, place, min(timeout, _CONNECT_SECONDS)))
                 if place == 0:
-                    descriptors.append(make_memory(len(ranks)))
+                    descriptors.append(make_memory(size))
                     stack.callback(os.close, descriptors[-1])
             addresses = b"".join(mesh.address for mesh in meshes) or no_addresses
         except OSError as error:
@@ -376,15 +297,15 @@ def _share_memory(
                 for number, mesh in enumerate(meshes):
                     at = slice(number * ADDRESS_BYTES, (number + 1) * ADDRESS_BYTES)
                     made = descriptors[number] if place == 0 else None
-                    descriptor = mesh.connect([answers[member][at] for member in own], made)
+                    descriptor = mesh.connect([answers[ranks.index(one)][at] for one in neighbours], made)
                     if made is None:
                         stack.callback(os.close, descriptor)
-                    memories.append(Memory(descriptor, place, len(ranks)))
+                    memories.append(Memory(descriptor, place, size))
             except OSError as error:
                 problem = error
     have_failed = b"\0" in exchange(bytes([len(memories) == count]))
     if not have_failed:
-        return list(map(_Shared, meshes, memories))
+        return list(zip(meshes, memories, strict=True))
     for mesh in meshes:
         mesh.close()
     if problem is not None:

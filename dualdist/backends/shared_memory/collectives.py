@@ -13,6 +13,7 @@ the calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import threading
 import time
@@ -42,37 +43,37 @@ than at the same time (94 MB, 2 ranks)."""
 class Rounds:
     """The collectives of one member. All members run the same ones in the same order."""
 
-    def __init__(self, mesh: Mesh, memory: Memory, place: int, size: int) -> None:
-        self._mesh, self._memory, self._place, self._size = mesh, memory, place, size
+    def __init__(self, mesh: Mesh, memory: Memory) -> None:
+        self.mesh, self.memory = mesh, memory
+        self._place, self._size = mesh.place, mesh.size
+        self._num_owners = mesh.size
+        """How many members reduce a share of a larger tensor: the first ones."""
         self._turn = 0
         """Which of the two sets the current round uses."""
 
-    def abandon(self) -> None:
-        """In a forked process, close its copies of the sockets. Local."""
-        self._mesh.abandon()
-
     def _of(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Return the boxes of the current round, with the length and dtype of `part`."""
-        boxes = self._memory.boxes[self._turn].view(part.dtype)
+        boxes = self.memory.boxes[self._turn].view(part.dtype)
         return list(boxes[:, : len(part)].unbind())
 
     def _meet(self) -> CollectiveSteps:
-        yield from self._mesh.barrier()
+        yield from self.mesh.barrier()
         self._turn = 1 - self._turn
 
     def allreduce(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
         """Reduce `tensor` (1-D) in place, in the order of the places, so that all members have the same bits."""
         found = yield from self._find_tensors(tensor)
+        length = self.memory.box_bytes // tensor.element_size()
+        for part in [tensor] if found else tensor.split(length):
+            yield from self._reduce_share(part, found, op)
+            yield from self._copy_shares(part, found)
         if found:
-            yield from self._allreduce_in_arenas(found, op)
-            return
-        for part in tensor.split(self._memory.box_bytes // tensor.element_size()):
-            yield from self._allreduce_in_boxes(part, op)
+            yield from self._meet()  # from here on, the caller may change its tensor
 
     def allreduce_small(self, tensor: torch.Tensor, op: int) -> CollectiveSteps:
-        """Do the same in one round. `tensor` must fit a box.
+        """Do what `allreduce` does in one round, in which each member adds all tensors. `tensor` must fit a box.
 
-        When this member waits for the others, it has done all that they need, unless there are more than two.
+        Of two members, one that waits has already done all that the other one needs.
         """
         boxes = self._of(tensor)
         boxes[self._place].copy_(tensor)
@@ -81,9 +82,9 @@ class Rounds:
 
     def broadcast(self, tensors: Iterable[torch.Tensor], root: int) -> CollectiveSteps:
         """Overwrite `tensors` (1-D, uint8) with those of the member at place `root`, which writes to all boxes."""
-        for parts in _batches(tensors, min(_MESSAGE_BYTES, self._memory.boxes[0].nbytes)):
+        for parts in _batches(tensors, min(_MESSAGE_BYTES, self.memory.boxes[0].nbytes)):
             lengths = [part.numel() for part in parts]
-            boxes = self._memory.boxes[self._turn].view(-1)[: sum(lengths)].split(lengths)
+            boxes = self.memory.boxes[self._turn].view(-1)[: sum(lengths)].split(lengths)
             if self._place == root:
                 torch._foreach_copy_(boxes, parts)
             yield from self._meet()
@@ -93,8 +94,8 @@ class Rounds:
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> CollectiveSteps:
         """Fill `output` ((size * n,), uint8) with every member's `tensor` ((n,), uint8), in the order of the places."""
         start, rows = 0, output.view(self._size, -1) if len(output) else output
-        for part in tensor.split(self._memory.box_bytes):
-            boxes, end = self._memory.boxes[self._turn][:, : len(part)], start + len(part)
+        for part in tensor.split(self.memory.box_bytes):
+            boxes, end = self.memory.boxes[self._turn][:, : len(part)], start + len(part)
             boxes[self._place].copy_(part)
             yield from self._meet()
             rows[:, start:end].copy_(boxes)
@@ -110,10 +111,10 @@ class Rounds:
         announced = self._announced()
         announced[self._place] = max(sent)
         yield from self._meet()
-        slot = self._memory.box_bytes // self._size
+        slot = self.memory.box_bytes // self._size
         from_members, to_members = output.split(list(received)), tensor.split(list(sent))
         for start in range(0, max(announced), slot):
-            boxes, part = self._memory.boxes[self._turn], slice(start, start + slot)
+            boxes, part = self.memory.boxes[self._turn], slice(start, start + slot)
             for place, message in enumerate(to_members):
                 piece = message[part]
                 boxes[self._place, place * slot :][: len(piece)].copy_(piece)
@@ -125,51 +126,58 @@ class Rounds:
     def _announced(self) -> memoryview:
         """Return a number of each member, of the current round."""
         first = self._turn * self._size
-        return self._memory.announced[first : first + self._size]
+        return self.memory.announced[first : first + self._size]
 
     def _find_tensors(self, tensor: torch.Tensor) -> Generator[socket | Work, None, list[torch.Tensor]]:
         """Return the tensors of all members, or none if one is not in its member's arena."""
         announced = self._announced()
-        announced[self._place] = self._memory.place_of(tensor)
+        announced[self._place] = self.memory.place_of(tensor)
         yield from self._meet()
         starts = announced.tolist()
         if min(starts) < 0:
             return []
-        return [self._memory.of_member(place, start, tensor) for place, start in enumerate(starts)]
+        return [self.memory.of_member(place, start, tensor) for place, start in enumerate(starts)]
 
-    def _allreduce_in_arenas(self, tensors: Sequence[torch.Tensor], op: int) -> CollectiveSteps:
-        """Reduce where the tensors are: each member writes its share, and then copies those of the others."""
-        own, shares = tensors[self._place], self._shares(len(tensors[0]))
-        share = shares[self._place]
-        combine_into(own[share], [tensor[share] for tensor in tensors], op)
-        yield from self._meet()
-        for place, share in self._others(shares):
-            own[share].copy_(tensors[place][share])
-        yield from self._meet()  # from here on, the caller may change its tensor
+    def _reduce_share(self, part: torch.Tensor, found: Sequence[torch.Tensor], op: int) -> CollectiveSteps:
+        """Reduce this member's share of `part`. found: `part` of all members; if empty, it goes through the boxes."""
+        rows = found
+        if not found:
+            rows = self._of(part)
+            for _, share in self._others(part):
+                rows[self._place][share].copy_(part[share])
+            yield from self._meet()
+        own = self._own_share(part)
+        if own is not None:
+            into = part[own]
+            combine_into(into, [into if row is rows[self._place] else row[own] for row in rows], op)
 
-    def _allreduce_in_boxes(self, part: torch.Tensor, op: int) -> CollectiveSteps:
-        """Reduce a part that fits a box."""
-        boxes, shares = self._of(part), self._shares(len(part))
-        own = part[shares[self._place]]
-        for _, share in self._others(shares):
-            boxes[self._place][share].copy_(part[share])
+    def _copy_shares(self, part: torch.Tensor, found: Sequence[torch.Tensor]) -> CollectiveSteps:
+        """Wait until the others have done the same, and copy their shares of `part`."""
+        rows = found
+        if not found:
+            rows = self._of(part)
+            own = self._own_share(part)
+            if own is not None:
+                rows[self._place][own].copy_(part[own])
         yield from self._meet()
-        rows = [box[shares[self._place]] for box in boxes]
-        rows[self._place] = own
-        combine_into(own, rows, op)
-        results = self._of(part)
-        results[self._place][shares[self._place]].copy_(own)
-        yield from self._meet()
-        for place, share in self._others(shares):
-            part[share].copy_(results[place][share])
+        for place, share in self._others(part):
+            part[share].copy_(rows[place][share])
 
-    def _others(self, shares: Sequence[slice]) -> Iterator[tuple[int, slice]]:
+    def _own_share(self, part: torch.Tensor) -> slice | None:
+        shares = _shares(len(part), self._num_owners)
+        return shares[self._place] if self._place < self._num_owners else None
+
+    def _others(self, part: torch.Tensor) -> Iterator[tuple[int, slice]]:
+        """Return the shares of the other owners, with their places."""
+        shares = _shares(len(part), self._num_owners)
         return ((place, share) for place, share in enumerate(shares) if place != self._place)
 
-    def _shares(self, length: int) -> list[slice]:
-        """Return which part of `length` elements each member reduces."""
-        bounds = [length * place // self._size for place in range(self._size + 1)]
-        return [slice(*pair) for pair in pairwise(bounds)]
+
+@functools.lru_cache
+def _shares(length: int, num_owners: int) -> Sequence[slice]:
+    """Return which part of `length` elements each owner reduces."""
+    bounds = [length * place // num_owners for place in range(num_owners + 1)]
+    return tuple(slice(*pair) for pair in pairwise(bounds))
 
 
 def _batches(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -192,9 +200,7 @@ def _batches(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterator[list[t
 def combine_into(into: torch.Tensor, tensors: Sequence[torch.Tensor], op: int) -> None:
     """Write the reduction of `tensors`, in their order, to `into`, which may be one of them."""
     combine = REDUCE_OPERATIONS[op].combine
-    if len(tensors) == 1:
-        if tensors[0].data_ptr() != into.data_ptr():
-            into.copy_(tensors[0])
+    if len(tensors) == 1:  # `into` itself: the only member on its host
         return
     if len(tensors) == 2:
         combine(*tensors, out=into)
@@ -248,43 +254,50 @@ class CollectiveQueue:
         work = SharedMemoryWork(self, steps)
         self._queued.append(work)
         if at_once:
-            self.test(work)
+            self.run(work, 0.0)
             # After the only round of a small one, the other one of two members needs nothing more from this one.
-            if work.deadline is not None and (work.ended or self._mesh.is_pair):
+            if work.deadline is not None and (work.ended or self._mesh.size == 2):
                 return work
         self._worker.wake()
         return work
 
-    def finish(self, work: SharedMemoryWork, seconds: float | None = None) -> None:
-        """Run `work`, for at most `seconds`. Its problem is in the work.
+    def run(self, work: SharedMemoryWork, seconds: float | None) -> bool:
+        """Run `work`, for at most `seconds`; with 0, as far as is possible without waiting.
 
-        Raises RuntimeError in a signal handler or destructor that interrupts another collective of this thread.
+        Return False if this is a signal handler or destructor that interrupts another collective of this thread.
         """
         until = None if seconds is None else time.monotonic() + seconds
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            return True
+        try:
+            if self._is_running:
+                return False
+            try:
+                self._is_running = True
+                while not work.ended and self._advance(self._queued[0], until):
+                    pass
+            finally:
+                self._is_running = False
+        finally:
+            self._lock.release()
+        return True
+
+    def finish(self, work: SharedMemoryWork, seconds: float | None = None) -> None:
+        """Wait for `work`, at most `seconds`, and run it meanwhile. Its problem is in the work.
+
+        Raises RuntimeError where `run` returns False.
+        """
         self._waiting.append(work)
         try:
-            if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-                return
-            try:
-                if not self._run(work, until):
-                    raise RuntimeError(
-                        "A collective must not wait in a signal handler or destructor that interrupts another one: "
-                        "each would wait for the other. Let the handler set a flag, and check it after each step."
-                    )
-            finally:
-                self._lock.release()
+            if not self.run(work, seconds):
+                raise RuntimeError(
+                    "A collective must not wait in a signal handler or destructor that interrupts another one: each "
+                    "would wait for the other. Let the handler set a flag, and check it after each step."
+                )
         finally:
             self._waiting.remove(work)
             if self._queued:
                 self._worker.wake()
-
-    def test(self, work: SharedMemoryWork) -> None:
-        """Run `work` as far as is possible without waiting."""
-        if not work.ended and self._lock.acquire(blocking=False):
-            try:
-                self._run(work, 0.0)
-            finally:
-                self._lock.release()
 
     def abort(self) -> None:
         """Give up all collectives. The other members notice it. Local."""
@@ -294,18 +307,6 @@ class CollectiveQueue:
         """End the thread and the connections. Local."""
         self._mesh.close()
         self._worker.stop(_LAST_SECONDS)
-
-    def _run(self, work: SharedMemoryWork, until: float | None) -> bool:
-        """Run `work` until it ends or `until` has passed. Return False if this thread is running another one."""
-        if self._is_running:
-            return False
-        try:
-            self._is_running = True
-            while not work.ended and self._advance(self._queued[0], until):
-                pass
-        finally:
-            self._is_running = False
-        return True
 
     def _run_first(self) -> float | None:
         """Run the first collective until it ends, unless threads wait for one and run it themselves."""
@@ -397,5 +398,6 @@ class SharedMemoryWork(Work):
             self._queue.finish(self, seconds)
 
     def done(self) -> bool:
-        self._queue.test(self)
+        if not self.ended:
+            self._queue.run(self, 0.0)
         return self.ended

@@ -1,4 +1,4 @@
-"""Unix sockets between the members of a group, by which they wait for each other and notice dead ones.
+"""The memory that the members of a group share, and the Unix sockets by which they wait for each other.
 
 In a barrier, each member signals the members at distances 1, 2, 4, ... and waits for as many (the dissemination barrier
 of Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization"). A waiting member sleeps in poll(2),
@@ -142,40 +142,40 @@ class Mesh:
 
     def __init__(self, ranks: Sequence[int], place: int, timeout: float) -> None:
         """Listen. Local. ranks: of all members, for errors. timeout: of `connect`, in seconds."""
-        self._ranks, self._place, self._size, self._timeout = ranks, place, len(ranks), timeout
-        size = len(ranks)
-        self._steps = [1 << bit for bit in range((size - 1).bit_length())]
+        self.place, self.size = place, len(ranks)
+        self._ranks, self._timeout = ranks, timeout
+        self._steps = [1 << bit for bit in range((self.size - 1).bit_length())]
         self._peers: dict[int, socket.socket] = {}
         self._is_closed = False
         self.address = secrets.token_bytes(ADDRESS_BYTES)
         """Where this member listens: a random name in Linux's abstract namespace, which leaves no file."""
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(_name(self.address))
-        self._server.listen(2 * size)
+        self._server.listen(2 * self.size)
 
     def connect(self, addresses: list[bytes], descriptor: int | None) -> int:
         """Connect to the other members and return the descriptor of the memory. Collective.
 
         descriptor: that of place 0, which passes it on in a tree; None on the others. Raises OSError.
         """
-        peers = {(self._place + sign * step) % self._size for step in self._steps for sign in (-1, 1)}
+        peers = {(self.place + sign * step) % self.size for step in self._steps for sign in (-1, 1)}
         deadline = time.monotonic() + self._timeout
-        for peer in sorted(place for place in peers if place > self._place):
+        for peer in sorted(place for place in peers if place > self.place):
             self._peers[peer] = self._call(addresses[peer])
-        expected = sum(place < self._place for place in peers)
+        expected = sum(place < self.place for place in peers)
         while expected:
             expected -= self._accept(deadline)
         self._server.close()
         # In the tree, the parent of a place is the place without its highest bit.
-        child_step = 1 << self._place.bit_length()
+        child_step = 1 << self.place.bit_length()
         if descriptor is None:
-            _, received, _, _ = socket.recv_fds(self._peers[self._place - child_step // 2], 1, 1)
+            _, received, _, _ = socket.recv_fds(self._peers[self.place - child_step // 2], 1, 1)
             if not received:
                 raise OSError("a member has left")
             descriptor = received[0]
         for step in self._steps:
-            if step >= child_step and self._place + step < self._size:
-                socket.send_fds(self._peers[self._place + step], [b"\0"], [descriptor])
+            if step >= child_step and self.place + step < self.size:
+                socket.send_fds(self._peers[self.place + step], [b"\0"], [descriptor])
         for connection in self._peers.values():
             connection.setblocking(False)
         return descriptor
@@ -187,7 +187,7 @@ class Mesh:
             connection.connect(_name(address))
             if not _is_own_user(connection):
                 raise OSError("another user listens at a member's address")
-            connection.sendall(_HELLO.pack(self._place))
+            connection.sendall(_HELLO.pack(self.place))
             stack.pop_all()
         return connection
 
@@ -204,19 +204,14 @@ class Mesh:
         self._peers[place] = connection
         return True
 
-    @property
-    def is_pair(self) -> bool:
-        """Whether there are two members."""
-        return self._size == 2
-
     def barrier(self) -> Iterator[socket.socket]:
         """Meet the other members; yield the socket for whose data to wait next, until it has arrived.
 
         Raises HorovodInternalError when a member has left.
         """
         for step in self._steps:
-            self._signal((self._place + step) % self._size)
-            source = (self._place - step) % self._size
+            self._signal((self.place + step) % self.size)
+            source = (self.place - step) % self.size
             while not self._has_signal(source):
                 yield self._peers[source]
 
