@@ -143,9 +143,11 @@ DEVICE_MESH = Kind("device_mesh", "DEVICE_MESH", Data.NONE)
 REMOVE_PROCESS_SET = Kind("remove_process_set", "REMOVE_PROCESS_SET", Data.NONE)
 
 # The first two compare the layout of the gradients when a wrapper is made. GRADIENTS ends each backward pass.
+# SYNCHRONIZE asks in step() whether some rank has set a gradient that no backward has reached.
 OPTIMIZER = Kind("DistributedOptimizer", "DISTRIBUTEDOPTIMIZER", Data.NONE)
 DATA_PARALLEL = Kind("DistributedDataParallel", "DISTRIBUTEDDATAPARALLEL", Data.NONE)
 GRADIENTS = Kind("gradient synchronization", "ALLREDUCE", Data.BEFORE, WhenJoined.GRADIENTS, in_step=True)
+SYNCHRONIZE = Kind("synchronize", "SYNCHRONIZE", Data.NONE, WhenJoined.NOTHING, in_step=True)
 
 
 LONGEST_TEXT = 400

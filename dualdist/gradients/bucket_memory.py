@@ -89,6 +89,11 @@ def fit(params: Sequence[TrackedParameter], grads: Sequence[torch.Tensor | None]
     )
 
 
+def has_numbers(grad: torch.Tensor | None) -> bool:
+    """Return whether a gradient has an element other than 0. The host waits for a device."""
+    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+
 # The layout in which gradients are sent: flat buckets, each of one dtype and device.
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -233,9 +238,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 # Each rank knows on the host which gradients it has. The ranks exchange this only when some rank contributes other
 # gradients than at the last exchange. A regular step therefore needs no exchange, and the host reads nothing of a GPU.
 
-DENSE, SPARSE, NEW = 1, 2, 4
-"""The parts of a kind: whether there is a dense and a sparse gradient, and whether a backward has reached the parameter
-since gradients were combined. Ranks combine what some rank has and a backward on some rank has reached."""
+DENSE, SPARSE, NEW, LEFT_OUT = 1, 2, 4, 8
+"""The parts of a kind: whether there is a dense and a sparse gradient, and whether it is new since gradients were
+combined; and whether no backward has reached the parameter since then, though this rank trains it. Ranks combine what
+some rank has and what is new on some rank."""
 NOTHING = 0
 
 
@@ -259,7 +265,10 @@ class Contributions:
         self._is_complete = True
         """Whether every member that had not joined contributed the expected kinds at the last exchange."""
         self.combined = list(expected)
-        """For each bucket, the kinds that the ranks contribute."""
+        """For each bucket, the kinds that the ranks contribute, without LEFT_OUT."""
+        self._indices = [slot.param for bucket in buckets for slot in bucket.slots]
+        self.left_out: frozenset[int] = frozenset()
+        """The parameters that some rank trains and no backward on any rank has reached."""
 
     def changed(self, kinds: bytes) -> bool:
         """Return whether this rank contributes other kinds than at the last exchange."""
@@ -274,15 +283,21 @@ class Contributions:
         count = len(self._expected)
         own = bytes(count) if kinds is None else kinds
         is_incomplete = kinds is not None and own != self._expected
-        flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW) for kind in own]
+        flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW, LEFT_OUT) for kind in own]
+        flags += [kind & (NEW | LEFT_OUT) == NEW for kind in own]
         # On the CPU, whatever the device of the gradients.
         sent = torch.tensor([*flags, is_incomplete], dtype=torch.int32, device="cpu")
         group.allreduce_(sent, Max).wait()
         *received, any_incomplete = sent.tolist()
-        parts = zip(received[:count], received[count : 2 * count], received[2 * count :], strict=True)
+        parts = [received[start : start + count] for start in range(0, len(received), count)]
         combined = bytes(
             dense * DENSE | sparse * SPARSE | NEW if new and (dense or sparse) else NOTHING
-            for dense, sparse, new in parts
+            for dense, sparse, new in zip(*parts[:3], strict=True)
+        )
+        self.left_out = frozenset(
+            index
+            for index, left_out, reached in zip(self._indices, *parts[3:], strict=True)
+            if left_out and not reached
         )
         self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
         self._announced = kinds
@@ -425,6 +440,7 @@ class BucketMemory:
         self,
         grads: Sequence[torch.Tensor | None],
         is_new: Sequence[bool] | None,
+        left_out: Sequence[bool] | None,
         given: Set[int],
     ) -> bytes:
         """Write what this rank sends; return the kind of contribution to each gradient, see Contributions.
@@ -432,6 +448,7 @@ class BucketMemory:
         Args:
             grads: `can_take` has returned True for them. Zeros are written for a gradient that is None or sparse.
             is_new: whether each gradient counts as new, also one that is None. None: all that are there do.
+            left_out: whether each one has the kind LEFT_OUT. None: none has.
             given: parameters, by index, whose gradients the script may know.
         """
         self._are_set = False
@@ -457,12 +474,12 @@ class BucketMemory:
             if targets:
                 torch._foreach_copy_(targets, sources)
             scale_(self.flat, self.factor)
-        if len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
+        if left_out is None and len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
             return self._all_dense
         is_new = [grad is not None for grad in grads] if is_new is None else is_new
         return bytes(
-            (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW
-            for new, grad in zip(is_new, grads, strict=True)
+            (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW | left * LEFT_OUT
+            for new, left, grad in zip(is_new, left_out or [False] * len(grads), grads, strict=True)
         )
 
     def on_host(self, sent: torch.Tensor) -> torch.Tensor:

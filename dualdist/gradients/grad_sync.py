@@ -25,7 +25,7 @@ from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
-from .bucket_memory import TrackedParameter
+from .bucket_memory import TrackedParameter, has_numbers
 from .combiner import Combiner, SyncOptions, alive, combiners_of
 from .comm_hook import CommHook
 from .reducer import Reducer
@@ -229,10 +229,7 @@ class GradSync(Combiner):
         To combine that gradient again would give a wrong result.
         """
         param = self._params[index]
-        grad = param.tensor.grad
-        if grad is None or not self._reducer.is_reduced(index):
-            return
-        if (grad.coalesce().values() if grad.is_sparse else grad).any():
+        if self._reducer.is_reduced(index) and has_numbers(param.tensor.grad):
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(): "
                 f"{param.name!r} holds a gradient already that is combined, or was set since. Increase "
@@ -390,12 +387,15 @@ class GradSync(Combiner):
             )
         self._arrivals.take_arrived()
         self._reducer.given = self._indices  # backward has ended, so that the script knows its gradients
-        used, counts = self._reducer.used, self._pass_counts
-        # A gradient that no backward has combined: set by the script, or a frozen parameter's that is trained again.
-        for index, tensor in enumerate(self._tensors if len(used) < len(self._params) else ()):
-            if index not in used and tensor.requires_grad and tensor.grad is not None:
+        counts, left = self._pass_counts, set[int]()
+        if not self._reducer.reduced:
+            left = set(self._indices)
+        elif self._reducer.is_left_to_combine():
+            left = set(self._reducer.left_out)
+        for index in left:
+            if self._tensors[index].grad is not None:
                 counts[index] = counts[index] or 1
-        if not self._reducer.reduced or any(counts):
+        if left or any(counts):
             self._combine()
         self.watch()
 

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from .. import accelerator
-from ..agreement.call import GRADIENTS, Call, call_site
+from ..agreement.call import GRADIENTS, SYNCHRONIZE, Call, call_site
 from ..agreement.channel import Channel
 from ..agreement.guard import OutOfStepError, in_turn
 from ..agreement.matching import Verdict
@@ -40,6 +40,7 @@ from .bucket_memory import (
     Contributions,
     TrackedParameter,
     fit,
+    has_numbers,
     keep_freed_memory,
     lay_out,
 )
@@ -166,6 +167,9 @@ class Reducer:
         """Whether the gradients were reduced since the last step."""
         self.used: set[int] = set()
         """The parameters to whose gradients some rank has contributed since the last step."""
+        self.left_out: Set[int] = frozenset()
+        """Those that no backward on any rank has reached since the last step. Equal on all ranks. Not those with
+        combined numbers that must not be combined once more: `is_left_to_combine` looks for numbers."""
         self._compares_start = False
         """Whether the next reduction is followed by a comparison of the parameters."""
         self.divisor: int | Literal["active"] | None = None
@@ -231,6 +235,7 @@ class Reducer:
         self._hooks.close(backend)
         self._hooks = HookQueue()
         self.is_known, self._buckets_sent, self._sparse = False, 0, frozenset()
+        self.left_out = frozenset()
         self.lay_out(self.layout.params)
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
@@ -260,7 +265,7 @@ class Reducer:
             self.enter_world(self.layout.params)
         self.layout.order.mark(arrived)
         while self.layout.order.is_complete(len(self._sent)):
-            self._send_next(at_end=at_end)
+            self._send_next(is_complete=True, at_end=at_end)
         if self._can_set_early:
             for place, indices in self.layout.order.take_waiting(len(self._sent)).items():
                 self.layout.memory_of(place).take_gradients(set(indices) - self.given)
@@ -269,21 +274,30 @@ class Reducer:
         while len(self._sent) < len(self.layout.buckets):
             self._send_next(empty=empty, at_end=True)
 
-    def _send_next(self, *, empty: bool = False, at_end: bool = False) -> None:
-        """Send the next bucket. empty: with zeros. at_end: whether `reduce` follows at once."""
+    def _send_next(self, *, empty: bool = False, is_complete: bool = False, at_end: bool = False) -> None:
+        """Send the next bucket.
+
+        Args:
+            empty: with zeros.
+            is_complete: whether backward has reached all of its parameters.
+            at_end: whether `reduce` follows at once.
+        """
         place, options = len(self._sent), self.options
         bucket = self.layout.buckets[place]
         grads = [None] * len(bucket.params) if empty else self._all_contributions(bucket)
-        is_new, counts = None, self._pass_counts
-        if self.reduced and not empty:
-            is_new = [True] * len(grads) if all(counts) else [counts[slot.param] > 0 for slot in bucket.slots]
+        counts, are_reached, left_out = self._pass_counts, [True] * len(grads), None
+        if not (empty or is_complete or all(counts)):
+            are_reached = [counts[slot.param] > 0 for slot in bucket.slots]
+            pairs = zip(are_reached, bucket.params, strict=True)
+            left_out = [not is_reached and param.tensor.requires_grad for is_reached, param in pairs]
+        is_new = are_reached if self.reduced and not empty else None
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         if (streams := bucket.params[0].streams) is not None:
             streams.follow()
             if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
                 for tensor in (memory.flat, *(grad for grad in grads if grad is not None)):
                     accelerator.keep_until_done(tensor, stream)
-        kinds = memory.pack(grads, is_new, self.given)
+        kinds = memory.pack(grads, is_new, left_out, self.given)
         self._kinds += kinds
         self._buckets_sent += 1
         self._count_sent(place)
@@ -486,6 +500,33 @@ class Reducer:
         if compares:
             warn_of_differences(self.layout.params, self.options, self._id)
 
+    def _leave_out(self) -> None:
+        """Record which parameters no backward has reached since the last step, after a reduction."""
+        left_out = self.layout.contributions.left_out
+        if self.reduced:
+            left_out = left_out.intersection(self.left_out)
+        elif not self.options.can_repeat:  # what was combined must not be combined again
+            left_out = frozenset(index for index in left_out if not self._has_numbers(index))
+        self.left_out = left_out
+
+    def _has_numbers(self, index: int) -> bool:
+        return has_numbers(self.layout.params[index].tensor.grad)
+
+    def is_left_to_combine(self) -> bool:
+        """Return whether the script has given numbers to gradients that no backward has reached, on some rank.
+
+        Collective if there are such parameters.
+        """
+        if not self.left_out:
+            return False
+        count = int(any(map(self._has_numbers, self.left_out)))
+        call = Call(SYNCHRONIZE, self._arguments, site=call_site(), count=count)
+        return self._channel.run(call, lambda group, verdict: any(verdict.counts))
+
+    @property
+    def _arguments(self) -> tuple[tuple[str, int | None], ...]:
+        return ("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id)
+
     def _announcement(self) -> Call:
         """Return the call that announces a reduction, at the user's line.
 
@@ -493,9 +534,8 @@ class Reducer:
         count is the digest of the buckets that were sent, and in the lowest bits whether parameters were moved or
         replaced, and whether the kinds have changed.
         """
-        arguments = (("process_set", self.options.process_set.process_set_id), ("grad_sync", self._id))
         bits = 2 * bool(self.changes) + self.layout.contributions.changed(self._kinds)
-        return Call(GRADIENTS, arguments, site=call_site(), count=4 * self._channel.sent_digest + bits)
+        return Call(GRADIENTS, self._arguments, site=call_site(), count=4 * self._channel.sent_digest + bits)
 
     def _settle(self, kinds: bytes | None, group: Group, verdict: Verdict) -> list[int]:
         """Return the ranks on which parameters were moved or replaced. If there are none, exchange kinds that changed.
@@ -560,6 +600,8 @@ class Reducer:
                 sparse |= memory.dense_parts(kinds)
         for index, dense_part in sorted(sparse.items()):
             self._combine_sparse(group, index, dense_part, keep)
+        if keep:
+            self._leave_out()
         if sparse.keys() - self._sparse:
             self._sparse |= sparse.keys()
             self.lay_out(self.layout.params)

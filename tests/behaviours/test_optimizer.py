@@ -427,6 +427,37 @@ def test_a_gradient_that_the_script_sets_where_backward_left_none_is_combined_in
         assert by_hand.tolist() == [1 - number * 2 * mean] * 2
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@everywhere
+def test_a_gradient_of_zeros_that_backward_leaves_out_may_be_set_on_some_ranks(op: int) -> None:
+    """The last rank sets it, also by `.data`, which counts no version up. The others' zeros count, as in Horovod."""
+    trained, by_hand = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0), op=op)
+    factor = 1 / hvd.size() if op == hvd.Average else 1.0
+    for number in range(1, 4):
+        optimizer.zero_grad(set_to_none=False)
+        (trained * number * (hvd.rank() + 1)).sum().backward()
+        if hvd.rank() == hvd.size() - 1:
+            if by_hand.grad is None:
+                by_hand.grad = torch.ones(2)
+            else:
+                by_hand.grad.data.add_(1.0)
+        optimizer.step()
+        total = number * (number + 1) / 2 * hvd.size() * (hvd.size() + 1) / 2
+        assert trained.tolist() == pytest.approx([1 - factor * total] * 2)
+        assert by_hand.tolist() == pytest.approx([1 - factor * number] * 2, abs=1e-6)
+
+
+@everywhere
+def test_a_gradient_that_is_there_before_backward_is_summed_once() -> None:
+    trained, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0), op=hvd.Sum)
+    by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
+    trained.sum().backward()
+    optimizer.step()
+    assert (trained.item(), by_hand.item()) == (-hvd.size(), -hvd.size() * (hvd.size() + 1) / 2)
+
+
 @everywhere
 def test_sparse_adam_trains_without_zero_grad_and_with_a_table_that_no_rank_uses() -> None:
     used, unused = (nn.Embedding(4, 2, sparse=True) for _ in range(2))

@@ -8,13 +8,15 @@
   others stay as they are.
 - The result is written into the gradient that is there; into a new one where there is None.
 - A step in the style `optimizer` first combines what is left, or everything if nothing has been combined since the
-  last one; then gradients that are None become zeros if they are required and were not combined since the last step.
+  last one. If some rank has numbers in a gradient that no backward has reached since the last step, all of those are
+  left, too; but not one that had numbers when it was summed. Then gradients that are None become zeros if they are
+  required and were not combined since the last step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,8 @@ class Unit:
     """Those that were combined since the last step."""
     is_first: bool = False
     """Whether the next combination is the first one since a step."""
+    left_out: set[str] = field(default_factory=set)
+    """Those that no backward has reached since the last step, but for those that had numbers when they were summed."""
 
     def pending(self) -> set[str]:
         """Return those that a backward on some rank has reached since they were last combined."""
@@ -76,9 +80,10 @@ class Oracle:
             self.check_pass(statement.one)
         elif statement.stepped is not None and self.setup.style == "optimizer":
             unit = self.units[statement.stepped]
-            if unit.is_first or unit.pending():
+            left = unit.left_out if self.have_numbers(unit.left_out) else set()
+            if unit.is_first or unit.pending() or left:
                 self.check_sums(unit, {})
-                self.combine(unit)
+                self.combine(unit, left)
             self.fill(unit)
         elif statement.added is not None and self.setup.style == "optimizer":
             number, prefix = statement.added
@@ -133,9 +138,15 @@ class Oracle:
             if combines:
                 self.combine(unit)
 
+    def have_numbers(self, keys: Iterable[str]) -> bool:
+        """Return whether some of these gradients has an element other than 0 on some rank."""
+        grads = [replica.params[key].grad for replica in self.members for key in keys]
+        return any(grad is not None and bool(dense(grad).any()) for grad in grads)
+
     @torch.no_grad()
-    def combine(self, unit: Unit) -> None:
-        for key in sorted(unit.keys if unit.is_first else unit.keys & unit.pending()):
+    def combine(self, unit: Unit, left: Set[str] = frozenset()) -> None:
+        reached = unit.pending()
+        for key in sorted(unit.keys if unit.is_first else unit.keys & (reached | left)):
             params = [replica.params[key] for replica in self.members]
             if all(param.grad is None for param in params):
                 continue
@@ -147,6 +158,14 @@ class Oracle:
             for param in params:
                 write(param, total, sparse=self.members[0].is_sparse(key))
             unit.since_step.add(key)
+        trained = {
+            key for key in unit.keys - reached for one in self.members if one.params[key].requires_grad
+        }
+        if not unit.is_first:
+            trained &= unit.left_out
+        elif self.setup.sums:
+            trained = {key for key in trained if not self.have_numbers([key])}
+        unit.left_out = trained
         unit.is_first = False
         for passes in unit.passes.values():
             passes.clear()
