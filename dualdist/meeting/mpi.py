@@ -131,7 +131,9 @@ def _open_mpi_would_abort(env: Mapping[str, str]) -> bool:
 
 _failures: list[object] = []
 _LAST_SECONDS = 5.0
-"""How long the end of MPI may take after a failed collective: it waits for all ranks."""
+"""How long the end of MPI may take after a failed collective or with unfinished ones: it waits for all ranks."""
+has_unfinished = False
+"""Whether this process has given up collectives of MPI that have not ended."""
 
 
 def is_failing() -> bool:
@@ -170,7 +172,7 @@ def _finalize_unless_failed(library: Any) -> None:
     def finalize() -> None:
         if is_failing() or library.Is_finalized():
             return
-        if not process_exit.world_has_failed:
+        if not (process_exit.world_has_failed or has_unfinished):
             library.Finalize()
             return
         try:

@@ -82,6 +82,19 @@ def test_a_missing_member_is_an_error_after_the_timeout() -> None:
 
 
 @everywhere
+def test_a_group_that_is_destroyed_ends_its_calls_first() -> None:
+    """As gloo does. The end of MPI would wait for calls that are given up, perhaps for ever."""
+    size = dist.get_world_size()
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    tensors = [torch.ones(1 << 20) for _ in range(2)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    dist.destroy_process_group(group)
+    assert all(work is not None and work.is_success() for work in works)
+    assert all(tensor.eq(size).all() for tensor in tensors)
+
+
+@everywhere
 def test_torchs_own_ddp_has_the_gradients_of_one_process() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

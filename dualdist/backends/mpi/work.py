@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...compiling import not_compiled
 from ...executor import Worker, in_thread
+from ...meeting import mpi
 from .communicator import Operation
 
 # The progress thread: it moves data while Python computes, since MPI moves data only inside its own calls.
@@ -33,7 +34,8 @@ _BUSY_SECONDS = 2e-5
 """A test that takes longer has moved data, and the next one probably will too."""
 _LINGER_SECONDS = 0.02
 """How long the thread polls after the last work before it sleeps: waking it costs more than a few tests."""
-_JOIN_SECONDS = 5.0
+_END_SECONDS = 5.0
+"""How long the end of a process group waits for its works, and that of the process for threads."""
 
 
 class Progress:
@@ -65,11 +67,16 @@ class Progress:
             atexit.register(self._end)  # the newest handler runs first: before MPI's
         self._owners.add(owner)
 
-    def leave(self, owner: object) -> None:
-        """Give up the pending works of `owner`. When it is the last owner, end the thread."""
-        for work in list(self._pending):
-            if work.owner is owner and not work.is_completed():
-                work.give_up("its process group was destroyed")
+    def leave(self, owner: Any) -> None:
+        """Give up the pending works of `owner`. When it is the last owner, end the thread.
+
+        If it has given up none, the other members are probably there: wait a little for all works to end.
+        """
+        deadline = time.monotonic() + (0.0 if owner.unsettled else _END_SECONDS)
+        for work in [work for work in list(self._pending) if work.owner is owner]:
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(_SLEEP_SECONDS)
+            work.give_up("its process group was destroyed")
         self._owners.discard(owner)
         if not self._owners:
             self.stop()
@@ -93,13 +100,13 @@ class Progress:
     def stop(self) -> None:
         """End the thread. The next work starts another one."""
         if not self.forked:
-            self._worker.stop(_JOIN_SECONDS)
+            self._worker.stop(_END_SECONDS)
 
     def _end(self) -> None:
         """At exit: end the threads. Python ends others when they return from torch, and then C++ aborts the process."""
         self.stop()
         if not self.forked:
-            concurrent.futures.wait(list(self._callbacks), _JOIN_SECONDS)
+            concurrent.futures.wait(list(self._callbacks), _END_SECONDS)
 
     def _step(self) -> float | None:
         if self._pending:
@@ -241,7 +248,7 @@ class MpiWork(dist.Work):
             if self._ended:
                 return
             _unfinished.append((self._requests, self._operations))
-            self.owner.unsettled = True
+            self.owner.unsettled = mpi.has_unfinished = True
             self._end(problem)
         self._fulfil_future()
 
