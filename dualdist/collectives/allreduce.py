@@ -12,7 +12,7 @@ from ..agreement.matching import Verdict
 from ..backends.base import Group
 from ..checks import wrong
 from ..compiling import not_compiled
-from ..types import Average, Max, Min, Op, Product, Sum
+from ..types import Adasum, Average, Max, Min, Op, Product, Sum
 from ..world.process_sets import ProcessSetLike, channel_of, global_process_set
 from .plan import Plan, check_tensors, make_call, planned
 from .reduction import (
@@ -289,12 +289,12 @@ class Allreduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         reduction, process_set, grouped = ctx.reduction, ctx.process_set, len(grads) > 1
         op, prescale, postscale = reduction
-        if op not in (Min, Max, Product):
+        if op in (Average, Sum, Adasum):
             plan = plan_allreduce(grads, reduction, grouped=grouped, process_set=process_set)
             return None, *plan.run(Allreduce)
         summed = Reduction(Sum, postscale_factor=prescale * postscale)
         totals = plan_allreduce(grads, summed, grouped=grouped, process_set=process_set).run()
-        share = _product_of_others if op == Product else _share_of_extreme
+        share = {Min: _share_of_extreme, Max: _share_of_extreme, Product: _product_of_others}[op]
         shares = [share(tensor.detach() * prescale, op, process_set) for tensor in ctx.saved_tensors]
         return None, *(total * part for total, part in zip(totals, shares, strict=True))
 

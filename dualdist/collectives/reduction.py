@@ -319,7 +319,8 @@ def reduce_payloads(
     if reduction.op in (Min, Max):
         flat = (torch.amin if reduction.op == Min else torch.amax)(rows, dim=0)
     else:
-        flat = (torch.prod if reduction.op == Product else torch.sum)(rows, dim=0, dtype=dtype)
+        combine = {Product: torch.prod, Sum: torch.sum, Average: torch.sum}[reduction.op]
+        flat = combine(rows, dim=0, dtype=dtype)
     _finish(flat, reduction, group.size)
     unpack(flat, tensors)
 
