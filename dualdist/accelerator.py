@@ -63,14 +63,9 @@ def bind(device: torch.device) -> None:
     _accelerator.set_device_index(device.index)
 
 
-def current_index() -> int:
-    """Return the index of the current device of this thread."""
-    return int(_accelerator.current_device_index())
-
-
 def current_device() -> torch.device | None:
     """Return the current device of this thread; None if this process has not used the accelerator."""
-    return torch.device(str(kind()), current_index()) if is_started() else None
+    return torch.device(str(kind()), _accelerator.current_device_index()) if is_started() else None
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:

@@ -265,7 +265,7 @@ class Connections:
 
     def wait_for_peers(self, signal: socket.socket, seconds: float) -> bool:
         """Wait until a peer has sent something, `signal` is readable, or for `seconds`. Return whether a peer has."""
-        if any(peer.has_unread for peer in self._peers.values()):
+        if any(peer._unread for peer in self._peers.values()):
             return True
         poll = select.poll()
         try:
@@ -376,11 +376,6 @@ class _Peer:
         self._unread = bytearray()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether bytes have arrived that no exchange has used."""
-        return bool(self._unread)
 
     def has_left(self, goodbye: bytes) -> bool | None:
         """Return whether `goodbye` is the last that the peer has sent; None if it has not closed the connection."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ..meeting.addresses import Gather
+from ..meeting.server import connected
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def measure_links(place: int | None, num_hosts: int, address: str, gather: Gathe
 def _ask(link: Link, end: tuple[str, int]) -> Link:
     """Ask the target for the time. The answer with the shortest round trip is the most exact one."""
     try:
-        with _connected(end) as connection:
+        with connected(*end, _SILENCE_SECONDS) as connection:
             best = min(_answer(connection, 0) for _ in range(_QUESTIONS))
         return replace(link, round_trip=best[0], clock=best[1])
     except OSError as error:
@@ -112,7 +113,7 @@ def _ask(link: Link, end: tuple[str, int]) -> Link:
 def _send(link: Link, end: tuple[str, int]) -> Link:
     """Measure the bandwidth, unless there is no connection."""
     rates = [0.0]
-    with contextlib.suppress(OSError), _connected(end) as connection:
+    with contextlib.suppress(OSError), connected(*end, _SILENCE_SECONDS) as connection:
         while not link.problem and len(rates) <= _ROUNDS:
             length, seconds = _CHUNK, 0.0
             while seconds < _MEASURED_SECONDS:
@@ -120,13 +121,6 @@ def _send(link: Link, end: tuple[str, int]) -> Link:
                 seconds, _ = _answer(connection, length)
             rates.append(length / seconds)
     return replace(link, bandwidth=max(rates) or None)
-
-
-@contextlib.contextmanager
-def _connected(end: tuple[str, int]) -> Iterator[socket.socket]:
-    with socket.create_connection((end[0], end[1]), _SILENCE_SECONDS) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield connection
 
 
 def _answer(connection: socket.socket, length: int) -> tuple[float, float]:

@@ -12,25 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..types import Launch, World
-from .detect import detect, launch_from
-from .launchers import DUALDIST_RUN, ELASTIC_DIR, LAUNCHERS, SPAWN, Launcher
-
-__all__ = (
-    "DUALDIST_RUN",
-    "ELASTIC_DIR",
-    "LAUNCHERS",
-    "SPAWN",
-    "DeviceView",
-    "Launcher",
-    "Place",
-    "choose_devices",
-    "detect",
-    "is_one_host",
-    "launch_from",
-    "nodes",
-    "shared_devices",
-    "topology",
-)
+from .detect import detect as detect
+from .detect import launch_from as launch_from
+from .launchers import DUALDIST_RUN as DUALDIST_RUN
+from .launchers import ELASTIC_DIR as ELASTIC_DIR
+from .launchers import LAUNCHERS as LAUNCHERS
+from .launchers import SPAWN as SPAWN
+from .launchers import Launcher as Launcher
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """How the ranks of a job meet before any backend runs, and who is missing. Imports no torch.
 
-A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py, mpi.py, export.py) is where
+A meeting has one server (server.py), in rank 0 or in the launcher. A board (boards.py, mpi.py, pmi.py) is where
 the ranks find its address, and `find_board` chooses the board of a launcher. The store of torchrun's agent is a board,
 too: it needs torch, so it is in backends/store.py. Each rank connects to the server (member.py), and the ranks gather
 texts through it. While they start, the server reports a rank that ends to all others. A server in rank 0 closes when

@@ -174,11 +174,11 @@ def _serve_unchanged_scripts(
             first, port = address, stack.enter_context(reserved_port())
         else:
             port = _LOWEST_PORT + secrets.randbelow(_PORTS)
-        rendezvous = None
+        rendezvous = interface = None
         if is_installed():
+            interface = interface_of(address) if address == LOOPBACK else None
             store = stack.enter_context(HttpStore(address, horovods_scopes(hosts, worlds)))
             rendezvous = store.host, store.port
-        interface = interface_of(address) if address == LOOPBACK else None
         yield [
             copied_variables(
                 torchrun_variables(world, (first, port)),

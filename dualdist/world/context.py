@@ -166,7 +166,8 @@ class Context:
                 self.watch.check = self.check_peers
             self._undo.callback(self.watch.usage.measure_loading())
             if settings.summary is not None:
-                self._undo.callback(self._summarize, settings.summary)
+                total = functools.partial(self.watch.usage.total, backend.rank, backend.size)
+                self._undo.callback(lambda where: write(total(), where), settings.summary)
             if settings.timeline is not None:
                 self.timeline.open(settings.timeline, settings.timeline_mark_cycles)
         except BaseException:
@@ -250,9 +251,6 @@ class Context:
             for sync in [sync for known in self.grad_syncs.values() for sync in known]:
                 stack.callback(sync.forget_world, self.backend)
             stack.callback(self.watch.close)
-
-    def _summarize(self, where: str) -> None:
-        write(self.watch.usage.total(self.backend.rank, self.backend.size), where)
 
     def abandon(self) -> None:
         """In a forked process, release what it shares with the parent, without affecting the parent. Local."""
@@ -370,14 +368,14 @@ def join_world(
     env: Mapping[str, str],
     settings: Settings,
 ) -> Context:
-    """Join the world that `env` and `override` describe, or return the one joined already. Collective.
+    """Join the world that `env` and `override` describe. Collective.
 
     settings: those in `env`.
 
     Raises NotInitializedError in a process that was forked from a rank.
     """
     global _context
-    if _context is not None or _inherited is not None:
+    if _inherited is not None:
         return current()
     launch = launch_from(override, env, mpi.world_size)
     if launch.ignored:

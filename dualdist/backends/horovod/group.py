@@ -60,15 +60,6 @@ def forget_shutdown() -> None:
         atexit.unregister(function)
 
 
-def limit_shutdown_at_exit() -> None:
-    """After a failure, let Horovod's shutdown take at most 5 s when this process ends. Local.
-
-    Its background thread may wait in MPI for a rank that has stopped.
-    """
-    forget_shutdown()
-    atexit.register(shut_down_in_time)
-
-
 def shut_down_in_time() -> None:
     """Shut Horovod down, in 5 s at most. It waits for all ranks: with Gloo, until its timeout."""
     try:
@@ -188,8 +179,9 @@ class HorovodGroup(Group):
 
     def abort(self) -> None:
         skip_destructors_at_exit()  # seldom, one has waited for ever in a process whose host was cut off
-        if hvd.mpi_enabled():
-            limit_shutdown_at_exit()
+        if hvd.mpi_enabled():  # its thread may wait in MPI for a rank that has stopped
+            forget_shutdown()
+            atexit.register(shut_down_in_time)
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         name = f"{self._prefix}.allreduce.{tag}"
