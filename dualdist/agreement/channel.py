@@ -6,7 +6,7 @@ exchange all their pending calls (`match`), and wait for each other's news where
 
 A Request holds a call until it has ended. One thread at a time, which holds `_running`, runs the pending ones in
 rounds: the caller's own thread if nothing else is pending, else a worker thread. In this file: Request, News (wakes the
-thread), Channel. ahead.py has the calls of a channel without an agreement.
+thread), Channel. ahead.py has the calls that need no agreement.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ StandIn = Callable[[Call, Group, Verdict], None]
 """What a rank that has called `join` runs when the other ranks call a collective."""
 
 _WAIT_SECONDS = 0.5
-"""A signal that arrives just before a wait or in another thread does not interrupt it: its handler runs afterwards."""
+"""How long a thread waits at a time. A signal that arrives just before a wait, or in another thread, does not interrupt
+it: its handler runs between two waits."""
 
 
 class Request(Generic[T]):
@@ -187,7 +188,7 @@ class Channel:
         self._running = threading.Lock()
         """Held by the thread that runs calls."""
         self._own: Request[Any] | None = None
-        """The call of that thread itself; None if it is the worker thread."""
+        """The call of the thread that holds `_running`; None if it is the worker thread."""
         self._pending: list[Request[Any]] = []
         """In the order in which the calls were made. Only the thread that runs calls removes them."""
         self._named: weakref.WeakValueDictionary[object, Request[Any]] = weakref.WeakValueDictionary()

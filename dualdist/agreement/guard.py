@@ -45,7 +45,7 @@ _this_thread = _ThisThread()
 
 def run_calls_of_others() -> None:
     """Let this thread not count as one that makes calls: it only runs those of other threads."""
-    _this_thread.state = _CallingThread()
+    _this_thread.state = _CallingThread()  # in no list, so that `is_blocked` does not look at it
     del _calling_threads[threading.current_thread()]
 
 

@@ -3,8 +3,7 @@
     offset 0          the archive of torch.save: a dictionary of plain containers, numbers, strings and CPU tensors
     size - 2048 - 22  the archive's end record; its last field is the length of the comment, 2048 bytes
     size - 2048       the manifest: JSON, padded with spaces
-    size - 15         "crc32 xxxxxxxx
-": the CRC-32 of every byte before this line
+    size - 15         "crc32 xxxxxxxx" and a newline: the CRC-32 of every byte before this line
 
 One pass writes the file, which appears under its name only when it is complete. `torch.load(path, weights_only=True)`
 and every zip program read it without dualdist. The checksum finds any flipped bit. It protects against accidents;

@@ -240,8 +240,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 DENSE, SPARSE, NEW, LEFT_OUT = 1, 2, 4, 8
 """The parts of a kind: whether there is a dense and a sparse gradient, and whether it is new since gradients were
-combined; and whether no backward has reached the parameter since then, though this rank trains it. Ranks combine what
-some rank has and what is new on some rank."""
+combined; and whether no backward has reached the parameter since then, though this rank trains it. A gradient is
+combined if some rank has one, and it is new on some rank."""
 NOTHING = 0
 
 
@@ -399,7 +399,7 @@ class BucketMemory:
     def can_take(
         self, grads: Sequence[torch.Tensor | None], is_new: Sequence[bool] | None, *, in_place: bool
     ) -> bool:
-        """Return whether nobody else needs what is in this memory, when `grads` are sent in it.
+        """Return whether nobody else needs what is in this memory, when `grads` are sent in it: `pack` follows.
 
         Somebody does if a tensor uses it that is no gradient in its slot: an earlier gradient, a view, or the gradient
         of another parameter; or if a gradient lies here that is not sent. A script may also have resized the storage.

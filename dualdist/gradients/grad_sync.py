@@ -237,6 +237,7 @@ class GradSync(Combiner):
             )
 
     def _handle_single(self, index: int) -> None:
+        """Handle a gradient outside the expected order: count its pass. It may be sent when the next one arrives."""
         pass_counts, has_failed = self._pass_counts, self._arrivals.has_failed
         # Count what the failed backward completed before adding this pass.
         completed = list(filter(self._can_send_early, self._arrivals.handled)) if has_failed else []
@@ -281,7 +282,7 @@ class GradSync(Combiner):
         return self.passes > 1 or not self._averages
 
     def _expect_order(self) -> None:
-        """Expect the gradients of the next backward in the order of the last complete one."""
+        """Decide whether the next backward handles gradients in the order of the last one, and when it sends them."""
         process_set = self._reducer.options.process_set
         self._sends_late = any(
             sync._number < self._number

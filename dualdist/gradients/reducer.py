@@ -307,7 +307,7 @@ class Reducer:
             memory.set_early(kinds, at_end=at_end)
 
     def _count_sent(self, place: int) -> None:
-        """Add the bucket at `place` to the digest of the buckets that this rank has sent."""
+        """Add the bucket at `place` to the digest of the buckets that this rank has sent. -1: an abandoned backward."""
         channel = self._channel
         channel.sent_digest = (channel.sent_digest * 1_000_003 + (self._id << 20) + place + 1) % (1 << 60)
 

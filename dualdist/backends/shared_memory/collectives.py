@@ -238,7 +238,7 @@ class CollectiveQueue:
         self._lock = threading.RLock()
         """Held by the thread that runs a collective. Reentrant: a signal handler may interrupt this thread."""
         self._is_running = False
-        """Whether a thread that waits for a collective runs one."""
+        """Whether the thread that holds the lock runs a collective: a signal handler may find it so."""
         self._waiting: list[SharedMemoryWork] = []
         """What threads wait for. They run it themselves."""
         self._worker = Worker(self._run_first, "dualdist-shared-memory")
