@@ -91,7 +91,7 @@ def fit(params: Sequence[TrackedParameter], grads: Sequence[torch.Tensor | None]
 
 def has_numbers(grad: torch.Tensor | None) -> bool:
     """Return whether a gradient has an element other than 0. The host waits for a device."""
-    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).count_nonzero())
 
 
 # The layout in which gradients are sent: flat buckets, each of one dtype and device.

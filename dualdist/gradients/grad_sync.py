@@ -12,7 +12,7 @@ import functools
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -120,6 +120,7 @@ class GradSync(Combiner):
         self._params += added
         self._tensors += [tensor for _, tensor in named]
         self._pass_counts += [0] * len(added)
+        self._reducer.leave_out(range(len(self._params) - len(added), len(self._params)))
         self._reducer.given = self._indices = frozenset(range(len(self._params)))
         self.watch()
         self._reducer.lay_out(self._params)
@@ -388,17 +389,21 @@ class GradSync(Combiner):
             )
         self._arrivals.take_arrived()
         self._reducer.given = self._indices  # backward has ended, so that the script knows its gradients
-        counts, left = self._pass_counts, set[int]()
+        # First as backward does: other ranks may have combined there.
         if not self._reducer.reduced:
-            left = set(self._indices)
-        elif self._reducer.is_left_to_combine():
-            left = set(self._reducer.left_out)
-        for index in left:
-            if self._tensors[index].grad is not None:
-                counts[index] = counts[index] or 1
-        if left or any(counts):
+            self._combine_with(self._indices)
+        elif any(self._pass_counts):
             self._combine()
+        if self._reducer.must_combine_left_out():
+            self._combine_with(self._reducer.left_out)
         self.watch()
+
+    def _combine_with(self, indices: Set[int]) -> None:
+        """Combine the gradients, and those at `indices` as if a backward had reached them. Collective."""
+        for index in indices:
+            if self._tensors[index].grad is not None:
+                self._pass_counts[index] = self._pass_counts[index] or 1
+        self._combine()
 
     def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         params = [param for group in param_groups for param in group["params"]]

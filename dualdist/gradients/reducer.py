@@ -14,7 +14,7 @@ longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -167,9 +167,10 @@ class Reducer:
         """Whether the gradients were reduced since the last step."""
         self.used: set[int] = set()
         """The parameters to whose gradients some rank has contributed since the last step."""
-        self.left_out: Set[int] = frozenset()
-        """Those that no backward on any rank has reached since the last step. Equal on all ranks. Not those with
-        combined numbers that must not be combined once more: `is_left_to_combine` looks for numbers."""
+        self._left_out: frozenset[int] = frozenset()
+        """Those that no backward on any rank has reached since the last step. Equal on all ranks."""
+        self._is_final: frozenset[int] = frozenset()
+        """Those of `_left_out` that were combined with numbers in them, if they must not be combined once more."""
         self._compares_start = False
         """Whether the next reduction is followed by a comparison of the parameters."""
         self.divisor: int | Literal["active"] | None = None
@@ -235,7 +236,7 @@ class Reducer:
         self._hooks.close(backend)
         self._hooks = HookQueue()
         self.is_known, self._buckets_sent, self._sparse = False, 0, frozenset()
-        self.left_out = frozenset()
+        self._left_out = frozenset()
         self.lay_out(self.layout.params)
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
@@ -289,7 +290,7 @@ class Reducer:
         if not (empty or is_complete or all(counts)):
             are_reached = [counts[slot.param] > 0 for slot in bucket.slots]
             pairs = zip(are_reached, bucket.params, strict=True)
-            left_out = [not is_reached and param.tensor.requires_grad for is_reached, param in pairs]
+            left_out = [not is_reached and bool(param.hooks) for is_reached, param in pairs]
         is_new = are_reached if self.reduced and not empty else None
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         if (streams := bucket.params[0].streams) is not None:
@@ -375,7 +376,7 @@ class Reducer:
 
     def is_reduced(self, index: int) -> bool:
         """Return whether the gradient at `index` was reduced since the last step, and backward has not added to it."""
-        return index in self.used and self._pass_counts[index] == 0
+        return index in self.used and self._pass_counts[index] == 0 and index not in self.left_out
 
     def _all_contributions(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Return the gradients that this rank sends in `bucket`."""
@@ -504,20 +505,30 @@ class Reducer:
         """Record which parameters no backward has reached since the last step, after a reduction."""
         left_out = self.layout.contributions.left_out
         if self.reduced:
-            left_out = left_out.intersection(self.left_out)
-        elif not self.options.can_repeat:  # what was combined must not be combined again
-            left_out = frozenset(index for index in left_out if not self._has_numbers(index))
-        self.left_out = left_out
+            self._left_out &= left_out
+        else:
+            self._left_out = left_out
+            can_repeat = self.options.can_repeat and not self._channel.num_joined
+            self._is_final = frozenset() if can_repeat else frozenset(filter(self._has_numbers, left_out))
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """Record new parameters, which no backward has reached."""
+        self._left_out = self._left_out.union(indices)
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """The parameters that no backward on any rank has reached since the last step, and that may be combined."""
+        return self._left_out - self._is_final
 
     def _has_numbers(self, index: int) -> bool:
         return has_numbers(self.layout.params[index].tensor.grad)
 
-    def is_left_to_combine(self) -> bool:
-        """Return whether the script has given numbers to gradients that no backward has reached, on some rank.
+    def must_combine_left_out(self) -> bool:
+        """Return whether the script has given numbers to a gradient in `left_out`, on some rank.
 
-        Collective if there are such parameters.
+        Collective if no backward has reached some parameter.
         """
-        if not self.left_out:
+        if not self._left_out:
             return False
         count = int(any(map(self._has_numbers, self.left_out)))
         call = Call(SYNCHRONIZE, self._arguments, site=call_site(), count=count)

@@ -448,6 +448,83 @@ def test_a_gradient_of_zeros_that_backward_leaves_out_may_be_set_on_some_ranks(o
         assert by_hand.tolist() == pytest.approx([1 - factor * number] * 2, abs=1e-6)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("passes", [1, 2])
+@everywhere
+def test_ranks_may_combine_in_backward_or_in_the_step_while_a_parameter_is_left_out(passes: int) -> None:
+    used, unused = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([used, unused], lr=1.0), backward_passes_per_step=passes
+    )
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        # In the second step, the last rank makes one pass less, or none.
+        for _ in range(passes - (number == 2 and hvd.rank() == hvd.size() - 1)):
+            used.sum().backward()
+        optimizer.step()
+    assert used.item() == pytest.approx(-3 * passes + 1 / hvd.size()) and unused.item() == 0
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_an_old_gradient_is_averaged_once_when_a_rank_has_joined() -> None:
+    first, later = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, later], lr=1.0))
+    for number in range(4 if hvd.rank() == 0 else 2):
+        param = later if number else first
+        param.grad = None  # that of the other one stays
+        (param * 4).sum().backward()
+        optimizer.step()
+    if hvd.rank() == 0:
+        share = (
+            1 / hvd.size()
+        )  # of this rank, which reduces its old gradient with the zeros of those that have joined
+        assert later.item() == pytest.approx(-4 * (1 + 2 * share))
+        assert first.item() == pytest.approx(-4 * (2 + share + share**2))
+    hvd.join()
+
+
+@everywhere
+def test_a_parameter_that_is_added_before_the_step_is_combined_in_it() -> None:
+    first, added = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=1.0))
+    ((first + added) * (hvd.rank() + 1)).sum().backward()
+    optimizer.add_param_group({"params": [added]})
+    optimizer.step()
+    mean = (hvd.size() + 1) / 2
+    assert (first.item(), added.item()) == (-mean, -mean)
+
+
+@everywhere
+def test_a_parameter_that_is_thawed_after_backward_is_combined_in_the_step() -> None:
+    trained, thawed = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, thawed], lr=1.0))
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        thawed.requires_grad_(False)
+        trained.sum().backward()
+        thawed.requires_grad_(True)
+        thawed.grad = torch.full((1,), hvd.rank() + 1.0)
+        optimizer.step()
+        assert (trained.item(), thawed.item()) == (-number, -number * (hvd.size() + 1) / 2)
+
+
+@pytest.mark.ranks(2, 3)
+@everywhere
+def test_a_sum_has_a_gradient_that_one_rank_set_before_another_reached_the_parameter() -> None:
+    trained, late, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, late, other], lr=1.0), op=hvd.Sum)
+    late.grad = torch.zeros(1)
+    for number in range(1, 4):
+        optimizer.zero_grad(set_to_none=False)
+        trained.sum().backward()
+        if hvd.rank() == 0:
+            late.grad = torch.full((1,), 2.0)
+        (late * 4 if hvd.rank() == 1 else other * 0).sum().backward()
+        optimizer.step()
+        assert late.item() == -6 * number
+
+
 @everywhere
 def test_a_gradient_that_is_there_before_backward_is_summed_once() -> None:
     trained, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
