@@ -30,6 +30,8 @@ SLOW = 1
 STEPS = 8
 DELAY = 0.1
 """Seconds in each step, many times what a step takes without it."""
+UNDISTURBED = 1.5 * STEPS * DELAY
+"""Fewer seconds than these show that DELAY is most of the time."""
 KINDS = ("computing", "data_loading", "waiting", "communication")
 
 
@@ -95,8 +97,10 @@ def test_the_slow_rank_is_named_with_its_reason(place: str, style: str) -> None:
         assert (found["slowest"], found["reason"], found["share"]) == (None, None, 0)
         return
     reason = "data_loading" if place == "loading" else "computing"
-    assert (found["slowest"], found["reason"]) == (SLOW, reason)
     slow = found["ranks"][SLOW]
+    # The system may stop a rank for longer than this test does; that is then what the report names.
+    if max(row["seconds"] for row in found["ranks"]) < UNDISTURBED:
+        assert (found["slowest"], found["reason"]) == (SLOW, reason)
     # The first batch is there before the report.
     assert slow[reason] >= (STEPS - (place == "loading")) * DELAY / slow["seconds"]
 
