@@ -169,7 +169,7 @@ class Reducer:
         """The parameters to whose gradients some rank has contributed since the last step."""
         self._left_out: frozenset[int] = frozenset()
         """Those that no backward on any rank has reached since the last step. Equal on all ranks."""
-        self._is_final: frozenset[int] = frozenset()
+        self._final: frozenset[int] = frozenset()
         """Those of `_left_out` that were combined with numbers in them, if they must not be combined once more."""
         self._compares_start = False
         """Whether the next reduction is followed by a comparison of the parameters."""
@@ -509,7 +509,7 @@ class Reducer:
         else:
             self._left_out = left_out
             can_repeat = self.options.can_repeat and not self._channel.num_joined
-            self._is_final = frozenset() if can_repeat else frozenset(filter(self._has_numbers, left_out))
+            self._final = frozenset() if can_repeat else frozenset(filter(self._has_numbers, left_out))
 
     def leave_out(self, indices: Iterable[int]) -> None:
         """Record new parameters, which no backward has reached."""
@@ -518,7 +518,7 @@ class Reducer:
     @property
     def left_out(self) -> frozenset[int]:
         """The parameters that no backward on any rank has reached since the last step, and that may be combined."""
-        return self._left_out - self._is_final
+        return self._left_out - self._final
 
     def _has_numbers(self, index: int) -> bool:
         return has_numbers(self.layout.params[index].tensor.grad)

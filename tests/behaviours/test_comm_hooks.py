@@ -261,6 +261,22 @@ def test_accumulation() -> None:
 
 
 @everywhere
+def test_a_hook_may_leave_ranks_with_different_gradients_where_no_backward_came() -> None:
+    used, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([used, by_hand], lr=1.0), comm_hook=(None, noop_hook)
+    )
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        if hvd.rank() == 0:
+            by_hand.grad = torch.full((1,), 2.0)
+        (used * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+        assert used.item() == -number * (hvd.rank() + 1)
+        assert by_hand.item() == (-2 * number if hvd.rank() == 0 else 0)
+
+
+@everywhere
 def test_unused_parameters_stay_without_a_gradient() -> None:
     used, unused, first = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     model = hvd.DistributedDataParallel(nn.ParameterList([used, unused, first]))
