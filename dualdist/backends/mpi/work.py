@@ -74,9 +74,11 @@ class Progress:
         """
         deadline = time.monotonic() + (0.0 if owner.unsettled else _END_SECONDS)
         for work in [work for work in list(self._pending) if work.owner is owner]:
-            while not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(_SLEEP_SECONDS)
-            work.give_up("its process group was destroyed")
+            if (seconds := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(RuntimeError):  # it is late
+                    work._wait(seconds)
+            if not work.is_completed():
+                work.give_up("its process group was destroyed")
         self._owners.discard(owner)
         if not self._owners:
             self.stop()
