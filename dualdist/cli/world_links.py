@@ -43,7 +43,9 @@ class Link:
 
 _LENGTH, _TIME = struct.Struct("!Q"), struct.Struct("!d")
 _QUESTIONS, _ROUNDS = 20, 3
-"""How often the time is asked for and the bandwidth measured. The best counts: other programs take time of the CPUs."""
+"""How often the time is asked for and the bandwidth measured. The best counts: other programs take time of the CPUs.
+Between two measurements of a link all other links are measured, so that a program that runs for a second slows no link
+alone."""
 _MEASURED_SECONDS = 0.1
 _SILENCE_SECONDS = 5.0
 """How long to wait for the other host."""
@@ -91,11 +93,12 @@ def measure_links(place: int | None, num_hosts: int, address: str, gather: Gathe
         targets = [] if place is None else [(place + step) % num_hosts for step in steps]
         links = [_ask(Link(place or 0, target), ends[target]) for target in targets]
         gather("")
-        for number, step in enumerate(steps):
-            for turn in range(2):
-                if place is not None and place // step % 2 == turn:
-                    links[number] = _send(links[number], ends[targets[number]])
-                gather("")
+        for _ in range(_ROUNDS):
+            for number, step in enumerate(steps):
+                for turn in range(2):
+                    if place is not None and place // step % 2 == turn:
+                        links[number] = _send(links[number], ends[targets[number]])
+                    gather("")
         texts = gather(json.dumps([asdict(link) for link in links]))
     return [Link(**link) for text in texts for link in json.loads(text)]
 
@@ -111,16 +114,15 @@ def _ask(link: Link, end: tuple[str, int]) -> Link:
 
 
 def _send(link: Link, end: tuple[str, int]) -> Link:
-    """Measure the bandwidth, unless there is no connection."""
-    rates = [0.0]
-    with contextlib.suppress(OSError), connected(*end, _SILENCE_SECONDS) as connection:
-        while not link.problem and len(rates) <= _ROUNDS:
+    """Measure the bandwidth, unless there is no connection. The highest one measured so far counts."""
+    if not link.problem:
+        with contextlib.suppress(OSError), connected(*end, _SILENCE_SECONDS) as connection:
             length, seconds = _CHUNK, 0.0
             while seconds < _MEASURED_SECONDS:
                 length *= 2
                 seconds, _ = _answer(connection, length)
-            rates.append(length / seconds)
-    return replace(link, bandwidth=max(rates) or None)
+            return replace(link, bandwidth=max(link.bandwidth or 0.0, length / seconds))
+    return link
 
 
 def _answer(connection: socket.socket, length: int) -> tuple[float, float]:
