@@ -241,7 +241,7 @@ class CollectiveQueue:
         """Whether the thread that holds the lock runs a collective: a signal handler may find it so."""
         self._waiting: list[SharedMemoryWork] = []
         """What threads wait for. They run it themselves."""
-        self._worker = Worker(self._run_first, "dualdist-shared-memory")
+        self._worker = Worker(self._run_all, "dualdist-shared-memory")
         self._problem: HorovodInternalError | None = None
         """Why no collective can run any more."""
 
@@ -308,15 +308,13 @@ class CollectiveQueue:
         self._mesh.close()
         self._worker.stop(_LAST_SECONDS)
 
-    def _run_first(self) -> float | None:
-        """Run the first collective until it ends, unless threads wait for one and run it themselves."""
-        if not self._queued or self._waiting:
-            return None
-        # What happened is in the work, for the thread that will wait for it.
-        with self._lock, contextlib.suppress(Exception):
-            if self._queued and not self._waiting:
-                self._advance(self._queued[0], None)
-        return 0.0
+    def _run_all(self) -> None:
+        """Run the collectives to their ends, unless threads wait for one and run it themselves."""
+        while self._queued and not self._waiting:
+            # What happened is in the work, for the thread that will wait for it.
+            with self._lock, contextlib.suppress(Exception):
+                if self._queued and not self._waiting:
+                    self._advance(self._queued[0], None)
 
     def _advance(self, work: SharedMemoryWork, until: float | None) -> bool:
         """Run `work`, the first one, until it ends or `until` has passed. Return whether it ended."""
