@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from .forks import BIN, fork_variables, forked
 from .requirements import need_modules
-from .world import MPIRUN, ROOT
+from .world import MPIRUN, ROOT, SEMAPHORES_DELETED
 
 __all__ = ("LAUNCHERS", "MARK", "SECONDS", "Ended", "Launcher", "finish", "launch", "started_by")
 
@@ -56,7 +56,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended."""
+    """How a launch ended. The output is without SEMAPHORES_DELETED."""
 
     code: int
     output: str
@@ -110,7 +110,7 @@ def finish(
                 os.kill(pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise AssertionError(f"{' '.join(command)} did not end within {seconds:.0f} s:\n{output}") from None
-    return Ended(process.returncode, output)
+    return Ended(process.returncode, SEMAPHORES_DELETED.sub("", output))
 
 
 def started_by(mark: str) -> list[int]:
