@@ -140,7 +140,9 @@ def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) ->
     )
     ended = launch("mpirun-torch", str(script), environment={"DUALDIST_STALL_WARN_SECONDS": "0.2"})
     assert ended.code == 0, ended.output
-    assert "rank 0: process ended" in ended.output and len(ended.output.splitlines()) == 3, ended.output
+    # On a busy machine, either rank may be late in a call before.
+    lines = [line for line in ended.output.splitlines() if not line.startswith("Stalled for ")]
+    assert "rank 0: process ended" in ended.output and len(lines) == 3, ended.output
 
 
 CRASH = """\
