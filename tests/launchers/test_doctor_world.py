@@ -156,8 +156,8 @@ def test_the_cores_of_each_rank_are_reported_and_too_few_are_named() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun", "dualdist run"])
-def test_a_process_that_never_arrives_is_named(launcher: str, hosts: Hosts) -> None:
-    codes, output = on_hosts(hosts, launcher, {"absent": 1}, seconds="10")
+def test_a_process_that_never_arrives_is_named(launcher: str, hosts: Hosts, tmp_path: Path) -> None:
+    codes, output = on_hosts(hosts, launcher, {"absent": 1, "begun": str(tmp_path)}, seconds="10")
     assert 0 not in codes, output
     # The rank that began first prints it, and all others leave.
     assert (
@@ -166,9 +166,9 @@ def test_a_process_that_never_arrives_is_named(launcher: str, hosts: Hosts) -> N
     )
 
 
-def test_a_process_that_never_arrives_in_mpi_is_named_with_its_host(hosts: Hosts) -> None:
+def test_a_process_that_never_arrives_in_mpi_is_named_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
     """MPI_Init waits for it. Only the processes of its own host can see that it is missing."""
-    codes, output = on_hosts(hosts, "mpirun", {"absent": 1}, seconds="10")
+    codes, output = on_hosts(hosts, "mpirun", {"absent": 1, "begun": str(tmp_path)}, seconds="10")
     assert 0 not in codes, output
     named = r"Rank 0 waited 10 s for another rank in MPI_Init\. On alpha, local rank 1 did not arrive or is stopped\."
     assert len(re.findall(named, output)) == 1, output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,8 +45,9 @@ def test_the_processes_of_a_step_meet(slurm: Slurm, mpi: str) -> None:
     assert ended.output.count("This allocation can train.\n") == 1
 
 
-def test_a_task_that_never_arrives_is_named(slurm: Slurm) -> None:
+def test_a_task_that_never_arrives_is_named(slurm: Slurm, tmp_path: Path) -> None:
     timeout = {"DUALDIST_START_TIMEOUT_SECONDS": "3"}
-    ended = slurm.finish(*STEP, "--kill-on-bad-exit=1", *DOCTOR, '{"absent": 2}', environment=timeout)
+    faults = json.dumps({"absent": 2, "begun": str(tmp_path)})
+    ended = slurm.finish(*STEP, "--kill-on-bad-exit=1", *DOCTOR, faults, environment=timeout)
     assert ended.code != 0
     assert ended.output.count("WRONG: Rank 0 waited 3 s for rank 2, which did not arrive.") == 1

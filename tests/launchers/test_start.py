@@ -222,9 +222,12 @@ def test_a_name_server_that_does_not_answer_does_not_lengthen_the_start(tmp_path
 def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time, torch, torch.distributed as dist, dualdist as hvd\n"
+        "import os, pathlib, sys, time, torch, torch.distributed as dist, dualdist as hvd\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "(folder / os.environ['RANK']).touch()\n"
+        "while not all((folder / rank).exists() for rank in '012'):  # until all have imported torch\n"
+        "    time.sleep(0.01)\n"
         "hvd.init()\n"
-        "pair = None\n"
         "for call in (lambda: dist.all_reduce(torch.ones(1)), lambda: hvd.add_process_set([0, 2])):\n"
         "    if hvd.rank() == 0:\n"
         "        time.sleep(2 * float(os.environ['DUALDIST_START_TIMEOUT_SECONDS']))\n"
@@ -232,8 +235,10 @@ def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> 
         "hvd.barrier()\n"
         "hvd.shutdown()\n"
     )
-    command = ["python", "-m", "dualdist", "run", "-np", "3", "--backend", "torch", "python", str(script)]
-    assert finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "4"}).code == 0
+    program = ["python", str(script), str(tmp_path)]
+    command = ["python", "-m", "dualdist", "run", "-np", "3", "--backend", "torch", *program]
+    ended = finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "4"})
+    assert ended.code == 0, ended.output
 
 
 HOROVODS = """\

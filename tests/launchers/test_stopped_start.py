@@ -12,12 +12,15 @@ from ..helpers.script_launch import finish
 from ..helpers.world import MPIRUN
 
 SCRIPT = """\
-import os, pathlib, pkgutil, signal, sys
+import os, pathlib, pkgutil, signal, sys, time, torch
 import dualdist as hvd
 from dualdist.meeting import mpi
 
 moment, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+(folder / f"begun{rank}").touch()
+while not all((folder / f"begun{other}").exists() for other in range(3)):  # until all have imported torch
+    time.sleep(0.01)
 
 def stop(*arguments, **options):
     signal.raise_signal(signal.SIGSTOP)  # to this thread: `os.kill` may return before the process stops
