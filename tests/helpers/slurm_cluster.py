@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .namespace_hosts import Network
+from .ports import free_ports
 from .requirements import need_programs, need_root, program
 from .script_launch import SECONDS, Ended, finish
 
@@ -121,8 +122,8 @@ class Slurm:
 
     @staticmethod
     def free_port() -> int:
-        """Return a port that is free now."""
-        return _free_ports(1)[0]
+        """Return a port that is free."""
+        return free_ports(1)[0]
 
     def logs(self) -> str:
         """Return the last lines of every server."""
@@ -168,7 +169,7 @@ def _configure(folder: Path, nodes: Sequence[Node]) -> None:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
-    controller, *ports = _free_ports(1 + len(nodes))
+    controller, *ports = free_ports(1 + len(nodes))
     lines = (
         f"NodeName={node.name} NodeHostname={node.host} NodeAddr={node.address} Port={port} CPUs=8"
         for node, port in zip(nodes, ports, strict=True)
@@ -194,12 +195,6 @@ def _servers(folder: Path, nodes: Sequence[Node]) -> dict[str, list[str]]:
         "slurmctld": [*nodes[0].enter, program("slurmctld"), "-D"],
         **{f"slurmd-{node.name}": [*node.enter, program("slurmd"), "-D", "-N", node.name] for node in nodes},
     }
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [made.getsockname()[1] for made in sockets]
 
 
 def _wait(slurm: Slurm, question: list[str], answer: str, seconds: float = START_SECONDS) -> None:

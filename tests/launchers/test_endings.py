@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ..helpers.ports import free_ports
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import LAUNCHERS, finish, launch
 
@@ -234,13 +235,10 @@ def test_init_method_joins_processes_without_a_launcher(method: str, tmp_path: P
         "    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == [0, 1]\n"
         "    assert (hvd.local_rank(), hvd.local_size()) == (rank, 2)\n"
         "if __name__ == '__main__':\n"
-        "    import socket\n"
-        "    free = socket.socket(); free.bind(('127.0.0.1', 0))\n"
-        "    port = free.getsockname()[1]; free.close()\n"
-        "    address = sys.argv[1] if sys.argv[1] != 'tcp' else f'tcp://127.0.0.1:{port}'\n"
-        "    mp.spawn(work, (address,), nprocs=2)\n"
+        "    mp.spawn(work, (sys.argv[1],), nprocs=2)\n"
     )
-    ended = launch("python", str(script), f"file://{tmp_path}/meeting" if method == "file" else "tcp")
+    address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    ended = launch("python", str(script), address)
     assert (ended.code, ended.output) == (0, "")
 
 

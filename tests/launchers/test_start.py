@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ..helpers.ports import free_ports
 from ..helpers.requirements import need, need_modules, need_programs, need_root
 from ..helpers.script_launch import finish
 
@@ -164,9 +165,7 @@ def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
     need_modules(*["horovod.torch"] * (backend == "horovod"))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{port}"
+    address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_ports(1)[0]}"
     timeout = SECONDS if moment in ("before", "while all arrive", "stopped") else MANY_SECONDS
     command = ["python", str(script), backend, address, moment, str(tmp_path)]
     ended = finish(command, {START_TIMEOUT: str(timeout)}, seconds=0.9 * MANY_SECONDS)
