@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from dualdist.cli import main
 
 from ..helpers import parity_script
-from ..helpers.forks import BIN
+from ..helpers.forks import BIN, forked, use_forks
 from ..helpers.parity_script import FAULTY_STEP
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
@@ -211,6 +212,13 @@ def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
         "def load_batch():\n    threading.Event().wait()\n\nif hvd.rank() == 1:\n    load_batch()\nhvd.barrier()\n"
     )
     monkeypatch.chdir(tmp_path)
+    # Forks, also with --all: on a busy machine, new interpreters would still import torch when the time is over.
+    use_forks(True)
+    monkeypatch.setattr(sys, "executable", forked([sys.executable])[0])
+    horovodrun = shlex.join(forked([f"{BIN}/horovodrun"]))
+    (tmp_path / "horovodrun").write_text(f'#!/bin/sh\nexec {horovodrun} "$@"\n')
+    (tmp_path / "horovodrun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["parity", "--left", cell, "--timeout", "20", str(script)]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         f"dualdist parity: {cell} must end within 20 s (--timeout), but did not:",
