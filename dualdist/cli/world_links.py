@@ -1,9 +1,9 @@
 """The links between the hosts of a world: round trips, clocks and bandwidths, for `dualdist doctor --world`.
 
 One process of each host measures. It listens on the address that the others use, and connects to the hosts 1, 2, 4, ...
-places after its own. First all links are asked for the time, then each host sends data to one host after the other.
-While a host receives, it does not send: on a slow link, its data would delay the acknowledgements, and the other
-direction would look slow, too.
+places after its own. In each round, first all links are asked for the time, then each host sends data to one host
+after the other. While a host receives, it does not send: on a slow link, its data would delay the acknowledgements, and
+the other direction would look slow, too.
 
 A request is a length and as many bytes, and the answer to it is the time: without bytes it shows the round trip and the
 clock, with many bytes the bandwidth. Any program may ask for the time, so no request needs a proof.
@@ -43,9 +43,9 @@ class Link:
 
 _LENGTH, _TIME = struct.Struct("!Q"), struct.Struct("!d")
 _QUESTIONS, _ROUNDS = 20, 3
-"""How often the time is asked for and the bandwidth measured. The best counts: other programs take time of the CPUs.
-Between two measurements of a link all other links are measured, so that a program that runs for a second slows no link
-alone."""
+"""How often the time is asked for in a round, and how many rounds there are. The best counts: other programs take time
+of the CPUs. Between two measurements of a link all other links are measured, so that a program that runs for a second
+slows no link alone."""
 _MEASURED_SECONDS = 0.1
 _SILENCE_SECONDS = 5.0
 """How long to wait for the other host."""
@@ -91,9 +91,10 @@ def measure_links(place: int | None, num_hosts: int, address: str, gather: Gathe
         port = None if place is None else stack.enter_context(_answering(address))
         ends = {end[0]: end[1:] for end in map(json.loads, gather(json.dumps([place, address, port])))}
         targets = [] if place is None else [(place + step) % num_hosts for step in steps]
-        links = [_ask(Link(place or 0, target), ends[target]) for target in targets]
-        gather("")
+        links = [Link(place or 0, target) for target in targets]
         for _ in range(_ROUNDS):
+            links = [_ask(link, ends[link.target]) for link in links]
+            gather("")
             for number, step in enumerate(steps):
                 for turn in range(2):
                     if place is not None and place // step % 2 == turn:
@@ -104,13 +105,17 @@ def measure_links(place: int | None, num_hosts: int, address: str, gather: Gathe
 
 
 def _ask(link: Link, end: tuple[str, int]) -> Link:
-    """Ask the target for the time. The answer with the shortest round trip is the most exact one."""
+    """Ask the target for the time, unless there is no connection. The answer that came soonest is the most exact."""
+    if link.problem:
+        return link
     try:
         with connected(*end, _SILENCE_SECONDS) as connection:
             best = min(_answer(connection, 0) for _ in range(_QUESTIONS))
-        return replace(link, round_trip=best[0], clock=best[1])
     except OSError as error:
-        return replace(link, problem=f"{end[0]}:{end[1]}: {error}")
+        # A link that has answered before is one that works.
+        return link if link.round_trip is not None else replace(link, problem=f"{end[0]}:{end[1]}: {error}")
+    is_best = link.round_trip is None or best[0] < link.round_trip
+    return replace(link, round_trip=best[0], clock=best[1]) if is_best else link
 
 
 def _send(link: Link, end: tuple[str, int]) -> Link:
