@@ -90,7 +90,7 @@ class Meeting:
             left = max(0.0, deadline - time.monotonic())
             try:
                 if self._socket is not None or self._connect(left):
-                    self._send(TEXT, text, left, self._board.advice)
+                    self._send(TEXT, text, left, self._timeout, self._board.advice)
                     return self._gathered(left)
             except OSError as error:
                 # An earlier start has left the address there, or the server refuses a second process of this rank.

@@ -151,8 +151,8 @@ def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
 HELLO = "hello"
 """From a rank, at first: [HELLO, rank, size]."""
 TEXT = "text"
-"""From a rank: [TEXT, text, seconds, advice], its part of a gather. seconds: how long it waits for the others. advice:
-the last sentences of the error if one does not arrive."""
+"""From a rank: [TEXT, text, seconds, timeout, advice], its part of a gather. seconds: how long it still waits for the
+others. timeout, advice: how long it then has waited, and the last sentences of the error if one does not arrive."""
 TEXTS = "texts"
 """From the server: [TEXTS, texts of all ranks]."""
 FAILED = "failed"
@@ -389,11 +389,11 @@ class _Attendance:
             self._send_to(self.writers, FAILED, self._error, False)
         self._texts.pop(rank, None)
 
-    def _gather(self, rank: int, text: str, seconds: float, advice: str) -> None:
+    def _gather(self, rank: int, text: str, seconds: float, timeout: float, advice: str) -> None:
         self._texts[rank] = text
         if len(self._texts) < self._size:
             loop = asyncio.get_running_loop()
-            self._waits[rank] = loop.time() + seconds, seconds, advice
+            self._waits[rank] = loop.time() + seconds, timeout, advice
             loop.call_later(seconds, self._give_up, self._gathers, rank)
             return
         self._has_begun = self.is_closed = True

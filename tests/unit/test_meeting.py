@@ -145,6 +145,16 @@ def test_the_rank_that_waited_longest_ends_the_wait_of_all(board: MakeBoard) -> 
     assert "DUALDIST_START_TIMEOUT_SECONDS" in last
 
 
+def test_the_error_names_the_whole_timeout_of_a_rank_that_found_the_server_late(
+    board: MakeBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = Meeting._connect
+    monkeypatch.setattr(Meeting, "_connect", lambda self, left: left < 0.4 and connect(self, left))
+    with ThreadPoolExecutor(2) as pool:
+        for error in pool.map(partial(error_of, board, 1.0), (0, 2)):
+            assert "waited 1 s for rank 1, which did not arrive" in error
+
+
 def test_the_rank_that_reports_an_error_does_so_before_any_other_raises_it(board: MakeBoard) -> None:
     seen: list[tuple[int, bool]] = []
 
