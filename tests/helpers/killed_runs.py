@@ -29,6 +29,8 @@ from dualdist.checkpoint import CheckpointManager
 from .faulty_file_system import CountingFileSystem, FaultyFileSystem
 
 EVERY, STEPS = 3, 12
+TURN = 100
+"""Steps and turns of a run are in one number, so that a kill finds both of them old, or both new."""
 ENDED, FAILED = 0, 3
 """Exit codes of a run that finished, and of one that ended with the error of a full or broken disk."""
 
@@ -180,12 +182,11 @@ def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, exp
 
     def first() -> None:
         def count(step: int) -> None:
-            shared.set(0, step)
+            shared.set(0, turn * TURN + step)
             os.write(writer, b".")
 
         for turn in itertools.count():  # until it is killed
-            shared.set(0, 0)
-            shared.set(3, turn)
+            shared.set(0, turn * TURN)
             seeded()
             train(folder / str(turn), CountingFileSystem(), count, lambda step: None, asynchronous)
 
@@ -201,7 +202,9 @@ def killed_in_time(folder: Path, numbers: random.Random, asynchronous: bool, exp
     ended = signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).name
     os.close(reader)
     os.close(writer)
-    return resumed(folder / str(int(shared.get(3))), shared, False, asynchronous, ended, expected)
+    turn, step = divmod(int(shared.get(0)), TURN)
+    shared.set(0, step)
+    return resumed(folder / str(turn), shared, False, asynchronous, ended, expected)
 
 
 def main(folder: Path, count: int, seed: int) -> None:
