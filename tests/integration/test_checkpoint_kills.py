@@ -10,7 +10,7 @@ from pathlib import Path
 from ..helpers.killed_runs import EVERY, STEPS
 from ..helpers.world import ROOT
 
-RUNS, SECONDS = 50, 100
+RUNS, SECONDS = 50, 200
 
 
 def test_50_killed_runs_resume_from_a_complete_checkpoint(tmp_path: Path) -> None:

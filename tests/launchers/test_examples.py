@@ -81,7 +81,7 @@ def run_all(options_of: dict[str, str], launcher: str, folder: Path) -> Said:
     no_network = {**dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:0"), "no_proxy": ""}
     ended = launch(launcher, str(folder / "script.py"), json.dumps(runs), environment=no_network)
     assert ended.code == 0, ended.output
-    lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("[")]
+    lines = [json.loads(line) for line in ended.output.splitlines() if re.match(r'\[(\d|")', line)]
     assert len(lines) == len(runs), ended.output
     return dict(zip(options_of, lines, strict=True))
 

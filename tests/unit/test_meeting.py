@@ -32,6 +32,7 @@ from dualdist.meeting.member import Meeting
 from dualdist.meeting.server import MeetingServer, connected, reach
 from dualdist.types import Launch, Settings
 
+from ..helpers.ports import free_ports
 from ..helpers.requirements import need_programs, need_root
 from ..helpers.world import ROOT
 
@@ -91,9 +92,8 @@ def store(_: Path) -> Iterator[Callable[[], Board]]:
 
 @contextlib.contextmanager
 def given(_: Path) -> Iterator[Callable[[], Board]]:
-    with socket.create_server((HOST, 0)) as free:
-        port = int(free.getsockname()[1])
-    yield lambda: KnownBoard(ServerAddress([HOST], [port], b""), "there", "Look.")
+    address = ServerAddress([HOST], free_ports(1), b"")
+    yield lambda: KnownBoard(address, "there", "Look.")
 
 
 @pytest.fixture(params=[launchers, file, horovodruns, store, given])
