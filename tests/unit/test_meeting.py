@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.meeting import addresses, mpi, pmi
 from dualdist.meeting.boards import Board, FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
 from dualdist.meeting.member import Meeting
-from dualdist.meeting.server import MeetingServer, connected, reach
+from dualdist.meeting.server import TEXT, MeetingServer, connected, reach
 from dualdist.types import Launch, Settings
 
 from ..helpers.ports import free_ports
@@ -127,19 +126,65 @@ def test_all_ranks_get_all_texts_at_each_start(board: MakeBoard) -> None:
         assert list(pool.map(run, range(SIZE))) == [expected] * SIZE
 
 
+class Announced(Meeting):
+    """A meeting that says when it has sent its text: a rank that comes to the server afterwards is later."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.has_sent = threading.Event()
+
+    def _send(self, *message: Any) -> None:
+        super()._send(*message)
+        if message[0] == TEXT:
+            self.has_sent.set()
+
+
+Note = Callable[[int, bool], object]
+
+
+def errors_of(
+    board: MakeBoard, first: int, last: int, note: Note = lambda rank, is_own: None
+) -> tuple[str, str]:
+    """Let rank `first` arrive, and then rank `last`, which waits for one second. Return the errors of both.
+
+    note: called with a rank, and whether it reports the error.
+    """
+    waits = {first: 600.0, last: 1.0}
+    meetings = {}
+    for rank in sorted(waits):  # rank 0 starts the server
+
+        def on_error(error: str, is_own: bool, rank: int = rank) -> None:
+            note(rank, is_own)
+
+        meetings[rank] = Announced(board(), rank, SIZE, waits[rank], on_error)
+
+    def gather(rank: int) -> str:
+        with pytest.raises(ConfigurationError) as caught, meetings[rank] as meeting:
+            meeting.gather("here")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gather, first)
+        assert meetings[first].has_sent.wait(SECONDS)
+        error = gather(last)
+        return waiting.result(), error
+
+
 @pytest.mark.parametrize("missing", range(SIZE))
 def test_all_that_arrived_name_the_rank_that_did_not(board: MakeBoard, missing: int) -> None:
-    arrived = [rank for rank in range(SIZE) if rank != missing]
-    with ThreadPoolExecutor(2) as pool:
-        for error in pool.map(partial(error_of, board, 1.0), arrived):
-            # Where rank 0 runs the server at a known address, nobody answers there.
-            named = f"waited 1 s for rank {missing}, which did not arrive. Look at its output"
-            assert named in error or ("Connection refused. Look." in error and missing == 0)
+    first, last = (rank for rank in range(SIZE) if rank != missing)
+    if missing > 0 or board().is_launchers:
+        errors = errors_of(board, first, last)
+    else:  # rank 0 would run the server
+        errors = error_of(board, 1.0, first), error_of(board, 1.0, last)
+    for error in errors:
+        # Where rank 0 runs the server at a known address, nobody answers there.
+        named = f"waited 1 s for rank {missing}, which did not arrive. Look at its output"
+        assert named in error or ("Connection refused. Look." in error and missing == 0)
 
 
 def test_the_rank_that_waited_longest_ends_the_wait_of_all(board: MakeBoard) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        first, last = pool.map(partial(error_of, board), (600.0, 1.0), (0, 2))
+    first, last = errors_of(board, 0, 2)
     assert first == last
     assert "Rank 2 waited 1 s for rank 1, which did not arrive" in last
     assert "DUALDIST_START_TIMEOUT_SECONDS" in last
@@ -151,22 +196,13 @@ def test_the_error_names_the_whole_timeout_of_a_rank_that_found_the_server_late(
     connect = Meeting._connect
     monkeypatch.setattr(Meeting, "_connect", lambda self, left: left < 0.4 and connect(self, left))
     with ThreadPoolExecutor(2) as pool:
-        for error in pool.map(partial(error_of, board, 1.0), (0, 2)):
+        for error in pool.map(lambda rank: error_of(board, 1.0, rank), (0, 2)):
             assert "waited 1 s for rank 1, which did not arrive" in error
 
 
 def test_the_rank_that_reports_an_error_does_so_before_any_other_raises_it(board: MakeBoard) -> None:
     seen: list[tuple[int, bool]] = []
-
-    def fail(rank: int, timeout: float) -> None:
-        def note(error: str, is_own: bool) -> None:
-            seen.append((rank, is_own))
-
-        with pytest.raises(ConfigurationError), Meeting(board(), rank, SIZE, timeout, note) as meeting:
-            meeting.gather("here")
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(fail, (0, 2), (1.0, 600.0)))
+    errors_of(board, 2, 0, lambda rank, is_own: seen.append((rank, is_own)))
     assert seen == [(0, True), (2, False)]
 
 
@@ -240,13 +276,15 @@ def test_all_others_raise_when_a_rank_ends_that_has_not_started() -> None:
 
 def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's own function has no timeout. It runs in a thread with the device of this rank."""
-    device, never, bound = torch.device("cuda", 1), threading.Event(), []
+    device, bound = torch.device("cuda", 1), []
+    connects, never = threading.Event(), threading.Event()
     monkeypatch.setattr(
         accelerator, "bind", lambda device: bound.append((threading.current_thread(), device))
     )
 
     def connect() -> None:
         bound.append((threading.current_thread(), "connects"))
+        connects.set()
         never.wait(20)
 
     with gathered() as meetings, ThreadPoolExecutor(1) as pool:
@@ -258,6 +296,7 @@ def test_a_rank_that_ends_while_nccl_connects_is_named(monkeypatch: pytest.Monke
         )
         start: Any = TorchBackend.start_step
         step = pool.submit(start, backend, connect)
+        assert connects.wait(SECONDS)
         meetings[1].close(started=False)
         with pytest.raises(HorovodInternalError, match="rank 1 has ended, is stopped"):
             step.result()
