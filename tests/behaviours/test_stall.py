@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import dualdist as hvd
+from dualdist.world.context import current
 
 from ..helpers.files import wait_for
+from ..helpers.rejoining import outside_world
 from ..helpers.world import WORLDS, World, started
 
 CASES = [name for name in WORLDS if name.endswith("-3")]
@@ -43,6 +46,23 @@ def kept_messages(file: Path) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+@contextmanager
+def logging_when(count: int) -> Iterator[None]:
+    """Let rank 0 log in the `with` block once `count` ranks wait in an allreduce. Each may be late by any time."""
+    watch = current().watch
+    log = watch._log
+
+    def log_if_all_wait() -> None:
+        doing = watch.channels["set 0"].survey().members.values()
+        if sum("waiting in allreduce(" in each.text for each in doing) == count:
+            log()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hvd.rank() == 0:
+            patch.setattr(watch, "_log", log_if_all_wait)
+        yield
+
+
 def is_last() -> bool:
     return hvd.rank() == hvd.size() - 1
 
@@ -54,9 +74,16 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=1.0).step()
 
 
+def give_up_soon() -> None:
+    """Join the world again, in which calls stall after 2 s."""
+    os.environ["DUALDIST_STALL_TIMEOUT_SECONDS"] = "2"
+    with outside_world():
+        pass
+
+
 def wait_in_sets(file: Path) -> tuple[str, list[str]]:
     """Wait for the last rank in a set of two: rank 0 for a handle, rank 1 in a backward that only rank 1 repeats."""
-    last = hvd.size() - 1
+    last, raised = hvd.size() - 1, [file.with_name(f"raised {rank}") for rank in range(hvd.size() - 1)]
     pairs = [hvd.add_process_set([rank, last]) for rank in range(last)]
     weight = nn.Parameter(torch.zeros(2))
     if pairs[1].included():
@@ -72,13 +99,15 @@ def wait_in_sets(file: Path) -> tuple[str, list[str]]:
             else:
                 weight.sum().backward()
                 optimizer.step()
+        raised[hvd.rank()].touch()
+        wait_for(raised)  # rank 0 logs that rank 1 waits, too
         return str(caught.value), messages
 
 
 def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
     """Call allreduce on all ranks but the last; return the error and the log messages."""
     hvd.barrier()
-    with kept_messages(file) as messages:
+    with kept_messages(file) as messages, logging_when(hvd.size() - 1):
         if is_last():
             return "", messages
         with pytest.raises(hvd.StallError) as caught:
@@ -91,7 +120,7 @@ def wait_for_missing_rank(file: Path) -> tuple[str, list[str]]:
 def call_late(file: Path) -> list[str]:
     """Sum over all ranks, the last rank only after rank 0 has logged that it is missing. Return the messages."""
     hvd.barrier()
-    with kept_messages(file) as messages:
+    with kept_messages(file) as messages, logging_when(hvd.size() - 1):
         if is_last():
             wait_for([file])
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
@@ -102,7 +131,7 @@ def wait_for_other_names(file: Path) -> list[str]:
     """Sum under two names, the last rank in the other order and only after rank 0 has logged. Return the messages."""
     names = ["mine", "theirs"] if is_last() else ["theirs", "mine"]
     hvd.barrier()
-    with kept_messages(file) as messages:
+    with kept_messages(file) as messages, logging_when(hvd.size()):
         first = hvd.allreduce_async(torch.ones(1), name=names[0], op=hvd.Sum)
         if is_last():
             wait_for([file])
@@ -132,9 +161,8 @@ def wait_for_another_name(file: Path) -> str:
 
 @pytest.fixture
 def short_timeouts(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Three ranks that warn after 0.3 s and raise after 2 s."""
-    seconds = {"DUALDIST_STALL_WARN_SECONDS": "0.3", "DUALDIST_STALL_TIMEOUT_SECONDS": "2"}
-    with started(*WORLDS[request.param], seconds) as world:
+    """Three ranks that warn after 0.3 s, and that can be made to raise after 2 s."""
+    with started(*WORLDS[request.param], {"DUALDIST_STALL_WARN_SECONDS": "0.3"}) as world:
         yield world
 
 
@@ -152,6 +180,7 @@ def test_a_late_rank_is_logged_and_a_missing_one_is_an_error(short_timeouts: Wor
     waiting, name, missing = ("[0, 1]", "theirs", "[2]") if "theirs" in message else ("[2]", "mine", "[0, 1]")
     assert f"ranks {waiting} wait in allreduce" in message and f"name='{name}'" in message
     assert message.endswith(f"missing ranks: {missing}.")
+    short_timeouts.run(give_up_soon)
     error, *_ = short_timeouts.run(wait_for_another_name, tmp_path / "another name")
     assert "missing ranks: [2]" in error and re.search(
         r"rank 2: waiting in allreduce\(.*name='theirs'", error
