@@ -6,7 +6,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -72,14 +71,13 @@ def test_a_signal_handler_may_wait_for_another_result_at_any_moment() -> None:
     former = signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, 0.0002)
     try:
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
+        while len(answers) < 500:
             assert compute(lambda: "main") == "main"
     finally:
         is_over = True  # a handler that runs from here on does not start the timer again
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-    assert len(answers) > 100 and set(answers) == {"handler"}
+    assert set(answers) == {"handler"}
 
 
 @pytest.mark.timeout(60)
