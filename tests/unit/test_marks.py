@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualdist.errors import ConfigurationError
@@ -44,6 +44,7 @@ def test_an_environment_without_one_of_its_variables_is_the_same_world_or_an_err
         assert (launch.rank, launch.size) == (expected.get("rank"), expected.get("size")), variable
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_nested_launchers_without_one_variable_are_never_a_world_of_one(data: st.DataObject) -> None:
     outer = data.draw(st.lists(st.sampled_from(sorted(RECORDS)), max_size=3))
