@@ -170,8 +170,9 @@ def perform_on_horovod(program: Program, expected_ends: Sequence[int]) -> tuple[
     position, unchanged, deadline = 0, 0, time.monotonic() + HOROVOD_SECONDS
     seen: list[tuple[int, int, bool]] = []
     while unchanged < 3:
-        pause = time.monotonic() + 0.03
-        while time.monotonic() < pause:
+        pause, is_first = time.monotonic() + 0.03, True
+        while is_first or time.monotonic() < pause:
+            is_first = False
             if position < len(steps):
                 kind, number = steps[position]
                 if kind != WAIT and number not in handles:
