@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +10,10 @@ __all__ = ("wait_for",)
 
 
 def wait_for(files: Iterable[Path]) -> None:
-    """Wait until all `files` exist. The test's timeout ends it."""
+    """Wait until all `files` exist. The test's timeout ends it.
+
+    It pauses, to leave the core and Python's lock to those that are waited for.
+    """
     wanted = list(files)
     while not all(file.exists() for file in wanted):
-        pass
+        time.sleep(0.001)
