@@ -132,31 +132,32 @@ def error_while_stopped(where: str, folder: Path) -> str:
     return str(caught.value)
 
 
-def errors_while_stopped(folder: Path) -> dict[str, str]:
-    errors = {}
-    for where in ("call", "data", "data afterwards", "gradients"):
-        part = folder / where
-        part.mkdir(exist_ok=True)
-        errors[where] = error_while_stopped(where, part)
-        with outside_world():
-            pass
-        check_next_calls_work()
-    return errors
+def error_and_rejoin(where: str, folder: Path) -> str:
+    error = error_while_stopped(where, folder)
+    with outside_world():
+        pass
+    check_next_calls_work()
+    return error
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_errors_name_a_stopped_rank_and_no_other(name: str, tmp_path: Path) -> None:
     with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "3"}) as world:
         world.run(import_what_torch_imports_later)
-        results = world.run(errors_while_stopped, tmp_path)
-    for rank in (0, 2):
-        for where, error in results[rank].items():
-            call = "gradient synchronization" if where == "gradients" else "allreduce"
-            first, stopped, waiting = error.splitlines()
-            assert first.startswith(f"{call}(") and first.endswith("missing ranks: [1].")
-            assert stopped == "  rank 1: no answer: stopped, or cut off from the network"
-            assert waiting.startswith(f"  ranks 0, 2: waiting in {call}(") and f"at {__file__}:" in waiting
-    error = results[STOPPED]["call"]
-    assert re.search(
-        r"^  rank 1: did not run for \d+ s: stopped, .*; now waiting in allreduce", error, re.MULTILINE
-    ), error
+        for where in ("call", "data", "data afterwards", "gradients"):
+            (tmp_path / where).mkdir()
+            first, stopped, last = world.run(error_and_rejoin, where, tmp_path / where)
+            check_others(where, first, last)
+            if where == "call":
+                waiting = r"^  rank 1: did not run for \d+ s: stopped, .*; now waiting in allreduce"
+                assert re.search(waiting, stopped, re.MULTILINE), stopped
+
+
+def check_others(where: str, *errors: str) -> None:
+    """Check what ranks 0 and 2 have raised."""
+    for error in errors:
+        call = "gradient synchronization" if where == "gradients" else "allreduce"
+        first, stopped, waiting = error.splitlines()
+        assert first.startswith(f"{call}(") and first.endswith("missing ranks: [1].")
+        assert stopped == "  rank 1: no answer: stopped, or cut off from the network"
+        assert waiting.startswith(f"  ranks 0, 2: waiting in {call}(") and f"at {__file__}:" in waiting
