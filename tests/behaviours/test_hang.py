@@ -17,6 +17,7 @@ import torch
 import dualdist as hvd
 from dualdist.cli import main
 
+from ..helpers import world as world_module
 from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
 from ..helpers.world import WORLDS, WorldFailure, started
@@ -61,6 +62,7 @@ def sleep_in_loader(files: list[Path]) -> None:
 def skip_call(files: list[Path]) -> None:
     with pytest.raises(hvd.CollectiveMismatchError):
         hvd.barrier()  # skips
+    wait_for(files)
 
 
 def be_stopped(files: list[Path]) -> None:
@@ -106,7 +108,7 @@ def note_of(where: Callable[[list[Path]], None], folder: Path) -> str:
     with pytest.raises(hvd.HorovodInternalError) as caught:
         hvd.allreduce(torch.ones(5000), name="loss")  # waits
     files[hvd.rank()].touch()
-    wait_for(files)
+    wait_for([*files, *(folder / f"rank-{rank}.json" for rank in range(LATE))])
     if hvd.rank() == 0 and where is be_stopped:
         os.kill(processes[LATE], signal.SIGCONT)
     return "\n".join(getattr(caught.value, "__notes__", [str(caught.value)]))
@@ -136,7 +138,11 @@ def named_by_analyser(folder: Path, caplog: pytest.LogCaptureFixture) -> set[int
 @pytest.mark.filterwarnings("ignore:Failing to pass a value:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_that_is_behind_is_named_with_its_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def read(folder: Path) -> str:
         assert main(["hang", str(folder), "--flight-recorder", f"{folder}/traces"]) == 0
@@ -172,6 +178,8 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
         assert "\nRank 2 has no file of this time: its process has ended or is stopped, " in report(
             be_stopped
         )
+        # The others end with their errors, when they have written.
+        monkeypatch.setattr(world_module, "OTHERS_SECONDS", world_module.RUN_SECONDS)
         with pytest.raises(WorldFailure):
             world.run(note_of, be_killed, tmp_path / "killed")
     found = read(tmp_path / "killed")

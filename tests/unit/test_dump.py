@@ -15,6 +15,7 @@ from dualdist.agreement.call import BARRIER, Call
 from dualdist.agreement.watch import GAVE_UP, StallWatch
 from dualdist.cli import main
 from dualdist.types import Settings
+from dualdist.world import dump as dump_module
 from dualdist.world.dump import Dump
 
 from ..helpers.files import wait_for
@@ -25,6 +26,12 @@ def watch() -> Iterator[StallWatch]:
     made = StallWatch(0, 2, "127.0.0.1", Settings())
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for a file waits until it is there, however long the system stops the thread that writes it."""
+    monkeypatch.setattr(dump_module, "_WAIT_SECONDS", 60.0)
 
 
 @pytest.fixture
