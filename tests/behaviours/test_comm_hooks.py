@@ -362,6 +362,15 @@ def test_wrong_hooks_are_refused() -> None:
     ):
         weight.sum().backward()
     kept.zero_grad()
+    too_short: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    too_short.set_result(torch.zeros(2))
+    weight = nn.Parameter(torch.zeros(3))
+    kept = optimizer(weight, comm_hook=returning(too_short))
+    with pytest.raises(
+        ValueError, match=r"must return a future of a tensor of shape \(3,\), but .* returned \(2,\)"
+    ):
+        weight.sum().backward()
+    kept.zero_grad()
 
 
 @everywhere

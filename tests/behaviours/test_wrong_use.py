@@ -130,6 +130,23 @@ def test_a_model_that_is_changed_after_wrapping_is_an_error_on_every_rank(case: 
 
 
 @everywhere
+def test_a_gradient_of_another_shape_is_an_error_on_every_rank() -> None:
+    weight = nn.Parameter(torch.zeros(2, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    weight.grad = torch.ones(2, 3)
+    if last():
+        weight.grad.data = torch.ones(5)
+        with pytest.raises(ValueError, match=r"the gradient of 'weight' is \(5,\), torch.float32 on cpu"):
+            optimizer.step()
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match=rf"on ranks \[{hvd.size() - 1}\]"):
+            optimizer.step()
+    assert weight.tolist() == [[0.0] * 3] * 2
+    optimizer.zero_grad()
+    check_next_calls_work()
+
+
+@everywhere
 def test_a_module_is_wrapped_once() -> None:
     wrapped = hvd.DistributedDataParallel(nn.Linear(1, 1))
     for module in (wrapped, nn.Sequential(wrapped)):

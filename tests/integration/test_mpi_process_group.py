@@ -67,6 +67,14 @@ def test_every_dtype_is_moved_by_every_collective(largest: int) -> None:
             rows = [torch.zeros(7).to(dtype) for _ in range(size)]
             dist.gather(all_of_them[rank], rows if rank == root else None, root)
             assert all(map(same, rows, all_of_them)) == (rank == root)
+            output, options = torch.zeros(7 * size).to(dtype), dist.GatherOptions()
+            options.rootRank = root
+            world().gather_single(output, all_of_them[rank], options).wait()
+            assert same(output, torch.cat(all_of_them)) == (rank == root)
+            pairs = [[torch.zeros(7).to(dtype), torch.zeros(3).to(dtype)] for _ in range(size)]
+            world().allgather_coalesced(pairs, [all_of_them[rank], mine(rank, 3, dtype)]).wait()
+            assert all(same(row, whole) for (row, _), whole in zip(pairs, all_of_them, strict=True))
+            assert all(same(row, mine(k, 3, dtype)) for k, (_, row) in enumerate(pairs))
             tensor = torch.zeros(7).to(dtype)
             dist.scatter(tensor, all_of_them if rank == root else None, root)
             assert same(tensor, all_of_them[rank])
