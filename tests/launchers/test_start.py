@@ -222,10 +222,11 @@ def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, sys, time, torch, torch.distributed as dist, dualdist as hvd\n"
+        "sys.path.insert(0, os.getcwd())\n"
+        "from tests.helpers.files import wait_for\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "(folder / os.environ['RANK']).touch()\n"
-        "while not all((folder / rank).exists() for rank in '012'):  # until all have imported torch\n"
-        "    time.sleep(0.01)\n"
+        "wait_for(folder / rank for rank in '012')  # until all have imported torch\n"
         "hvd.init()\n"
         "for call in (lambda: dist.all_reduce(torch.ones(1)), lambda: hvd.add_process_set([0, 2])):\n"
         "    if hvd.rank() == 0:\n"

@@ -12,15 +12,16 @@ from ..helpers.script_launch import finish
 from ..helpers.world import MPIRUN
 
 SCRIPT = """\
-import os, pathlib, pkgutil, signal, sys, time, torch
+import os, pathlib, pkgutil, signal, sys, torch
 import dualdist as hvd
 from dualdist.meeting import mpi
+sys.path.insert(0, os.getcwd())
+from tests.helpers.files import wait_for
 
 moment, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 (folder / f"begun{rank}").touch()
-while not all((folder / f"begun{other}").exists() for other in range(3)):  # until all have imported torch
-    time.sleep(0.01)
+wait_for(folder / f"begun{other}" for other in range(3))  # until all have imported torch
 
 def stop(*arguments, **options):
     signal.raise_signal(signal.SIGSTOP)  # to this thread: `os.kill` may return before the process stops
