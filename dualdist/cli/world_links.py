@@ -112,10 +112,10 @@ def _ask(link: Link, end: tuple[str, int]) -> Link:
         with connected(*end, _SILENCE_SECONDS) as connection:
             best = min(_answer(connection, 0) for _ in range(_QUESTIONS))
     except OSError as error:
-        # A link that has answered before is one that works.
-        return link if link.round_trip is not None else replace(link, problem=f"{end[0]}:{end[1]}: {error}")
-    is_best = link.round_trip is None or best[0] < link.round_trip
-    return replace(link, round_trip=best[0], clock=best[1]) if is_best else link
+        return replace(link, problem=f"{end[0]}:{end[1]}: {error}")
+    if link.round_trip is not None and link.round_trip <= best[0]:
+        return link
+    return replace(link, round_trip=best[0], clock=best[1])
 
 
 def _send(link: Link, end: tuple[str, int]) -> Link:
