@@ -11,13 +11,13 @@ import contextlib
 import itertools
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
-from .checks import flag, instance, integer, mapping
+from .checks import flag, instance, integer, mapping, wrong
 from .world.process_sets import ProcessSetLike, global_process_set, ranks_of_set
 from .world.ranks import rank as own_rank
 from .world.ranks import size
@@ -67,23 +67,26 @@ def given_or_joined_world(
     return num_replicas, rank
 
 
-class _Draws(Iterator[T_co]):
+class _Draws(itertools.chain[Any]):
     """The items of one pass. torchdata's StatefulDataLoader saves the position of an iterator with these methods."""
 
-    def __init__(self, items: Iterator[T_co]) -> None:
-        self._items = items
-
-    def __next__(self) -> T_co:
-        return next(self._items)
-
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, state_dict: Any = None) -> Any:
         raise RuntimeError(
             "`sampler` must count the drawn samples in a StatefulDataLoader, but this one counts those that the loop "
             "reports. Use torch's DataLoader, or torchdata's StatefulDistributedSampler(data, hvd.size(), hvd.rank())."
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state_dict()
+    load_state_dict = state_dict
+
+
+class _Computed:
+    """A method as an attribute that classes of scripts may set, because it is a plain one in torch's sampler."""
+
+    def __init__(self, compute: Callable[[Any], int]) -> None:
+        self._compute = compute
+
+    def __get__(self, sampler: Any, kind: Any = None) -> Any:
+        return self if sampler is None else self._compute(sampler)
 
 
 class DealingSampler(torch.utils.data.Sampler[T_co]):
@@ -103,20 +106,20 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
     torchdata's StatefulDataLoader raises an error with it, because it saves the drawn samples as the position.
     """
 
+    dataset: Any
     epoch: int
     seed: int
     num_replicas: int
     rank: int
     drop_last: bool
-    num_samples: int
-    total_size: int
 
     @abstractmethod
     def _sequence(self) -> Sequence[T_co]:
-        """Return all items of this epoch in order, equal on all ranks."""
+        """Return all items of this epoch in order, equal on all ranks. A pass begins with this call."""
 
     def _length(self) -> int:
-        return len(self._sequence())
+        """Return the number of all items of this epoch, by default those of `dataset`."""
+        return len(self.dataset)
 
     def _configure(
         self,
@@ -143,22 +146,26 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
         """Start a pass at `offset` in the global sequence."""
         self.num_replicas, self.rank = given_or_joined_world(*self._given_world)
         self._offset, self._drawn, self._consumed = offset, 0, 0
-        remaining = self._length() - offset
-        rounds, rest = divmod(remaining, self.num_replicas)
+
+    @_Computed
+    def total_size(self) -> int:
+        """The number of items that all ranks together get from the current offset on."""
+        remaining = self._length() - self._offset
         if self.drop_last:
-            self.total_size = rounds * self.num_replicas
-        elif self.pad:
-            self.total_size = (rounds + (rest > 0)) * self.num_replicas
-        else:
-            self.total_size = remaining
-        self.num_samples = len(self._shard())
+            return remaining - remaining % self.num_replicas
+        return remaining + -remaining % self.num_replicas if self.pad else remaining
+
+    @_Computed
+    def num_samples(self) -> int:
+        """The number of items that this rank gets from the current offset on."""
+        return len(self._shard())
 
     def _shard(self) -> range:
         """Return the indices of this rank's items. Indices after its end mean its first items again."""
         return range(self._offset + self.rank, self._offset + self.total_size, self.num_replicas)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return int(self.num_samples)
 
     def __iter__(self) -> Iterator[T_co]:
         """Return this rank's items from the offset on.
@@ -170,7 +177,8 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
                 f"`set_epoch` must be called before each pass, but {self._consumed} samples of this one are consumed "
                 "already. To continue in the middle of it: sampler.load_state_dict(sampler.state_dict())."
             )
-        return self._draw(self._sequence(), self._shard())
+        sequence = self._sequence()
+        return self._draw(sequence, self._shard())
 
     def _draw(self, sequence: Sequence[T_co], shard: range) -> Iterator[T_co]:
         return _Draws(self._drawn_items(sequence, shard))
@@ -241,12 +249,19 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
             "state_dict['num_consumed']", state_dict["num_consumed"], least=0, below=length + 1
         )
         self.epoch, self.seed = epoch, seed
-        if self._length() != length:
+        self._expect(length)
+        self._start_at(consumed)
+
+    def _expect(self, length: int) -> None:
+        """Raise ValueError if this epoch has another length than the one of which a state is."""
+        self._check(length, self._length())
+
+    def _check(self, length: int, found: int) -> None:
+        if found != length:
             raise ValueError(
-                f"`state_dict` must be of a sampler of {self._length()} items, but has {length} instead. "
+                f"`state_dict` must be of a sampler of {found} items, but has {length} instead. "
                 "Resume with the same data, or start at the next epoch: set_epoch(state_dict['epoch'] + 1)."
             )
-        self._start_at(consumed)
 
     def reset(self) -> None:
         """Shard the remaining items over the current ranks. `elastic.TorchState` calls it in a new world."""
@@ -298,9 +313,6 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         self.shuffle = flag("shuffle", shuffle)
         self._configure(num_replicas, rank, seed, drop_last, pad, process_set)
 
-    def _length(self) -> int:
-        return len(cast("Sized", self.dataset))
-
     def _sequence(self) -> Sequence[int]:
         if not self.shuffle:
             return range(self._length())
@@ -342,7 +354,8 @@ def split_by_rank(
 
     Args:
         iterable: must yield the same items in the same order on all ranks, in every worker. So it must not shuffle with
-            the global generators, or depend on the worker. A new pass starts with `iter(iterable)`.
+            the global generators, or depend on the worker. A new pass starts with `iter(iterable)`: a generator has
+            only one in each process.
         num_replicas, rank: None: the values of the joined world, read in this call, because workers may not know them.
         drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
             same number.
@@ -350,9 +363,11 @@ def split_by_rank(
 
     Raises:
         NotInitializedError: num_replicas or rank is None before `init()`.
-        ValueError: rank is not below num_replicas, or as in DistributedSampler.
+        ValueError: rank is not below num_replicas, or as in DistributedSampler; `iterable` is already sharded.
+        RuntimeError: in a pass over the dataset, when an earlier one has used up the iterable.
     """
     instance("iterable", iterable, Iterable, "an iterable", "Pass an IterableDataset or a list.")
+    _check_unsharded("iterable", iterable)
     place = given_or_joined_world(num_replicas, rank, process_set)
     return _Split(iterable, *place, flag("drop_last", drop_last))
 
@@ -360,33 +375,68 @@ def split_by_rank(
 class _Split(torch.utils.data.IterableDataset[T_co]):
     def __init__(self, iterable: Iterable[T_co], num_replicas: int, rank: int, drop_last: bool) -> None:
         self.iterable, self.num_replicas, self.rank, self.drop_last = iterable, num_replicas, rank, drop_last
+        self._was_read = False
 
     def __iter__(self) -> Iterator[T_co]:
         worker = torch.utils.data.get_worker_info()
         num_workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
         index = number * self.num_replicas + self.rank
         round_size = num_workers * self.num_replicas
+        items = _new_pass("iterable", self.iterable, self._was_read)
+        self._was_read = True
         if not self.drop_last:
-            yield from itertools.islice(self.iterable, index, None, round_size)
+            yield from itertools.islice(items, index, None, round_size)
             return
         kept: Any = None
-        for count, item in enumerate(self.iterable):
+        for count, item in enumerate(items):
             if count % round_size == index:
                 kept = item
             if (count + 1) % round_size == 0:
                 yield cast("T_co", kept)
 
 
+def _new_pass(name: str, iterable: Iterable[T_co], was_read: bool) -> Iterator[T_co]:
+    """Return the items of the argument `name` from the first one on. Raises RuntimeError if they are used up."""
+    items = iter(iterable)
+    is_over = getattr(items, "gi_frame", items) is None  # a generator that has ended
+    if was_read and items is iterable and not is_over:
+        # Only an iterator written in Python may start again, in its `__iter__`.
+        is_over = not (hasattr(type(items).__iter__, "__code__") and any(True for _ in items))
+        items = iter(iterable)
+    if is_over:
+        fix = "Pass a list, or an object whose __iter__ starts again."
+        raise wrong(name, "an iterable that starts again in each pass", iterable, fix, RuntimeError)
+    return items
+
+
+def _check_unsharded(name: str, value: Any) -> None:
+    """Raise ValueError if the argument `name`, or a sampler, a dataset or a loader in it, is sharded already."""
+    sharded = (torch.utils.data.DistributedSampler, DealingSampler, _Split)
+    if any(isinstance(part, sharded) for part in _parts(value, *_SAMPLERS, "dataset", "iterable")):
+        raise ValueError(
+            f"`{name}` must yield the samples of all ranks, but is already sharded over the ranks. "
+            "Pass what is inside it."
+        )
+
+
 # Any sampler or batch sampler, sharded over the ranks.
+
+_SAMPLERS = ("sampler", "batch_sampler")
+"""Attributes of samplers and loaders that are samplers."""
 
 
 class DistributedSamplerWrapper(DealingSampler[T_co]):
     """Shards the items of another sampler over the ranks: of a weighted sampler, a batch sampler, or your own.
 
-    Catalyst and Lightning have a class of the same name and purpose. All ranks draw the whole sequence of an epoch,
-    with equal results: while the sampler draws, its `generator` is replaced, and the global generators of torch, numpy
-    and random are seeded, by `seed` and epoch. Afterwards all generators are as before. If the sampler has a generator
-    that is not torch's, it must itself draw the same items on all ranks. Its `set_epoch` is called, if it has one.
+    Catalyst and Lightning have a class of the same name and purpose. Whenever a pass begins, all ranks draw its whole
+    sequence, with equal results: while the sampler draws, its `generator` is replaced, and the global generators of
+    torch, numpy and random are seeded, by `seed` and epoch. Afterwards all generators are as before. If the sampler has
+    a generator that is not torch's, it must itself draw the same items on all ranks. Its `set_epoch` and that of a
+    sampler in it are called by `set_epoch` and `load_state_dict`.
+
+    Weights, indices or a size that change have an effect from the next pass on. An epoch that is resumed has the
+    remaining items only if the sampler draws as it did before: if it then draws another number, that pass raises
+    ValueError. Before a pass, `len()` is the sampler's own; a sampler without one draws for it.
 
     Args:
         sampler: yields indices, or lists of them for `DataLoader(batch_sampler=)`. It must end, and draw from the whole
@@ -408,36 +458,54 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
     ) -> None:
         fix = "Pass a sampler, a batch sampler or a list."
         instance("sampler", sampler, Iterable, "a sampler or another iterable", fix)
-        if any(isinstance(part, torch.utils.data.DistributedSampler) for part in _parts(sampler)):
-            raise ValueError(
-                "`sampler` must yield the samples of all ranks, but is already sharded over the ranks. "
-                "Wrap the sampler inside it."
-            )
-        self.sampler = sampler
-        self._cached: tuple[Any, Sequence[T_co]] = (None, ())
-        """Seed and epoch, and the sequence that was drawn for them."""
+        _check_unsharded("sampler", sampler)
+        self.sampler, self._was_read = sampler, False
         self._configure(num_replicas, rank, seed, drop_last, pad, process_set)
 
+    def _start_at(self, offset: int) -> None:
+        super()._start_at(offset)
+        if not offset:
+            self._expected: int | None = None
+            """The length of the epoch: of the state that was loaded, or as it was drawn last."""
+        with _seeded(self.sampler, self.seed + self.epoch):
+            for part in _parts(self.sampler, *_SAMPLERS):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(self.epoch)
+
     def _sequence(self) -> Sequence[T_co]:
-        if self._cached[0] != (self.seed, self.epoch):
-            with _seeded(self.sampler, self.seed + self.epoch):
-                if hasattr(self.sampler, "set_epoch"):
-                    self.sampler.set_epoch(self.epoch)
-                self._cached = (self.seed, self.epoch), list(self.sampler)
-        return self._cached[1]
+        with _seeded(self.sampler, self.seed + self.epoch):
+            drawn = list(_new_pass("sampler", self.sampler, self._was_read))
+        self._was_read = True
+        if self._offset and self._expected is not None:
+            self._check(self._expected, len(drawn))
+        self._expected = len(drawn)
+        return drawn
+
+    def _length(self) -> int:
+        if self._expected is None:
+            try:
+                return len(cast("Sized", self.sampler))
+            except (TypeError, NotImplementedError):
+                return len(self._sequence())
+        return self._expected
+
+    def _expect(self, length: int) -> None:
+        # Checked when the pass begins: the sampler's own length may be an estimate.
+        self._expected = length
 
 
-def _parts(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the sampler inside it, the sampler inside that one, and so on."""
-    while sampler is not None:
-        yield sampler
-        sampler = getattr(sampler, "sampler", None)
+def _parts(whole: Any, *names: str) -> Iterator[Any]:
+    """Yield a sampler, dataset or loader, and what is in it in attributes of these names, at any depth."""
+    yield whole
+    for name in names:
+        if (part := getattr(whole, name, None)) is not None:
+            yield from _parts(part, *names)
 
 
 @contextlib.contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
     """Seed all generators in the `with` block, and restore their states after it."""
-    held = [part for part in _parts(sampler) if _has_generator(part)]
+    held = [part for part in _parts(sampler, *_SAMPLERS) if _has_generator(part)]
     own = [part.generator for part in held]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

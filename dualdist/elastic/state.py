@@ -57,9 +57,6 @@ class ElasticSampler(DealingSampler[int]):
         self._warned = False
         self._configure(None, None, seed, drop_last=False, pad=True)
 
-    def _length(self) -> int:
-        return len(self.dataset)
-
     def _sequence(self) -> Sequence[int]:
         indices = list(range(len(self.dataset)))
         if self.shuffle:

@@ -99,28 +99,112 @@ def test_a_wrapped_batch_sampler_feeds_a_loader() -> None:
     assert sorted(torch.cat([batch for loader in loaders for batch in loader]).tolist()) == list(range(8))
 
 
+class ByEpoch(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch, self.epoch + 3 + self.epoch))
+
+
 def test_the_wrapped_samplers_set_epoch_is_called() -> None:
-    class ByEpoch(Sampler[int]):
-        epoch = 0
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(self.epoch, self.epoch + 3 + self.epoch))
-
     sampler = DistributedSamplerWrapper(ByEpoch(), 1, 0)
     assert (len(sampler), list(sampler)) == (3, [0, 1, 2])
     sampler.set_epoch(2)
     assert (len(sampler), list(sampler)) == (5, [2, 3, 4, 5, 6])
 
 
-def test_a_sharded_sampler_is_refused() -> None:
+def test_the_epoch_reaches_a_sampler_inside_a_batch_sampler() -> None:
+    inner = BatchSampler(ByEpoch(), 2, drop_last=False)
+    sampler = DistributedSamplerWrapper(inner, 1, 0)
+    sampler.set_epoch(1)
+    assert list(sampler) == [[1, 2], [3, 4]]
+    resumed = DistributedSamplerWrapper(BatchSampler(ByEpoch(), 2, drop_last=False), 1, 0)
+    draw_steps([sampler], 1, 1)
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(resumed) == [[3, 4]]
+
+
+def test_weights_indices_and_sizes_that_change_have_an_effect_from_the_next_pass_on() -> None:
+    weighted = WeightedRandomSampler([1.0, 1.0], 40)
+    indices = list(range(6))
+    batches = BatchSampler(indices, 2, drop_last=False)
+    by_weight, by_batch = (DistributedSamplerWrapper[Any](inner, 2, 0) for inner in (weighted, batches))
+    for epoch, absent in enumerate((0, 1, 0)):
+        for sampler in (by_weight, by_batch):
+            sampler.set_epoch(epoch)
+        weighted.weights = torch.tensor([float(absent == 1), float(absent == 0)])
+        weighted.num_samples += 2
+        indices += [6 + 2 * epoch, 7 + 2 * epoch]
+        assert (len(by_weight), len(by_batch)) == (21 + epoch, 2 + (epoch + 1) // 2)
+        assert list(by_weight) == [1 - absent] * (21 + epoch)
+        assert list(by_batch) == [[place, place + 1] for place in range(0, len(indices), 4)]
+
+
+class Counting(Sampler[int]):
+    """Counts its passes. It has no length, or a wrong one."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(10).tolist())
+
+
+class Estimating(Counting):
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("kind", [Counting, Estimating])
+def test_each_pass_is_one_pass_over_the_wrapped_sampler_and_resumes_whatever_length_it_reports(
+    kind: type[Counting],
+) -> None:
+    whole = list(DistributedSamplerWrapper(kind(), 1, 0))
+    assert sorted(whole) == list(range(10))
+    inner = kind()
+    sampler = DistributedSamplerWrapper(inner, 2, 0)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        drawn = iter(sampler)
+        assert (inner.passes, len(sampler)) == (epoch + 1, 5)
+        assert len(list(drawn)) == 5
+    sampler.set_epoch(0)
+    draw_steps([sampler], 3, 1)
+    resumed = [DistributedSamplerWrapper(kind(), 3, rank, pad=False) for rank in range(3)]
+    for one in resumed:
+        one.load_state_dict(sampler.state_dict())
+        one.set_epoch(0)
+    assert in_step_order([list(one) for one in resumed]) == whole[6:]
+
+
+def test_a_pass_that_resumes_a_sampler_of_another_size_is_an_error() -> None:
+    sampler = DistributedSamplerWrapper(range(8), 2, 0)
+    draw_steps([sampler], 1, 2)
+    resumed = DistributedSamplerWrapper(range(9), 2, 0)
+    resumed.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match="of a sampler of 9 items, but has 8 instead"):
+        iter(resumed)
+    resumed.set_epoch(1)
+    assert list(resumed) == [0, 2, 4, 6, 8]
+
+
+def test_what_is_already_sharded_is_refused() -> None:
     data: Any = range(8)
-    inner: Any = TorchSampler(data, 2, 0)
-    for sampler in (inner, BatchSampler(inner, 2, drop_last=False)):
-        with pytest.raises(ValueError, match="already sharded over the ranks"):
-            DistributedSamplerWrapper(sampler, 2, 0)
+    torchs: Any = TorchSampler(data, 2, 0)
+    ours = DistributedSamplerWrapper(data, 2, 0)
+    split: Any = split_by_rank(data, 2, 0)
+    loaders: list[Any] = [
+        DataLoader(data, sampler=torchs),
+        DataLoader(data, batch_sampler=BatchSampler(ours, 2, drop_last=False)),
+        DataLoader(split),
+    ]
+    for sampler in (torchs, ours, split, BatchSampler(torchs, 2, drop_last=False), *loaders):
+        for wrap in (DistributedSamplerWrapper, split_by_rank):
+            with pytest.raises(ValueError, match="` must yield the samples of all ranks, but is already"):
+                wrap(sampler, 2, 0)
 
 
 class Stream(IterableDataset[int]):
@@ -156,3 +240,57 @@ def test_ranks_and_workers_together_get_every_item_once(drop_last: bool) -> None
     assert all(item % 2 == rank for rank, shard in enumerate(shards) for item in shard)
     if drop_last:
         assert len(shards[0]) == len(shards[1])
+
+
+class Restarting(Iterator[int]):
+    def __iter__(self) -> Iterator[int]:
+        self.items = iter(range(6))
+        return self
+
+    def __next__(self) -> int:
+        return next(self.items)
+
+
+class Ending(Restarting):
+    items = iter(range(0))
+
+    def __init__(self) -> None:
+        super().__iter__()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_pass_over_an_iterable_is_whole_or_an_error(drop_last: bool) -> None:
+    for again in (Restarting(), range(6), Stream(6)):
+        split = split_by_rank(again, 2, 0, drop_last)
+        assert [list(split) for _ in range(3)] == [[0, 2, 4]] * 3
+    text = "`iterable` must be an iterable that starts again in each pass"
+    for once in (Ending(), (place for place in range(6)), map(int, "012345")):
+        split = split_by_rank(once, 2, 0, drop_last)
+        assert list(split) == [0, 2, 4]
+        with pytest.raises(RuntimeError, match=text):
+            list(split)
+    partly = split_by_rank(iter(range(6)), 2, 0, drop_last)
+    next(iter(partly))
+    with pytest.raises(RuntimeError, match=text):
+        list(partly)
+    wrapper = DistributedSamplerWrapper(iter(range(6)), 2, 0)
+    assert list(wrapper) == [0, 2, 4]
+    with pytest.raises(RuntimeError, match="`sampler` must be an iterable that starts again"):
+        list(wrapper)
+
+
+def test_a_generator_that_has_ended_cannot_be_split() -> None:
+    items = (place for place in range(4))
+    assert list(split_by_rank(items, 2, 1)) == [1, 3]
+    with pytest.raises(RuntimeError, match="but is a generator instead"):
+        list(split_by_rank(items, 2, 1))
+
+
+def test_every_epoch_of_new_workers_reads_a_generator_from_its_start() -> None:
+    loader: Any = DataLoader(
+        split_by_rank((place for place in range(9)), 2, 0), batch_size=None, num_workers=2
+    )
+    assert [sorted(map(int, loader)) for _ in range(2)] == [[0, 2, 4, 6, 8]] * 2
