@@ -505,7 +505,8 @@ def _parts(whole: Any, *names: str) -> Iterator[Any]:
 @contextlib.contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
     """Seed all generators in the `with` block, and restore their states after it."""
-    held = [part for part in _parts(sampler, *_SAMPLERS) if _has_generator(part)]
+    parts = _parts(sampler, *_SAMPLERS)
+    held = [part for part in parts if isinstance(getattr(part, "generator", part), torch.Generator | None)]
     own = [part.generator for part in held]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -522,7 +523,3 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-
-
-def _has_generator(part: Any) -> bool:
-    return hasattr(part, "generator") and isinstance(part.generator, torch.Generator | None)
