@@ -5,6 +5,7 @@
     dualdist migrate --write train.py      # make them in place; comments and formatting stay
 
 Give all files of a job that start or use its processes: torch's DDP is replaced only where every init_process_group is.
+A notebook (.ipynb) is read as one script of its code cells; all but these stays.
 
   change      can be made mechanically: --write makes it
   by hand     must be changed or decided by you
@@ -41,6 +42,7 @@ from ..backends import TRANSPORTS
 from ..compat import MODULES
 from ..errors import ConfigurationError
 from ..launch import LAUNCHERS
+from .notebook import HIDDEN, Notebook
 
 CHANGE, BY_HAND, NOT_NEEDED, DIFFERS = "change", "by hand", "not needed", "differs"
 
@@ -118,7 +120,7 @@ _TRANSPORTS = [name for name, transport in TRANSPORTS.items() if not transport.n
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist migrate`."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help="Python source of one job")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="scripts and notebooks of one job")
     parser.add_argument("--diff", action="store_true", help="show the changes as a unified diff")
     parser.add_argument("--write", action="store_true", help="make the changes in place")
 
@@ -136,10 +138,10 @@ def execute(args: argparse.Namespace) -> int:
         if args.diff:
             _print_diff(source, texts[source])
         else:
-            lines = [f"{source.path}:{finding.line}: {finding.kind}: {finding.text}" for finding in found]
+            lines = [f"{source.place(finding.line)}: {finding.kind}: {finding.text}" for finding in found]
             print("\n".join(lines or [f"{source.path}: nothing to change"]))
     for source in sources if args.write else ():
-        if texts[source] != source.text:
+        if texts[source] != source.raw:
             with _usable(source.path, "writable"):  # in place, so that mode and links stay
                 Path(source.path).write_bytes(texts[source].encode(source.encoding))
     left = {BY_HAND} if args.write else {BY_HAND, CHANGE}
@@ -152,13 +154,13 @@ def _changed(source: Source, findings: Sequence[Finding]) -> str:
         text = text[:start] + new + text[end:]
     with _usable(source.path, _SOURCE):
         ast.parse(text, source.path)
-    return text
+    return source.notebook.changed(text) if source.notebook else text
 
 
 def _print_diff(source: Source, text: str) -> None:
     # In the file's own encoding, so that `patch` can use it. As GNU diff, which ends a name with spaces by a tab.
     encoding = source.encoding.removesuffix("-sig")
-    before, after = ([line.encode(encoding) for line in _lines(whole)] for whole in (source.text, text))
+    before, after = ([line.encode(encoding) for line in _lines(whole)] for whole in (source.raw, text))
     names = [os.fsencode(f"{side}/{source.path}" + "\t" * (" " in source.path)) for side in "ab"]
     lines = difflib.diff_bytes(difflib.unified_diff, before, after, names[0], names[1])
     sys.stdout.flush()
@@ -195,7 +197,11 @@ class Source:
         with _usable(path, _SOURCE):
             data = Path(path).read_bytes()
             self.encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            self.text = data.decode(self.encoding)
+            self.raw, ending = data.decode(self.encoding), Path(path).suffix.lower()
+            if ending not in (".py", ".ipynb") and (ending or data[:2] != b"#!"):
+                raise ValueError("its name ends neither in .py nor in .ipynb")
+            self.notebook = Notebook(self.raw) if ending == ".ipynb" else None
+            self.text = self.notebook.text if self.notebook else self.raw
             self.tree = ast.parse(self.text, path)
         self.lines = _lines(self.text)
         self.starts = list(itertools.accumulate(map(len, self.lines), initial=0))
@@ -210,6 +216,10 @@ class Source:
         self.packages = {meaning.partition(".")[0] for meaning in meanings}
         self.accesses = [(node, *access) for node in self.nodes if (access := _access(self, node))]
         """The strings that name launchers' variables: each with the variable, and whether it is set."""
+
+    def place(self, line: int) -> str:
+        """Return how the report names a line."""
+        return f"{self.path}:{self.notebook.place(line) if self.notebook else line}"
 
     def span(self, node: Any) -> tuple[int, int]:
         """Return the first character of a node, and its end. (ast counts bytes of UTF-8 in each line.)"""
@@ -332,6 +342,9 @@ def _horovod(source: Source) -> Iterator[Finding]:
             yield _import_from(source, node, node.module or "")
         elif isinstance(node, ast.Constant) and re.fullmatch(r"horovod(\.\w+)+", str(node.value)):
             yield Finding(node.lineno, BY_HAND, f"{node.value!r}: if it is imported, import dualdist")
+    for number, line in enumerate(source.lines if source.notebook else (), 1):
+        if HIDDEN in line and re.search(r"\bhorovod\.|import\s+horovod", line):
+            yield Finding(number, BY_HAND, "not read, because the line or its cell is not Python")
     used = {node: path for node in source.nodes if _is_horovod(path := source.dotted(node))}
     made = [source.parents[call] for call in source.calls("horovod", "DistributedOptimizer")]
     optimizers = {ast.unparse(target) for node in made for target in getattr(node, "targets", ())}
@@ -382,8 +395,11 @@ def _import_from(source: Source, node: ast.ImportFrom, module: str) -> Finding:
     found = re.compile(rf"from[ \t]+({re.escape(module)})(?=\s)").match(source.text, start)
     if "" in homes or len(set(homes)) > 1 or found is None:
         each = zip(homes, names, strict=True)
-        lines = [f"from {home} import {name}" if home else f"no {name}" for home, name in each]
-        return Finding(node.lineno, BY_HAND, f"dualdist has `{'; '.join(lines)}`. {_COMPAT}")
+        there = [f"`from {home} import {name}`" if home else f"no {module}.{name}" for home, name in each]
+        text = (
+            "; ".join(there) if names != ["*"] else "functions of the same names: replace * by those in use"
+        )
+        return Finding(node.lineno, BY_HAND, f"dualdist has {text}. {_COMPAT}")
     text = f"import from {homes[0]} instead of {module}"
     return Finding(node.lineno, CHANGE, text, ((*found.span(1), homes[0]),))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,6 +203,119 @@ def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_written(
     assert good.read_text() == "import horovod.torch as hvd\n"
 
 
+CELLS = {
+    "# About `horovod.torch`\n\nimport horovod.torch": "markdown",
+    "%%capture\n!pip install horovod \\\n  torch": "code",
+    '%matplotlib inline\nimport horovod.torch as hvd  # \u00e9 "all"\nfor i in ():\n  !ls it\'s (\nhvd.init()': "code",
+    "": "code",
+    "%%bash\nhorovodrun -np 2 python train.py": "code",
+    'hvd.init?\ntext = """\n!horovod\n%d"""\nhosts = !hostname\nhvd.mpi_ops.rank( )\n': "code",
+    "%%time\nimport horovod.torch as hvd": "code",
+}
+"""Source of a cell -> its type."""
+
+
+def notebook(cells: dict[str, str], lines: bool = True, **options: Any) -> bytes:
+    """Return a file of Jupyter's, each source of which is a list of lines or one string."""
+    code = {"outputs": [{"text": "import horovod.torch as hvd"}], "execution_count": 3}
+    listed = [
+        {"cell_type": kind, "metadata": {}, "source": source.splitlines(keepends=True) if lines else source}
+        | (code if kind == "code" else {})
+        for source, kind in cells.items()
+    ]
+    whole = {"cells": listed, "metadata": {"note": "import horovod.torch as hvd"}, "nbformat": 4}
+    return json.dumps(whole, **options).encode()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"indent": 1, "ensure_ascii": False}, {"indent": "\t", "lines": False}, {}, {"separators": (",", ":")}],
+)
+def test_only_code_cells_of_a_notebook_are_changed(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.ipynb"
+    file.write_bytes(notebook(CELLS, **options))
+    assert main(["migrate", str(file)]) == 1
+    found = re.findall(r"\.ipynb:(cell \d+:\d+): change", capsys.readouterr().out)
+    assert found == ["cell 3:2", "cell 6:6", "cell 7:2"]
+    assert main(["migrate", "--write", str(file)]) == 0
+    changed = {
+        source.replace("import horovod.torch as", "import dualdist as").replace("mpi_ops.rank", "rank"): kind
+        for source, kind in CELLS.items()
+    }
+    assert file.read_bytes() == notebook(changed, **options)
+
+
+def test_lines_of_a_notebook_that_are_not_read_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.ipynb"
+    bash = "%%bash\n!pip install horovod\npython -c 'import horovod.torch'"
+    file.write_bytes(notebook({"%time import horovod.torch as hvd\n!horovodrun": "code", bash: "code"}))
+    before = file.read_bytes()
+    assert main(["migrate", "--write", str(file)]) == 1
+    found = re.findall(r"ipynb:(cell \d+:\d+): by hand: not read", capsys.readouterr().out)
+    assert (found, file.read_bytes()) == (["cell 1:1", "cell 2:3"], before)
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_lines_of_a_cell_are_added_and_removed(lines: bool, tmp_path: Path) -> None:
+    first = '%%time\nimport os\nos.environ["MASTER_PORT"] = "1"'
+    start = "import torch.distributed as dist\ndist.init_process_group(\n    'gloo',\n)\nprint()"
+    file = tmp_path / "train.ipynb"
+    file.write_bytes(notebook({f"{first}\n{start}": "code", start: "code"}, lines, indent=1))
+    assert main(["migrate", "--write", str(file)]) == 0
+    hvd = "import dualdist as hvd\n"
+    new = "import torch.distributed as dist\nhvd.init(transport='gloo')\nprint()"
+    expected = {f"%%time\nimport os\n{hvd}{new}": "code", new: "code"}
+    assert file.read_bytes() == notebook(expected, lines, indent=1)
+
+
+def test_the_diff_of_a_notebook_is_one_that_patch_applies(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    file = tmp_path / "train.ipynb"
+    file.write_bytes(notebook(CELLS, indent=1))
+    assert main(["migrate", "--diff", str(file)]) == 1
+    diff = capfdbinary.readouterr().out
+    subprocess.run(["patch", "--binary", str(file)], input=diff, check=True, capture_output=True, timeout=60)
+    patched = file.read_bytes()
+    assert b"import dualdist as hvd" in patched
+    assert main(["migrate", "--write", str(file)]) == 0
+    assert file.read_bytes() == patched
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.ipynb", '{"cells": [{"cell_type": "code", "source": ["x = 1\\n", "y ="]}]}', "cell 1, line 2"),
+        ("a.ipynb", "import horovod.torch as hvd", "Expecting value"),
+        ("a.ipynb", '{"worksheets": []}', "no notebook of format 4"),
+        ("a.ipynb", '["cells"]', "no notebook of format 4"),
+        ("a.json", "{}", "neither in .py nor in .ipynb"),
+        ("a.txt", "import horovod.torch as hvd", "neither in .py nor in .ipynb"),
+        ("a", "import horovod.torch as hvd", "neither in .py nor in .ipynb"),
+    ],
+)
+def test_what_is_no_script_and_no_notebook_is_refused(
+    name: str, text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert main(["migrate", "--write", str(file)]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1) and f"{file} is not: " in errors and reason in errors
+    assert file.read_text() == text
+
+
+def test_a_script_without_an_ending_needs_a_first_line_for_the_shell(tmp_path: Path) -> None:
+    file = tmp_path / "train"
+    file.write_text("#!/usr/bin/env python\nimport horovod.torch as hvd\n")
+    assert main(["migrate", "--write", str(file)]) == 0
+    assert file.read_text() == "#!/usr/bin/env python\nimport dualdist as hvd\n"
+
+
 def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
@@ -216,8 +331,12 @@ def test_it_needs_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     [
         ("import horovod.tensorflow as hvd", 1, "horovod.tensorflow"),
         ("import horovod.common.util as u", 1, "horovod.common.util"),
-        ("from horovod.torch import *", 1, "*"),
-        ("from horovod.torch.mpi_ops import rank, HorovodAllreduce", 1, "HorovodAllreduce"),
+        ("from horovod.torch import *", 1, "replace * by those in use"),
+        (
+            "from horovod.torch.mpi_ops import rank, HorovodAllreduce",
+            1,
+            "has `from dualdist import rank`; no horovod.torch.mpi_ops.HorovodAllreduce",
+        ),
         ("from horovod.torch.elastic import run, init", 1, "from dualdist import init"),
         ("import horovod.torch\ndef f(horovod): horovod.torch.init()", 1, "another meaning"),
         ("import horovod.torch as hvd\nhvd.check_extension()", 2, "hvd.check_extension"),

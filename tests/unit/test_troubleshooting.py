@@ -18,7 +18,13 @@ from ..helpers.error_texts import HOLE, PART, ErrorText, error_texts
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 OURS, _, OTHERS = PAGE.partition("\n## Messages of other programs\n")
 
-INTERNAL = ("another magic", "no ranks")
+INTERNAL = (
+    "another magic",
+    "no ranks",
+    "its name ends neither in .py nor in .ipynb",
+    "it is no notebook of format 4",
+    f"cell {HOLE}, line {HOLE}: {HOLE}",
+)
 """Texts that no user sees alone, since the function that raises the error also handles it."""
 
 CLASSES = {
