@@ -6,11 +6,13 @@ Only the module of the given subcommand is imported, and torch only by those tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TextIO
 
 from .. import __version__
 from ..errors import ConfigurationError
@@ -27,6 +29,8 @@ _COMMANDS = {
     "run": "start a command in several processes, on one or more hosts",
 }
 """Subcommand -> what it does. Its module has the same name, with `_` instead of `-`."""
+PIPE_CODE = 141
+"""The exit code by which a shell reports SIGPIPE: the reader of the output has closed it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,13 +53,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return 2
-    given = parser.parse_args(words[:1])  # of the others, argparse would drop a "--"
-    module, command = _load(given.command)
     try:
-        return int(module.execute(command.parse_args(words[1:])))
+        try:
+            given = parser.parse_args(words[:1])  # of the others, argparse would drop a "--"
+            module, command = _load(given.command)
+            return int(module.execute(command.parse_args(words[1:])))
+        finally:
+            sys.stdout.flush()
     except ConfigurationError as error:
-        sys.stderr.write(f"dualdist {given.command}: {error}\n")
-        return 2
+        reason = str(error)
+    except OSError as error:
+        _drop_lost(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            return PIPE_CODE
+        reason = str(error)
+    warn(f"dualdist {words[0]}: {reason}\n")
+    return 2
+
+
+def warn(text: str) -> None:
+    """Write to standard error, if it can be written."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+    _drop_lost(sys.stderr)
+
+
+def _drop_lost(stream: TextIO) -> None:
+    """Drop what cannot be written. Python would try again at its end, and exit with 120."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _load(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:

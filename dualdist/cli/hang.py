@@ -46,10 +46,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _read(folder: Path) -> dict[int, File]:
     """Return what each rank has written, without files of another world or much older ones than the newest."""
-    try:
-        files = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"A file in {folder} cannot be read: {error}. Copy it again.") from None
+    files = [_file(path) for path in folder.glob("rank-*.json")]
     if not files:
         raise ConfigurationError(
             f"FOLDER must have files rank-N.json, but {folder} has none. Pass the folder that the error of a rank "
@@ -58,7 +55,22 @@ def _read(folder: Path) -> dict[int, File]:
     newest = max(files, key=lambda file: int(file["asked"]))
     files = [file for file in files if file["world"] == newest["world"]]
     ranks = {file["rank"]: file for file in files if file["asked"] > newest["asked"] - _SAME_TIME}
-    return {rank: ranks[rank] | {"pending": _pending(ranks[rank])} for rank in sorted(ranks)}
+    return {rank: ranks[rank] for rank in sorted(ranks)}
+
+
+def _file(path: Path) -> File:
+    """Return what a rank has written. Raises ConfigurationError unless the file alone makes a report and a trace."""
+    try:
+        file: File = json.loads(path.read_text())
+        file["pending"] = _pending(file)
+        _ = int(file["asked"]), file["world"], range(file["size"])[file["rank"]]
+        _ = [*_report({file["rank"]: file})], [_entry(call, 0) for call in file["calls"]]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ConfigurationError(
+            f"FOLDER must have only files rank-N.json that ranks have written, but {path} is not one: {error!r}. Copy "
+            "it again, or remove it."
+        ) from None
+    return file
 
 
 def _pending(file: File) -> dict[str, list[Call]]:

@@ -35,6 +35,7 @@ from ..processes.hosts import (
 )
 from ..processes.job import RunOptions, read_start_timeout, run_job
 from ..types import NEVER_SECONDS
+from . import PIPE_CODE, warn
 
 # horovodrun's options and their effect here: a table, so that no option is silently ignored.
 #
@@ -251,10 +252,6 @@ def variables_of(args: argparse.Namespace, backend: str) -> tuple[dict[str, str]
     return found, ignored
 
 
-_PIPE_CODE = 141
-"""The exit code by which a shell reports SIGPIPE."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist run`."""
     parser.usage = "dualdist run -np N [-H HOST:SLOTS,... | --hostfile FILE] [OPTIONS] COMMAND ..."
@@ -303,14 +300,9 @@ def execute(args: argparse.Namespace) -> int:
     try:
         return run_job(options, os.environ)
     except BrokenPipeError:
-        # The reader of the output has closed it.
-        return _PIPE_CODE
+        return PIPE_CODE
     except OSError as error:
-        try:
-            sys.stderr.write(f"dualdist run: {error}; all processes have ended.\n")
-        except OSError:
-            # It is the file that cannot be written. Python would try again at its end, and exit with 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        warn(f"dualdist run: {error}; all processes have ended.\n")
         return 1
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +180,27 @@ def test_an_unknown_option_and_an_abbreviation_are_errors(capsys: pytest.Capture
             main(["run", "-np", "1", option, "true"])
         errors = capsys.readouterr().err
         assert option in errors and errors.startswith("usage: dualdist run -np")
+
+
+@pytest.mark.parametrize("mode", [{"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}])
+@pytest.mark.parametrize("words", ["migrate {script}", "migrate --diff {script}", "doctor", "bench"])
+def test_an_output_that_cannot_be_written_is_one_line_and_one_without_a_reader_none(
+    words: str, mode: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import horovod.torch as hvd\n")
+    command = [sys.executable, "-m", "dualdist", *words.format(script=script).split()]
+    reader, without_reader = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    ended = [
+        subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=os.environ | mode)
+        for output in (full, without_reader)
+    ]
+    os.close(full)
+    os.close(without_reader)
+    name = words.partition(" ")[0]
+    assert [(one.returncode, one.stderr) for one in ended] == [
+        (2, f"dualdist {name}: [Errno 28] No space left on device\n"),
+        (141, ""),
+    ]

@@ -185,3 +185,28 @@ def test_a_forked_process_ignores_sigusr2(watch: StallWatch, tmp_path: Path) -> 
 def test_a_folder_without_files_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hang", str(tmp_path)]) == 2
     assert f"must have files rank-N.json, but {tmp_path} has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "7", "{}", '{"rank": 7, "world": "other", "asked": "now"}'])
+def test_a_file_that_no_rank_has_written_is_named(
+    text: str, watch: StallWatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_of(watch, str(tmp_path))
+    foreign = tmp_path / "rank-7.json"
+    foreign.write_text(text)
+    assert main(["hang", str(tmp_path)]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1) and f"{foreign} is not one" in errors
+
+
+def test_every_value_of_a_file_that_is_needed_is_checked(
+    watch: StallWatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch.add_channel("set", (0, 1)).begin(Call(BARRIER, site=("train.py", 7)))
+    note_of(watch, str(tmp_path))
+    file = tmp_path / "rank-0.json"
+    whole = json.loads(file.read_text())
+    for name in whole:
+        for wrong in ({}, {name: None}, {name: [None]}):
+            file.write_text(json.dumps({key: whole[key] for key in whole if key != name} | wrong))
+            assert main(["hang", "--flight-recorder", str(tmp_path / "traces"), str(tmp_path)]) in (0, 2)
