@@ -324,9 +324,19 @@ class Sum(Metric):
 
 
 class ConfusionMatrix(Metric):
-    """The number of samples for each pair of classes: (num_classes, num_classes) int64, [target, predicted]."""
+    """The number of samples for each pair of classes: (num_classes, num_classes) int64, [target, predicted].
 
-    def __init__(self, num_classes: int, process_set: ProcessSetLike = global_process_set) -> None:
+    ignore_index: samples with this target do not count, whatever is predicted; any integer, such as -100. None: all do.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        process_set: ProcessSetLike = global_process_set,
+        *,
+        ignore_index: int | None = None,
+    ) -> None:
+        self.ignore_index = None if ignore_index is None else integer("ignore_index", ignore_index)
         # One more row and column for wrong class numbers. Raising in `update` would have to wait for the GPU.
         size = integer("num_classes", num_classes, least=1, below=1 << 16) + 1
         super().__init__((size, size), torch.int64, process_set)
@@ -342,14 +352,15 @@ class ConfusionMatrix(Metric):
                 f"{tuple(predicted.shape)} {predicted.dtype} and {tuple(targets.shape)} {targets.dtype} instead. "
                 f"{fix}"
             )
-        rows, columns = (self._row(classes) for classes in (targets, predicted))
+        rows, columns = (classes.detach().reshape(-1).long() for classes in (targets, predicted))
+        counted = torch.ones_like(rows) if self.ignore_index is None else (rows != self.ignore_index).long()
+        rows, columns = self._checked(rows), self._checked(columns)
         counts = torch.zeros(self._local.numel(), dtype=torch.int64, device=rows.device)
-        counts.index_add_(0, rows * len(self._local) + columns, torch.ones_like(rows))
+        counts.index_add_(0, rows * len(self._local) + columns, counted)
         self._add(counts.view_as(self._local))
 
-    def _row(self, classes: torch.Tensor) -> torch.Tensor:
+    def _checked(self, classes: torch.Tensor) -> torch.Tensor:
         none = len(self._local) - 1
-        classes = classes.detach().reshape(-1).long()
         return torch.where((classes >= 0) & (classes < none), classes, none)
 
     def _value(self, total: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,23 @@ def test_a_class_that_does_not_exist_is_an_error_on_every_rank() -> None:
 
 
 @everywhere
+def test_targets_to_ignore_do_not_count_whatever_is_predicted() -> None:
+    predicted = torch.tensor([0, 1, 9, 1, 2])
+    for ignored, targets, expected in (
+        (-100, [0, 1, -100, -100, 1], [[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
+        (2, [0, 1, 2, 2, 1], [[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
+        (0, [0, 1, 0, 0, 0], [[0, 0, 0], [0, 1, 0], [0, 0, 0]]),
+    ):
+        matrix = metrics.ConfusionMatrix(3, ignore_index=ignored)
+        matrix.update(predicted, torch.tensor(targets))
+        assert matrix.compute().tolist() == [[hvd.size() * count for count in row] for row in expected]
+    unsigned = metrics.ConfusionMatrix(3, ignore_index=-100)
+    unsigned.update(torch.tensor([0]), torch.tensor([156], dtype=torch.uint8))  # -100 modulo 256
+    with pytest.raises(ValueError, match="samples are not"):
+        unsigned.compute()
+
+
+@everywhere
 def test_several_metrics_are_computed_together() -> None:
     loss, matrix = metrics.Mean(), metrics.ConfusionMatrix(2)
     loss.update(values(hvd.rank()))
