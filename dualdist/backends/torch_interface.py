@@ -184,7 +184,7 @@ def error_handling(device: torch.device | None, env: Mapping[str, str]) -> dict[
     2 is `CleanUpOnly` in ProcessGroupNCCL.hpp. The calls of this package then raise, and elastic training can continue
     in the process. A variable that the user has set stays.
     """
-    return {} if device is None or _ERROR_HANDLING in env else {_ERROR_HANDLING: "2"}
+    return {} if device is None or env.get(_ERROR_HANDLING) else {_ERROR_HANDLING: "2"}
 
 
 def device_transport() -> str | None:

@@ -11,7 +11,9 @@ on it. A script that uses torch.distributed as under torchrun needs no change. U
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -38,15 +40,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gpu: each process sees one GPU of its own, as cuda:0; numa: it runs on the cores beside its GPU",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a Python module")
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...] | -- COMMAND [ARG ...]"
+    parser.add_argument("-u", action="store_true", help="as Python's, and always on: output is not buffered")
+    command = "SCRIPT [ARG ...] | -m MODULE [ARG ...] | -- COMMAND [ARG ...]"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar=command)
+    parser.usage = (
+        f"dualdist exec [OPTIONS] {command}\nOptions of Python: dualdist exec -- python -O train.py"
     )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Replace this process by the script. Collective over the launched processes. Returns only after an error."""
     command = _command(args.command, args.is_module, args.compat)
-    export_environment(lambda world: _bind(args.bind, world, os.environ))
+
+    def prepare(world: World) -> dict[str, str]:
+        script = args.command[0]
+        if not (args.is_module or script in ("-", "--") or os.path.exists(script)):
+            raise ConfigurationError(
+                f"A script must be a file on every host, but {script!r} is none on {socket.gethostname()}. Give its "
+                f"path, or write `dualdist exec -- {script}` for a command."
+            )
+        return {} if args.bind == "none" else _bind(args.bind, world, os.environ)
+
+    export_environment(prepare)
+    # As torchrun's -u, also for a command: output in a buffer is late, and lost if the process is killed.
+    os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
     # Python ignores these signals; a program that replaces it would inherit that.
     for name in ("SIGPIPE", "SIGXFSZ"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -58,53 +75,64 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _command(given: list[str], is_module: bool, is_compat: bool) -> list[str]:
-    is_python = given[:1] != ["--"]
-    words = given[not is_python :]
+    is_command = given[:1] == ["--"]
+    words = given[is_command:]
     if not words:
         raise ConfigurationError("A script must be given, but is absent. Write `dualdist exec train.py`.")
-    if not is_python:
-        if is_module or is_compat:
-            raise ConfigurationError(
-                "After `--` comes a command, which -m and --compat do not change. Leave them out."
-            )
-        return words
+    if is_command and (is_module or is_compat):
+        raise ConfigurationError(
+            "After `--` comes a command, which -m and --compat do not change. Leave them out."
+        )
     options = ["-m", "dualdist.compat"] * is_compat + ["-m"] * is_module
-    return [sys.executable, *options, *words]
+    return words if is_command else [sys.executable, *options, *words]
 
 
 # The GPU of a process and the cores beside it, found without using a GPU.
 
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 """Has a folder for each GPU, with its PCI address as its name. CUDA numbers equal GPUs in this order."""
+_AMD = Path("/sys/class/kfd/kfd/topology/nodes")
+"""Has a folder for each CPU and GPU (libhsakmt, src/topology.c)."""
 _PCI, _NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
+_Gpus = list[tuple[str, str]]  # PCI address and UUID of each; "" if unknown
+
+
+def _kinds() -> list[tuple[tuple[str, ...], _Gpus]]:
+    """Return for each kind of GPU the variables that select some of them, and the GPUs if the kernel lists them."""
+    texts = [(folder.name.lower(), _text(folder / "information")) for folder in sorted(_NVIDIA.glob("*:*"))]
+    nvidia = [(name, "".join(re.findall(r"UUID:\s+(GPU-[\da-f-]+)\s", text))) for name, text in texts]
+    amd = [("", "") for file in _AMD.glob("*/gpu_id") if _text(file).strip() not in ("", "0")]
+    return [
+        (("CUDA_VISIBLE_DEVICES",), nvidia),
+        # HIP reads the first one that is set of the first two, and counts within what the last one leaves.
+        (("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), amd),
+        (("ZE_AFFINITY_MASK",), []),
+        (("ASCEND_RT_VISIBLE_DEVICES",), []),
+    ]
+
+
+def _text(file: Path) -> str:
+    """Return the text of `file`, "" if it cannot be read, as that of another container's GPU."""
+    with contextlib.suppress(OSError):
+        return file.read_text("latin-1")
+    return ""
 
 
 def _bind(how: str, world: World, env: Mapping[str, str]) -> dict[str, str]:
     """Return variables that give this process its GPU, or set the CPUs on which it runs."""
-    if how == "none":
-        return {}
-    addresses = sorted(folder.name.lower() for folder in _NVIDIA.glob("*:*"))
-    variable = next((name for name in _VISIBLE if env.get(name)), _VISIBLE[0])
-    devices = env.get(variable, "").split(",") if env.get(variable) else list(map(str, range(len(addresses))))
-    is_alone = len(devices) == 1 and variable in env  # the launcher has given this process its own
-    index = 0 if is_alone else world.local_rank
-    if index >= len(devices):
-        raise ConfigurationError(
-            f"`--bind {how}` needs a GPU for each process, but {socket.gethostname()} has {len(devices)} for "
-            f"{world.local_size} processes ({variable}={env.get(variable, 'not set')}). Start fewer processes there, "
-            f"set {variable} to the GPUs, or leave --bind out."
-        )
-    device = devices[index]
+    kinds = _kinds()
+    named = [kind for kind in kinds if env.keys() & {*kind[0]}]  # Slurm may set variables of several kinds
+    own = [_own(*kind, world, env) for kind in [kind for kind in kinds if kind[1]] or named or kinds[:1]]
     if how == "gpu":
-        return {variable: device}
-    if not device.isdecimal() or int(device) >= len(addresses):
+        return {variable: device for variable, device, _ in own}
+    variable, device, address = own[0]
+    if not address:
         raise ConfigurationError(
-            f"`--bind numa` needs the number of one of {len(addresses)} NVIDIA GPUs, but {variable} has {device!r} "
-            "instead. Use the binding of your launcher (srun --cpu-bind, mpirun --bind-to)."
+            f"`--bind numa` needs the number or UUID of an NVIDIA GPU, but {variable} has {device!r} instead. "
+            "Use the binding of your launcher (srun --cpu-bind, mpirun --bind-to)."
         )
     # As `torchrun --numa-binding=node` (torch/numa/binding.py): without a node, the first one.
-    node = max(0, numa_node(addresses[int(device)]))
+    node = max(0, numa_node(address))
     cpus = cores_by_node().get(node, set()) & os.sched_getaffinity(0)
     if not cpus:
         raise ConfigurationError(
@@ -115,16 +143,54 @@ def _bind(how: str, world: World, env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
+def _own(names: tuple[str, ...], gpus: _Gpus, world: World, env: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return a variable of `names`, its value for this process, and the address of that GPU, "" if unknown."""
+    variable = next((name for name in names if name in env), names[0])
+    if gpus and variable != names[-1] in env:
+        gpus = gpus[: len(_visible(env[names[-1]], gpus))]
+    text = env.get(variable, ",".join(map(str, range(len(gpus)))))
+    visible = [*_visible(text, gpus).items()]
+    is_alone = variable in env and "," not in text  # the launcher has given this process its own
+    index = 0 if is_alone else world.local_rank
+    if index >= len(visible):
+        raise ConfigurationError(
+            f"`--bind` needs a GPU for each process, but {socket.gethostname()} has {len(visible)} for "
+            f"{world.local_size} processes ({variable}={env.get(variable, 'not set')}). Start fewer processes there, "
+            f"set {variable} (Intel: ZE_AFFINITY_MASK, Ascend: ASCEND_RT_VISIBLE_DEVICES), or leave --bind out."
+        )
+    place, device = visible[index]
+    return variable, device, gpus[place][0] if isinstance(place, int) else ""
+
+
+def _visible(text: str, gpus: _Gpus) -> dict[int | str, str]:
+    """Return the names of GPUs in `text` that a process sees, by their place in `gpus`, or by name if that is unknown.
+
+    As in CUDA, the beginning of a UUID is enough, a name that is not valid hides itself and all after it, and one that
+    comes twice hides all (CUDA Programming Guide; torch/cuda/__init__.py, `_parse_visible_devices`).
+    """
+    found: dict[int | str, str] = {}
+    has_uuids = bool(gpus) and all(uuid for _, uuid in gpus)
+    unlisted = "MIG-.+" if has_uuids else "(MIG|GPU)-.+" + r"|\d+(\.\d+)?" * (not gpus)
+    for name in map(str.strip, text.split(",")):
+        begun = [n for n, (_, uuid) in enumerate(gpus) if name[4:] and uuid.startswith(name)]
+        places = begun or [n for n in range(len(gpus)) if name == str(n)]
+        if len(places) != 1 and not re.fullmatch(unlisted, name):
+            break
+        place = places[0] if len(places) == 1 else name
+        if place in found:
+            return {}
+        found[place] = name
+    return found
+
+
 def numa_node(address: str) -> int:
     """Return the NUMA node of the device with this PCI address; -1 if the kernel knows none."""
-    file = _PCI / address / "numa_node"
-    return int(file.read_text()) if file.exists() else -1
+    return int(_text(_PCI / address / "numa_node") or -1)
 
 
 def cores_by_node() -> dict[int, set[int]]:
     """Return the CPUs of each NUMA node of this host."""
-    files = _NODES.glob("node[0-9]*/cpulist")
     return {
         int(file.parent.name[len("node") :]): set(map(int, numbers_in(file.read_text().strip())))
-        for file in files
+        for file in _NODES.glob("node[0-9]*/cpulist")
     }

@@ -47,7 +47,7 @@ def export_launch(env: MutableMapping[str, str]) -> None:
     with contextlib.suppress(ConfigurationError):  # init() raises it again
         launch = detect(env)
         fixed = {"HOROVOD_HOSTNAME": socket.gethostname()} | ({} if launch.starts_mpi else OVER_GLOO)
-        add_copies({name: value for name, value in fixed.items() if name not in env}, env)
+        add_copies({name: value for name, value in fixed.items() if not env.get(name)}, env)
         if is_one_host(launch):
             export_world(World(launch.rank, launch.size, launch.rank, launch.size, 0, 1), env)
         else:

@@ -329,9 +329,8 @@ def _check_marks(row: Launcher | None, env: Mapping[str, str]) -> None:
             taken = "plain python" if row is None else f"a single process of {row.name}"
             raise ConfigurationError(
                 f"`{mark.variable}` must be absent from {taken}, but is {text!r} instead: {mark.who} sets it for each "
-                "process that it starts. Give init(rank=, world_size=, init_method=), name the variables of rank and "
-                "size in DUALDIST_RANK_FROM and DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single "
-                "process."
+                "process that it starts. Name the variables of rank and size in DUALDIST_RANK_FROM and "
+                "DUALDIST_SIZE_FROM, or set DUALDIST_LAUNCHER=python to run a single process."
             )
 
 

@@ -35,7 +35,7 @@ from .addresses import INTERFACE, LOOPBACK, candidates, own_node
 from .server import MeetingServer
 
 ADVICE = (
-    "Look at its output; every process must call dualdist.init(), with a rank of its own. "
+    "Look at its output; every process must join, with a rank of its own. "
     "Set DUALDIST_START_TIMEOUT_SECONDS to wait longer."
 )
 

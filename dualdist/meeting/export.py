@@ -31,8 +31,8 @@ from .server import reserved_port
 _RUN = "TORCHELASTIC_RUN_ID"
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """Its names for the numbers of World."""
-_THREADS, _INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
-"""Variables that keep the user's value."""
+_THREADS, _INTERFACE, _ERRORS = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variables that keep the user's value, unless it is empty."""
 _held = contextlib.ExitStack()
 """Keeps the port until this process ends."""
 
@@ -71,7 +71,9 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
             variables = _agreed(launch, env, gather, prepare)
     for name in (_THREADS, _INTERFACE):
         if value := variables.pop(name, ""):
-            os.environ.setdefault(name, value)
+            os.environ[name] = os.environ.get(name) or value
+    if env.get(_ERRORS):
+        del variables[_ERRORS]
     add_copies(variables, os.environ)
 
 

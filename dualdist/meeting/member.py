@@ -157,7 +157,7 @@ class Meeting:
         if self._lost is not None:
             raise HorovodInternalError(
                 f"Rank {self.rank} could not connect to the other ranks: rank {self._lost} has ended, is stopped, or "
-                "its init() has failed. Look at its output."
+                "its start has failed. Look at its output."
             ) from cause
 
     def close(self, *, started: bool) -> None:

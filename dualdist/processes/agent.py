@@ -193,7 +193,7 @@ class Agent:
             env = {**os.environb, **env}
         if self._request["address"] is not None and b"HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
             _add_interface(env, self._request["address"])
-        if b"OMP_NUM_THREADS" in env:
+        if env.get(b"OMP_NUM_THREADS"):
             return env, None
         threads = max(1, len(os.sched_getaffinity(0)) // len(self._request["own_env"]))
         return env | {b"OMP_NUM_THREADS": b"%d" % threads}, threads

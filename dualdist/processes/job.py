@@ -120,7 +120,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     common = _with_alias(without_launchers(env))
     if options.descriptors is None:
         # Python's buffer delays the output, so horovodrun sets PYTHONUNBUFFERED too.
-        common = {"PYTHONUNBUFFERED": "1"} | common
+        common |= {"PYTHONUNBUFFERED": common.get("PYTHONUNBUFFERED") or "1"}
     worlds = topology([(host, None) for host in hosts])
     with (
         MeetingServer(len(hosts), [address], secret) as server,

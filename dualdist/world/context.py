@@ -296,12 +296,12 @@ class Context:
         return world
 
     def _export(self, variables: Mapping[str, str]) -> None:
-        """Set those of `variables` that are absent from the environment until this process leaves the world.
+        """Set those of `variables` that are absent or empty in the environment until this process leaves the world.
 
         For frameworks and scripts that look for torchrun's variables. Users often export MASTER_ADDR and MASTER_PORT
         alone, so the others are set, too.
         """
-        added = {name: value for name, value in variables.items() if name not in os.environ}
+        added = {name: value for name, value in variables.items() if not os.environ.get(name)}
         add_copies(added, os.environ)
         self._undo.callback(remove_copies, added, os.environ)
 

@@ -322,6 +322,30 @@ def test_the_exit_code_is_that_of_the_script(launcher: str) -> None:
     assert ended.code == 7, ended.output
 
 
+@pytest.mark.parametrize(
+    "before",
+    [EXEC, (*EXEC, "--", sys.executable), (*EXEC, "--"), (*LAUNCHERS["dualdist run"], sys.executable)],
+    ids=["script", "command", "shebang", "run"],
+)
+def test_a_process_that_is_killed_loses_no_line(before: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(f"#!{sys.executable}\nimport os\nprint('a line')\nos.kill(os.getpid(), 9)\n")
+    script.chmod(0o755)
+    ended = finish([*before, str(script)], {"PYTHONUNBUFFERED": ""}, forks=False)
+    assert ended.code != 0
+    assert "a line\n" in ended.output
+
+
+@pytest.mark.parametrize(("threads", "handling", "expected"), [("5", "", "5 1"), ("", "3", "1 3")])
+def test_variables_of_the_user_stay_unless_they_are_empty(threads: str, handling: str, expected: str) -> None:
+    need_programs("mpirun")
+    names = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    command = [*_MPIRUN, *EXEC, "--", "sh", "-c", f"echo found ${names[0]} ${names[1]}"]
+    ended = finish(command, dict(zip(names, (threads, handling), strict=True)), forks=False)
+    assert ended.code == 0, ended.output
+    assert ended.output.count(f"found {expected}\n") == 2, ended.output
+
+
 def test_a_script_that_starts_mpi_itself() -> None:
     need_modules("mpi4py")
     ended = finish([*_MPIRUN, *EXEC, torchrun_script.__file__, "mpi"], forks=False)
@@ -402,16 +426,16 @@ def test_each_process_sees_one_gpu_of_its_own(launcher: str) -> None:
         "-c",
         "echo $RANK sees $CUDA_VISIBLE_DEVICES.",
     )
-    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, forks=False)
+    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "MIG-3,MIG-5"}, forks=False)
     assert ended.code == 0, ended.output
-    assert sorted(re.findall(r"\d sees [^.]*", ended.output)) == ["0 sees 3", "1 sees GPU-5"]
+    assert sorted(re.findall(r"\d sees [^.]*", ended.output)) == ["0 sees MIG-3", "1 sees MIG-5"]
 
 
 def test_too_few_gpus_are_an_error_on_all_ranks() -> None:
     command = (*LAUNCHERS["dualdist run"][:-1], "3", *EXEC, "--bind", "gpu", "--", "echo", "started")
-    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "3,5"}, forks=False)
+    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "MIG-3,MIG-5,-1"}, forks=False)
     assert ended.code == 2
-    assert "has 2 for 3 processes (CUDA_VISIBLE_DEVICES=3,5)" in ended.output
+    assert "has 2 for 3 processes (CUDA_VISIBLE_DEVICES=MIG-3,MIG-5,-1)" in ended.output
     assert "started" not in ended.output
 
 
@@ -421,6 +445,10 @@ def test_too_few_gpus_are_an_error_on_all_ranks() -> None:
         ((), "A script must be given", 2),
         (("--",), "A script must be given", 2),
         (("-m", "--", "true"), "which -m and --compat do not change", 2),
+        (("python", "train.py"), "but 'python' is none on", 2),
+        (("-c", "pass"), "dualdist exec -- python -O train.py", 2),
+        (("-mtimeit",), "-m MODULE [ARG ...]", 2),
+        (("-u", "-m", "no_such_module"), "No module named no_such_module", 1),
         (("--", "no-such-command"), "'no-such-command' cannot be started: No such file", 127),
         (("--", "/"), "'/' cannot be started: Permission denied", 126),
     ],

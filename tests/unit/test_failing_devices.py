@@ -188,6 +188,7 @@ def test_a_stall_is_reported_before_the_watchdog_of_nccl_acts() -> None:
 def test_the_watchdog_of_nccl_does_not_end_the_process_unless_the_user_says_so() -> None:
     assert error_handling(CUDA, {}) == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
     assert error_handling(CUDA, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}) == {}
+    assert error_handling(CUDA, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": ""}) == error_handling(CUDA, {})
     assert error_handling(None, {}) == {}
 
 

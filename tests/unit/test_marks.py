@@ -75,7 +75,7 @@ def test_the_error_names_the_mark_and_how_to_say_otherwise(mark: object) -> None
         detect({variable: value})
     message = str(caught.value)
     assert "\n" not in message
-    for word in (f"`{variable}`", repr(value), "plain python", "init(rank=, world_size=", "=python"):
+    for word in (f"`{variable}`", repr(value), "plain python", "DUALDIST_RANK_FROM", "=python"):
         assert word in message
 
 

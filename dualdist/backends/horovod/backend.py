@@ -86,8 +86,8 @@ def start_variables(
     variables: dict[str, str | None] = dict.fromkeys(names_of_copies(env))
     variables |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": None}
     if uses_mpi:
-        variables |= {name: value for name, value in _FOR_MPI.items() if name not in env}
-    if not {_FUSION_THRESHOLD, "HOROVOD_AUTOTUNE"} & env.keys():  # autotuning leaves alone what is set
+        variables |= {name: value for name, value in _FOR_MPI.items() if not env.get(name)}
+    if not (env.get(_FUSION_THRESHOLD) or env.get("HOROVOD_AUTOTUNE")):  # autotuning leaves alone what is set
         variables[_FUSION_THRESHOLD] = str(_FUSED_BYTES)
     if transport == "mpi":
         variables |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
