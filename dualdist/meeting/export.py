@@ -52,6 +52,7 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     """
     env = without_copies(os.environ)
     with _job(env) as (launch, find):
+        mpi.warn_of_smaller_world(launch.rank, launch.size, launch.launcher)
         is_torchrun = _RUN in env and launch.sources.get("rank") == "RANK"
         # A process manager serves one meeting. A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))

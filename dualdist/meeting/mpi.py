@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import logging
 import os
 import socket
 import struct
@@ -29,6 +30,8 @@ from ..launch import detect, is_one_host
 from ..process_exit import at_exit
 from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
+
+logger = logging.getLogger("dualdist")
 
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 #
@@ -188,6 +191,17 @@ def has_started() -> bool:
     """Return whether MPI runs in this process. Does not start it."""
     started = sys.modules.get("mpi4py.MPI")
     return started is not None and started.Is_initialized() and not started.Is_finalized()
+
+
+@functools.cache
+def warn_of_smaller_world(rank: int, size: int, launcher: str) -> None:
+    """Log a warning, once on rank 0 of `size`, if the script has started MPI and its world is smaller. Local."""
+    if rank == 0 and has_started() and (own := world_size()) < size:
+        logger.warning(
+            "mpi4py's world has size %d, but %s has set size %d. Code that asks mpi4py for rank and size does the same "
+            "in each process: take them from dualdist or torch.distributed, or start with the mpirun of mpi4py's MPI.",
+            *(own, launcher, size),
+        )
 
 
 def world_size() -> int:

@@ -284,6 +284,7 @@ class Context:
         self.dump = Dump(self.watch, self.settings.dump_folder, repr(ranks[0].contact))
         self._undo.callback(self.dump.close)
         self.hosts = [rank.host for rank in ranks]
+        mpi.warn_of_smaller_world(joined.rank, joined.size, launched.launcher)
         if joined.rank == 0:
             warn_of_too_many_threads((rank.host, rank.threads) for rank in ranks)
         self.device = joined.device or self._device([rank.view for rank in ranks])

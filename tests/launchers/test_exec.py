@@ -139,6 +139,26 @@ def test_processes_that_have_started_mpi_can_meet() -> None:
     assert sorted(re.findall(r"rank \d", ended.output)) == ["rank 0", "rank 1"], ended.output
 
 
+@pytest.mark.parametrize(
+    ("launcher", "join", "count"),
+    [
+        ("dualdist run", "from dualdist.launch import export_environment as join", 1),
+        ("dualdist run", "from dualdist import init as join", 1),
+        ("mpirun", "from dualdist import init as join", 0),
+    ],
+)
+def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(
+    launcher: str, join: str, count: int
+) -> None:
+    need_modules("mpi4py")
+    source = f"from mpi4py import MPI; {join}; join(); join()"
+    ended = finish([*LAUNCHERS[launcher], sys.executable, "-c", source], forks=False)
+    assert ended.code == 0, ended.output
+    assert ended.output.count(f"mpi4py's world has size 1, but {launcher} has set size 2") == count, (
+        ended.output
+    )
+
+
 def test_init_without_mpi4py_warns_of_too_many_threads() -> None:
     need_programs("mpiexec.hydra")
     source = (
