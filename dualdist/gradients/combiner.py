@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,6 +117,9 @@ class Combiner:
     is_in_world = True
     """Whether the other ranks know this object. If not, they learn of it when it first combines gradients."""
 
+    fills = True
+    """Whether parameters may get dense zeros as gradients: not if the optimizer takes only sparse ones."""
+
     passes = 1
     """How many backward passes accumulate before gradients are combined."""
 
@@ -157,6 +160,12 @@ class Combiner:
 
     def before_step(self) -> None:
         """Prepare for `step()`, after gradients are combined. Local."""
+
+    def fill(self, kept: Set[int]) -> None:
+        """Give zeros to parameters without a required gradient, except those whose `id` is in `kept`. Local."""
+        for param in self.params() if self.fills else ():
+            if param.grad is None and param.requires_grad and id(param) not in kept:
+                param.grad = torch.zeros_like(param, dtype=getattr(param, "grad_dtype", None))
 
     def after_step(self) -> None:
         """Do what remains after `step()`. Collective if the ranks combine steps instead of gradients."""

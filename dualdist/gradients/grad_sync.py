@@ -44,7 +44,6 @@ class GradSync(Combiner):
         passes: int = 1,
         *,
         compares_late: bool = False,
-        fills: bool = True,
     ) -> None:
         """Register hooks on the parameters. Collective, as `add` is.
 
@@ -53,12 +52,11 @@ class GradSync(Combiner):
             owner: the optimizer or module; the hooks are removed when it is deleted.
             passes: how many backward passes accumulate before gradients are combined.
             compares_late: the ranks compare the layout at the first gradients. Then this is local, and needs no world.
-            fills: whether parameters that no rank used have zeros in a step.
         """
         self.kind, self.passes = options.kind, passes
         self.after_combining: Callable[[], None] | None = None
         """Called when the gradients have been combined, if not None."""
-        self._compares_late, self._fills = compares_late, fills
+        self._compares_late = compares_late
         self._pass_counts: list[int] = []
         """Of each parameter, see Reducer. It stays the same list, which Reducer and Arrivals have as well."""
         self._reducer = Reducer(options, self, self._pass_counts)
@@ -418,10 +416,8 @@ class GradSync(Combiner):
 
     def before_step(self) -> None:
         """Give zeros to parameters that no rank used, as Horovod does (horovod/torch/optimizer.py:177)."""
-        are_used = len(self._reducer.used) == len(self._params)
-        for index, param in enumerate(self._params if self._fills and not are_used else ()):
-            if param.tensor.grad is None and param.tensor.requires_grad and index not in self._reducer.used:
-                param.tensor.grad = torch.zeros_like(param.tensor, dtype=param.dtype)
+        if len(self._reducer.used) < len(self._params):
+            self.fill({id(self._tensors[index]) for index in self._reducer.used})
 
     def after_step(self) -> None:
         self._reducer.reduced = False

@@ -260,11 +260,10 @@ def _distributed(
     if options.process_set.included() and options.reduction.op == Adasum:
         combiner = AdasumStep(optimizer, options.compression, options.process_set)
     elif options.process_set.included():
-        # It takes no dense gradients.
-        fills = not isinstance(optimizer, torch.optim.SparseAdam)
         hyperparameters = functools.partial(_hyperparameters, weakref.ref(optimizer))
         with_them = dataclasses.replace(options, hyperparameters=hyperparameters)
-        combiner = GradSync(named, with_them, optimizer, passes, compares_late=compares_late, fills=fills)
+        combiner = GradSync(named, with_them, optimizer, passes, compares_late=compares_late)
+    combiner.fills = not isinstance(optimizer, torch.optim.SparseAdam)
     base = type(optimizer)
     optimizer.__class__ = subclass_of(base, SynchronizedOptimizer, __name__)
     synchronized = cast("SynchronizedOptimizer", optimizer)
@@ -383,7 +382,7 @@ def _check_model(params: Sequence[torch.Tensor]) -> None:
             f"`optimizer` must not have parameters of a {DATA_PARALLEL}, but does. Use either style, not "
             "both for one model."
         )
-    check_sync_batch_norms(layers_with(params))
+    check_sync_batch_norms(layers_with(params, torch.nn.SyncBatchNorm))
 
 
 def _check_overlap(named: Sequence[tuple[str, torch.Tensor]], options: SyncOptions) -> None:

@@ -25,7 +25,9 @@ from ..compiling import not_compiled
 from ..world.context import current
 from ..world.process_sets import global_process_set, reporting
 from ..world.ranks import rank
+from .optimizer import SynchronizedOptimizer
 from .parameters import broadcast_parameters, in_batches
+from .sync_batch_norm import layers_with
 
 
 @not_compiled
@@ -36,7 +38,8 @@ def broadcast_optimizer_state(
 
     Dtypes and types become the root's, too. Tensors are on the CPU where the root's are, else on the device of their
     parameter. It takes no step to create state, so weights and step counts do not change. Works for every optimizer,
-    including LBFGS and optimizers without state. Collective over the world.
+    including LBFGS and optimizers without state. If the root's has no state, parameters of a DistributedOptimizer that
+    have no gradient get zeros, as in Horovod, but not embeddings with `sparse=True`. Collective over the world.
 
     Args:
         optimizer: its parameters must be equal in number and shape on all ranks.
@@ -84,6 +87,12 @@ def broadcast_optimizer_state(
         return root, *received
 
     root_rank, template, all_kinds = if_all_succeed(exchange, RuntimeError)
+    if isinstance(optimizer, SynchronizedOptimizer) and not template["state"]:
+        # torch may lose a sparse gradient that it adds to a dense one with rows of one number (seen in 2.15).
+        tables: list[Any] = layers_with(
+            optimizer._combiner.params(), torch.nn.Embedding, torch.nn.EmbeddingBag
+        )
+        optimizer._combiner.fill({id(table.weight) for table in tables if table.sparse})
     bound = current().backend.device
     kind = None if bound is None else bound.type
     if rank() == root_rank:

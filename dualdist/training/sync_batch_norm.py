@@ -530,14 +530,14 @@ def check_sync_batch_norms(parts: Iterable[torch.nn.Module]) -> None:
             )
 
 
-def layers_with(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
-    """Return the live layers of torch.nn.SyncBatchNorm that hold one of `params`. An optimizer knows no modules."""
+def layers_with(params: Sequence[torch.Tensor], *kinds: type[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the live layers of some `kinds` that hold one of `params`. An optimizer knows no modules."""
     own = {id(param) for param in params}
-    kinds = _with_subclasses(torch.nn.SyncBatchNorm)
+    all_kinds = set[type[torch.nn.Module]]().union(*map(_with_subclasses, kinds))
 
     def found() -> list[torch.nn.Module]:
         # Not gc.get_objects(): while its list exists, a tuple that another thread is just making raises SystemError.
-        layers = [value for kind in kinds for value in gc.get_referrers(kind) if type(value) is kind]
+        layers = [value for value in gc.get_referrers(*all_kinds) if type(value) in all_kinds]
         return [
             layer for layer in layers if any(id(param) in own for param in layer.parameters(recurse=False))
         ]
@@ -548,5 +548,5 @@ def layers_with(params: Sequence[torch.Tensor]) -> list[torch.nn.Module]:
     return found()
 
 
-def _with_subclasses(kind: type[torch.nn.SyncBatchNorm]) -> set[type[torch.nn.SyncBatchNorm]]:
+def _with_subclasses(kind: type[torch.nn.Module]) -> set[type[torch.nn.Module]]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
