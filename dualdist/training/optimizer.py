@@ -103,6 +103,10 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     _skipping: bool
     _is_copy: bool
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise TypeError: neither this class nor an object of it is initialized like the optimizer's own class."""
+        raise _initialized_again(self)
+
     @not_compiled
     def synchronize(self) -> None:
         """Combine gradients that backward left uncombined. Usually there are none.
@@ -135,6 +139,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as in torch; from then on their gradients are combined too. Collective."""
+        if "_combiner" not in vars(self) or self._step_hooks[0].hooks_dict_ref() is None:
+            raise _initialized_again(self)  # by its own class: new dictionaries of hooks
         instance("param_group", param_group, dict, "a dictionary")
         mapping("param_group", param_group, "params", fix="Pass the parameters to add, and options.")
         super().add_param_group(param_group)
@@ -160,6 +166,15 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             if field.name not in ("process_set", "kind")  # known by identity, and always the same
         }
         return _restore, (self._base, self.__getstate__(), options, self._combiner.passes)
+
+
+def _initialized_again(optimizer: SynchronizedOptimizer) -> TypeError:
+    name = type(optimizer).__name__
+    return TypeError(
+        f"`{name}` must be initialized before it is distributed, but is initialized by its distributed class instead. "
+        f"Make another one by DistributedOptimizer({name}(...)), with the class of the optimizer that was wrapped. "
+        "To forget the state only, call optimizer.state.clear()."
+    )
 
 
 def _restore(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import types
 import warnings
 from abc import ABC
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -272,6 +274,39 @@ def test_the_class_of_an_optimizer_may_have_other_bases_before_torchs() -> None:
     assert [weight.item(), bias.item()] == pytest.approx([-mean(), -2 * mean()])
     assert type(copy.deepcopy(optimizer)).__name__ == "Abstract"
     assert type("Child", (type(optimizer),), {}).__mro__[1:] == type(optimizer).__mro__
+
+
+class Renewed(torch.optim.SGD):
+    """An optimizer that a script initializes again."""
+
+    def renew(self) -> None:
+        super().__init__(self.param_groups[0]["params"], lr=0.5)
+
+
+INITIALIZED: dict[str, Callable[[Any], object]] = {
+    "its-init": lambda one: one.__init__(one.param_groups[0]["params"], **one.defaults),
+    "init-of-its-class": lambda one: torch.optim.SGD.__init__(one, one.param_groups[0]["params"], lr=0.5),
+    "init-in-a-method": lambda one: one.renew(),
+    "type": lambda one: type(one)(one.param_groups[0]["params"], **one.defaults),
+    "subclass": lambda one: types.new_class("Mine", (type(one),))(one.param_groups[0]["params"], lr=0.5),
+    "new-and-init": lambda one: torch.optim.SGD.__init__(
+        one.__class__.__new__(one.__class__), one.param_groups[0]["params"], lr=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("way", INITIALIZED)
+@everywhere
+def test_an_optimizer_that_is_initialized_as_a_distributed_one_is_an_error(way: str) -> None:
+    weight, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(Renewed([weight, by_hand], lr=1.0))
+    with pytest.raises(TypeError, match=r"Make another one by DistributedOptimizer\((Renewed|Mine)\("):
+        INITIALIZED[way](optimizer)
+    if way in ("its-init", "type", "subclass", "new-and-init"):  # it is as it was
+        weight.sum().backward()
+        by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
+        optimizer.step()
+        assert (weight.item(), by_hand.item()) == (-1, -(hvd.size() + 1) / 2)
 
 
 @everywhere
