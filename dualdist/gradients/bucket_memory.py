@@ -238,10 +238,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 # Each rank knows on the host which gradients it has. The ranks exchange this only when some rank contributes other
 # gradients than at the last exchange. A regular step therefore needs no exchange, and the host reads nothing of a GPU.
 
-DENSE, SPARSE, NEW, LEFT_OUT = 1, 2, 4, 8
+DENSE, SPARSE, NEW, LEFT_OUT, FINAL = 1, 2, 4, 8, 16
 """The parts of a kind: whether there is a dense and a sparse gradient, and whether it is new since gradients were
-combined; and whether no backward has reached the parameter since then, though this rank trains it. A gradient is
-combined if some rank has one, and it is new on some rank."""
+combined; and if no backward has reached the parameter since then, though this rank trains it, whether the script may
+still set the gradient before `step()` (LEFT_OUT) or not (FINAL). A gradient is combined if some rank has one, and it is
+new on some rank."""
 NOTHING = 0
 
 
@@ -265,10 +266,12 @@ class Contributions:
         self._is_complete = True
         """Whether every member that had not joined contributed the expected kinds at the last exchange."""
         self.combined = list(expected)
-        """For each bucket, the kinds that the ranks contribute, without LEFT_OUT."""
+        """For each bucket, the kinds that the ranks contribute, without LEFT_OUT and FINAL."""
         self._indices = [slot.param for bucket in buckets for slot in bucket.slots]
         self.left_out: frozenset[int] = frozenset()
-        """The parameters that some rank trains and no backward on any rank has reached."""
+        """The parameters that some rank may still set and no backward on any rank has reached."""
+        self._any_final = False
+        """Whether some rank will not set gradients any more that backward has not reached."""
 
     def changed(self, kinds: bytes) -> bool:
         """Return whether this rank contributes other kinds than at the last exchange."""
@@ -278,17 +281,32 @@ class Contributions:
         """Return whether the members must exchange their kinds; the same on all members for equal arguments."""
         return any_changed or (any_joined and not self._is_complete)
 
+    def combined_now(self, place: int, *, can_repeat: bool) -> bytes:
+        """Return the kinds of what is combined of the bucket at `place`; the rest is combined in `step()`.
+
+        can_repeat: whether gradients that a rank may still set can be combined now, and once more later.
+        """
+        kinds = self.combined[place]
+        if not self.left_out or (can_repeat and not self._any_final):
+            return kinds
+        start = self._ends[place] - len(kinds)
+        indices = self._indices[start : self._ends[place]]
+        return bytes(
+            NOTHING if index in self.left_out else kind for index, kind in zip(indices, kinds, strict=True)
+        )
+
     def exchange(self, group: Group, kinds: bytes | None) -> None:
         """Combine the kinds of all members. Collective over `group`. kinds: of this rank; None: it has joined."""
         count = len(self._expected)
         own = bytes(count) if kinds is None else kinds
         is_incomplete = kinds is not None and own != self._expected
         flags = [kind & part != 0 for part in (DENSE, SPARSE, NEW, LEFT_OUT) for kind in own]
-        flags += [kind & (NEW | LEFT_OUT) == NEW for kind in own]
+        flags += [kind & (NEW | LEFT_OUT | FINAL) == NEW for kind in own]
+        any_final = any(kind & FINAL for kind in own)
         # On the CPU, whatever the device of the gradients.
-        sent = torch.tensor([*flags, is_incomplete], dtype=torch.int32, device="cpu")
+        sent = torch.tensor([*flags, any_final, is_incomplete], dtype=torch.int32, device="cpu")
         group.allreduce_(sent, Max).wait()
-        *received, any_incomplete = sent.tolist()
+        *received, any_final, any_incomplete = sent.tolist()
         parts = [received[start : start + count] for start in range(0, len(received), count)]
         combined = bytes(
             dense * DENSE | sparse * SPARSE | NEW if new and (dense or sparse) else NOTHING
@@ -300,7 +318,7 @@ class Contributions:
             if left_out and not reached
         )
         self.combined = [combined[start:end] for start, end in itertools.pairwise([0, *self._ends])]
-        self._announced = kinds
+        self._announced, self._any_final = kinds, bool(any_final)
         self._is_complete = not any_incomplete
 
 
@@ -371,6 +389,8 @@ class BucketMemory:
         """Whether all gradients were there then, and dense."""
         self._kept: Set[int] = frozenset()
         """Places whose `.grad` existed before backward: the script may refer to it, so results are copied into it."""
+        self._saved: dict[int, torch.Tensor] = {}
+        """Copies of gradients that lay in their slots and may have to stay as they were, by place."""
         self._are_set = False
         """Whether `set_early` has made all of them the gradients, and nothing can have changed since."""
         self._has_pairs = any(param.dtype.is_complex for param in params)
@@ -440,7 +460,7 @@ class BucketMemory:
         self,
         grads: Sequence[torch.Tensor | None],
         is_new: Sequence[bool] | None,
-        left_out: Sequence[bool] | None,
+        unreached: Sequence[int] | None,
         given: Set[int],
     ) -> bytes:
         """Write what this rank sends; return the kind of contribution to each gradient, see Contributions.
@@ -448,12 +468,13 @@ class BucketMemory:
         Args:
             grads: `can_take` has returned True for them. Zeros are written for a gradient that is None or sparse.
             is_new: whether each gradient counts as new, also one that is None. None: all that are there do.
-            left_out: whether each one has the kind LEFT_OUT. None: none has.
+            unreached: LEFT_OUT or FINAL for each one that has this part, 0 for others. None: none has.
             given: parameters, by index, whose gradients the script may know.
         """
         self._are_set = False
         self._kept = {self._places[index] for index in self._indices & given}
         there = set(self._there)
+        self._saved = {place: self._views[place].clone() for place in there if unreached and unreached[place]}
         targets: list[torch.Tensor] = self._views
         sources: list[Any] = list(grads)
         if there or self._has_pairs or not self._is_plain:
@@ -474,12 +495,12 @@ class BucketMemory:
             if targets:
                 torch._foreach_copy_(targets, sources)
             scale_(self.flat, self.factor)
-        if left_out is None and len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
+        if unreached is None and len(targets) + len(there) == len(grads) and (is_new is None or all(is_new)):
             return self._all_dense
         is_new = [grad is not None for grad in grads] if is_new is None else is_new
         return bytes(
-            (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW | left * LEFT_OUT
-            for new, left, grad in zip(is_new, left_out or [False] * len(grads), grads, strict=True)
+            (NOTHING if grad is None else SPARSE if grad.is_sparse else DENSE) | new * NEW | part
+            for new, part, grad in zip(is_new, unreached or [0] * len(grads), grads, strict=True)
         )
 
     def on_host(self, sent: torch.Tensor) -> torch.Tensor:
@@ -519,8 +540,13 @@ class BucketMemory:
     def set_gradients(self, kinds: bytes) -> None:
         """Make the combined numbers the gradients of those parameters whose kind has no SPARSE.
 
-        They are written into memory that was the gradient before backward: a script may hold it.
+        They are written into memory that was the gradient before backward: a script may hold it. Gradients of the kind
+        NOTHING become what they were.
         """
+        for place, saved in self._saved.items():
+            if kinds[place] == NOTHING:
+                self._views[place].copy_(saved)
+        self._saved = {}
         if self._are_set and kinds == self._all_dense:
             return
         grads = [tensor.grad for tensor in self._tensors]

@@ -12,7 +12,7 @@ import functools
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -388,20 +388,15 @@ class GradSync(Combiner):
         self._arrivals.take_arrived()
         self._reducer.given = self._indices  # backward has ended, so that the script knows its gradients
         # First as backward does: other ranks may have combined there.
-        if not self._reducer.reduced:
-            self._combine_with(self._indices)
-        elif any(self._pass_counts):
+        if not self._reducer.reduced or any(self._pass_counts):
+            self._reducer.is_last = not self._reducer.reduced
             self._combine()
         if self._reducer.must_combine_left_out():
-            self._combine_with(self._reducer.left_out)
+            for index in self._reducer.left_out:  # as if a backward had reached them
+                if self._tensors[index].grad is not None:
+                    self._pass_counts[index] = 1
+            self._combine()
         self.watch()
-
-    def _combine_with(self, indices: Set[int]) -> None:
-        """Combine the gradients, and those at `indices` as if a backward had reached them. Collective."""
-        for index in indices:
-            if self._tensors[index].grad is not None:
-                self._pass_counts[index] = self._pass_counts[index] or 1
-        self._combine()
 
     def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         params = [param for group in param_groups for param in group["params"]]

@@ -34,6 +34,8 @@ from ..world.context import current
 from ..world.process_sets import channel_of
 from .arrivals import ArrivalOrder
 from .bucket_memory import (
+    FINAL,
+    LEFT_OUT,
     SPARSE,
     Bucket,
     BucketMemory,
@@ -167,10 +169,10 @@ class Reducer:
         """Whether the gradients were reduced since the last step."""
         self.used: set[int] = set()
         """The parameters to whose gradients some rank has contributed since the last step."""
-        self._left_out: frozenset[int] = frozenset()
-        """Those that no backward on any rank has reached since the last step. Equal on all ranks."""
-        self._final: frozenset[int] = frozenset()
-        """Those of `_left_out` that were combined with numbers in them, if they must not be combined once more."""
+        self.left_out: frozenset[int] = frozenset()
+        """Those that no backward on any rank has reached since the last step, and that some rank could set since.
+
+        Equal on all ranks."""
         self._compares_start = False
         """Whether the next reduction is followed by a comparison of the parameters."""
         self.divisor: int | Literal["active"] | None = None
@@ -236,7 +238,7 @@ class Reducer:
         self._hooks.close(backend)
         self._hooks = HookQueue()
         self.is_known, self._buckets_sent, self._sparse = False, 0, frozenset()
-        self._left_out = frozenset()
+        self.left_out = frozenset()
         self.lay_out(self.layout.params)
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
@@ -247,6 +249,8 @@ class Reducer:
     def start_over(self) -> None:
         """Prepare for the next backward."""
         self.layout.start_over()
+        self.is_last = False
+        """Whether the next reduction is the first one since a step, and in a step: no gradient is set any more."""
         self._sent: list[SentBucket] = []
         """Those of this backward, in order."""
         self._kinds = b""
@@ -286,11 +290,12 @@ class Reducer:
         place, options = len(self._sent), self.options
         bucket = self.layout.buckets[place]
         grads = [None] * len(bucket.params) if empty else self._all_contributions(bucket)
-        counts, are_reached, left_out = self._pass_counts, [True] * len(grads), None
+        counts, are_reached, unreached = self._pass_counts, [True] * len(grads), None
         if not (empty or is_complete or all(counts)):
             are_reached = [counts[slot.param] > 0 for slot in bucket.slots]
             pairs = zip(are_reached, bucket.params, strict=True)
-            left_out = [not is_reached and bool(param.hooks) for is_reached, param in pairs]
+            part = FINAL if self.is_last else LEFT_OUT
+            unreached = [0 if is_reached or not param.hooks else part for is_reached, param in pairs]
         is_new = are_reached if self.reduced and not empty else None
         memory = self.layout.memory_of(place, grads, is_new, in_place=self._can_set_early)
         if (streams := bucket.params[0].streams) is not None:
@@ -298,7 +303,7 @@ class Reducer:
             if streams.is_mixed and (stream := accelerator.current_stream(memory.flat.device)) is not None:
                 for tensor in (memory.flat, *(grad for grad in grads if grad is not None)):
                     accelerator.keep_until_done(tensor, stream)
-        kinds = memory.pack(grads, is_new, left_out, self.given)
+        kinds = memory.pack(grads, is_new, unreached, self.given)
         self._kinds += kinds
         self._buckets_sent += 1
         self._count_sent(place)
@@ -504,33 +509,20 @@ class Reducer:
     def _leave_out(self) -> None:
         """Record which parameters no backward has reached since the last step, after a reduction."""
         left_out = self.layout.contributions.left_out
-        if self.reduced:
-            self._left_out &= left_out
-        else:
-            self._left_out = left_out
-            can_repeat = self.options.can_repeat and not self._channel.num_joined
-            self._final = frozenset() if can_repeat else frozenset(filter(self._has_numbers, left_out))
+        self.left_out = self.left_out & left_out if self.reduced else left_out
 
     def leave_out(self, indices: Iterable[int]) -> None:
         """Record new parameters, which no backward has reached."""
-        self._left_out = self._left_out.union(indices)
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        """The parameters that no backward on any rank has reached since the last step, and that may be combined."""
-        return self._left_out - self._final
-
-    def _has_numbers(self, index: int) -> bool:
-        return has_numbers(self.layout.params[index].tensor.grad)
+        self.left_out = self.left_out.union(indices)
 
     def must_combine_left_out(self) -> bool:
         """Return whether the script has given numbers to a gradient in `left_out`, on some rank.
 
         Collective if no backward has reached some parameter.
         """
-        if not self._left_out:
+        if not self.left_out:
             return False
-        count = int(any(map(self._has_numbers, self.left_out)))
+        count = int(any(has_numbers(self.layout.params[index].tensor.grad) for index in self.left_out))
         call = Call(SYNCHRONIZE, self._arguments, site=call_site(), count=count)
         return self._channel.run(call, lambda group, verdict: any(verdict.counts))
 
@@ -594,9 +586,11 @@ class Reducer:
         divided_by = group.size if reduction.op == Average else 1
         sparse: dict[int, torch.Tensor | None] = {}
         error: Exception | None = None
+        can_repeat = self.options.can_repeat and not self._channel.num_joined
         for place, sent in enumerate(self._sent):
             sent.work.wait()
-            memory, kinds = sent.memory, self.layout.contributions.combined[place]
+            memory = sent.memory
+            kinds = self.layout.contributions.combined_now(place, can_repeat=can_repeat)
             if keep:
                 combined = sent.combined(factor / (divided_by if memory.factor == 1.0 else 1))
                 if combined is not None:

@@ -496,6 +496,59 @@ def test_a_gradient_that_the_script_sets_where_backward_left_none_is_combined_in
         assert by_hand.tolist() == [1 - number * 2 * mean] * 2
 
 
+@pytest.mark.parametrize("passing", ["all-ranks", "rank-0"])
+@pytest.mark.parametrize("zeroed", ["to-none", "to-zeros", "never"])
+@pytest.mark.parametrize("kind", ["average", "sum", "hook"])
+@everywhere
+def test_a_gradient_that_the_script_sets_beside_backward_is_combined_once_in_each_step(
+    kind: str, zeroed: str, passing: str
+) -> None:
+    """As in Horovod: what a rank does not set again counts as well. In the second step, only the last rank sets it."""
+    trained, by_hand = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    options: Any = {"average": {}, "sum": {"op": hvd.Sum}, "hook": {"comm_hook": (None, allreduce_hook)}}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0), **options[kind])
+    rank, size = hvd.rank(), hvd.size()
+    factor = 1.0 if kind == "sum" else 1 / size
+    held, wanted = [0.0] * size, 0.0
+    for number in range(1, 5):
+        if zeroed == "never":
+            trained.grad = None
+        else:
+            optimizer.zero_grad(set_to_none=zeroed == "to-none")
+            held = [0.0] * size
+        if passing == "all-ranks" or rank == 0:
+            trained.sum().backward()
+        for place in [size - 1] if number == 2 else range(size):
+            held[place] = 10.0 * number + place
+        if number != 2 or rank == size - 1:
+            if by_hand.grad is None:
+                by_hand.grad = torch.zeros(2)
+            by_hand.grad.copy_(torch.full((2,), held[rank]))
+        optimizer.step()
+        held = [sum(held) * factor] * size
+        wanted -= held[0]
+        assert by_hand.tolist() == pytest.approx([wanted] * 2)
+        assert trained.tolist() == pytest.approx(
+            [-number * factor * (size if passing == "all-ranks" else 1)] * 2
+        )
+
+
+@everywhere
+def test_a_gradient_that_backward_leaves_out_is_summed_by_synchronize_and_not_again_by_the_step() -> None:
+    trained, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0), op=hvd.Sum)
+    for number in (1, 2):
+        optimizer.zero_grad(set_to_none=False)
+        by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
+        trained.sum().backward()
+        assert by_hand.grad.item() == hvd.rank() + 1
+        optimizer.synchronize()
+        assert by_hand.grad.item() == hvd.size() * (hvd.size() + 1) / 2
+        optimizer.step()
+        assert trained.item() == -number * hvd.size()
+        assert by_hand.item() == -number * hvd.size() * (hvd.size() + 1) / 2
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 @everywhere
 def test_a_gradient_of_zeros_that_backward_leaves_out_may_be_set_on_some_ranks(op: int) -> None:

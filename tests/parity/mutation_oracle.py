@@ -3,14 +3,13 @@
 - A backward combines in the style `module` outside no_sync, and in the style `optimizer` when it is the
   backward_passes_per_step-th one to reach a parameter since that was last combined, outside no_sync.
 - It combines every parameter that a backward on some rank has reached since the last combination. The first combination
-  since a step, in the style `optimizer`, also combines all other gradients there are, as Horovod's does. The new
-  gradient on every rank is the average or sum of the current ones, None counting as zero, unless all are None. All
-  others stay as they are.
+  since a step, in the style `optimizer`, also combines all other gradients there are, as Horovod's does; but a backward
+  leaves them to the step if it sums, or has a communication hook. The new gradient on every rank is the average or sum
+  of the current ones, None counting as zero, unless all are None. All others stay as they are.
 - The result is written into the gradient that is there; into a new one where there is None.
 - A step in the style `optimizer` first combines what is left, or everything if nothing has been combined since the
   last one. If some rank has numbers in a gradient that no backward has reached since the last step, all of those are
-  left, too; but not one that had numbers when it was summed. Then gradients that are None become zeros if they are
-  required and were not combined since the last step.
+  left, too. Then gradients that are None become zeros if they are required and were not combined since the last step.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Unit:
     is_first: bool = False
     """Whether the next combination is the first one since a step."""
     left_out: set[str] = field(default_factory=set)
-    """Those that no backward has reached since the last step, but for those that had numbers when they were summed."""
+    """Those that no backward has reached since the last step."""
 
     def pending(self) -> set[str]:
         """Return those that a backward on some rank has reached since they were last combined."""
@@ -58,6 +57,8 @@ class Oracle:
         self.setup = setup
         self.replicas = [Replica(setup, rank) for rank in range(setup.size)]
         self.members = [self.replicas[rank] for rank in setup.ranks]
+        self.trained: dict[int, set[str]] = {rank: set() for rank in setup.ranks}
+        """For each rank, the parameters that have required a gradient at a backward or step."""
         is_module = setup.style == "module"
         models = range(setup.num_models)
         keys = list(self.replicas[0].params)
@@ -76,6 +77,9 @@ class Oracle:
         unit = None
         for replica in self.replicas:
             replica.mark(statement)
+        for replica in self.members if statement.one is not None or statement.stepped is not None else ():
+            required = {key for key, param in replica.params.items() if param.requires_grad}
+            self.trained[replica.rank] |= required
         if statement.one is not None:
             self.check_pass(statement.one)
         elif statement.stepped is not None and self.setup.style == "optimizer":
@@ -83,7 +87,7 @@ class Oracle:
             left = unit.left_out if self.have_numbers(unit.left_out) else set()
             if unit.is_first or unit.pending() or left:
                 self.check_sums(unit, {})
-                self.combine(unit, left)
+                self.combine(unit, left, in_step=True)
             self.fill(unit)
         elif statement.added is not None and self.setup.style == "optimizer":
             number, prefix = statement.added
@@ -144,9 +148,11 @@ class Oracle:
         return any(grad is not None and bool(dense(grad).any()) for grad in grads)
 
     @torch.no_grad()
-    def combine(self, unit: Unit, left: Set[str] = frozenset()) -> None:
+    def combine(self, unit: Unit, left: Set[str] = frozenset(), *, in_step: bool = False) -> None:
         reached = unit.pending()
-        for key in sorted(unit.keys if unit.is_first else unit.keys & (reached | left)):
+        left_out = set() if in_step and unit.is_first else self.may_be_set(unit.keys - reached)
+        waiting = left_out if self.setup.sums or self.setup.comm_hook else set()
+        for key in sorted(unit.keys - waiting if unit.is_first else unit.keys & (reached | left)):
             params = [replica.params[key] for replica in self.members]
             if all(param.grad is None for param in params):
                 continue
@@ -158,17 +164,20 @@ class Oracle:
             for param in params:
                 write(param, total, sparse=self.members[0].is_sparse(key))
             unit.since_step.add(key)
-        trained = {
-            key for key in unit.keys - reached for one in self.members if one.params[key].requires_grad
-        }
-        if not unit.is_first:
-            trained &= unit.left_out
-        elif self.setup.sums:
-            trained = {key for key in trained if not self.have_numbers([key])}
-        unit.left_out = trained
+        unit.left_out = left_out if unit.is_first else left_out & unit.left_out
         unit.is_first = False
         for passes in unit.passes.values():
             passes.clear()
+
+    def may_be_set(self, unreached: Set[str]) -> set[str]:
+        """Return those that a rank trains; not those that are there on a rank that has never trained them."""
+        others = {
+            key
+            for one in self.members
+            for key in unreached - self.trained[one.rank]
+            if one.params[key].grad is not None
+        }
+        return {key for key in unreached - others if any(key in own for own in self.trained.values())}
 
     @torch.no_grad()
     def fill(self, unit: Unit) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import dualdist as hvd
 
-from .mutation_model import Pass, Replica
+from .mutation_model import Pass, Replica, dense
 from .mutation_oracle import may_fill, write
 
 __all__ = ("Distributed", "Naive", "has_no_sync")
@@ -92,6 +92,7 @@ class Naive(Replica):
     def wrap(self) -> None:
         self.process_set = process_set_of(self.setup.members)
         self.is_member = self.process_set.included()
+        self.of_set = {"process_set": self.process_set}
         is_module = self.setup.style == "module"
         keys = self.shares()
         if is_module:
@@ -99,6 +100,10 @@ class Naive(Replica):
         self.units = [set(share) for share in keys]
         self.passes: list[Counter[str]] = [Counter() for _ in keys]
         self.since_step: list[set[str]] = [set() for _ in keys]
+        self.left_out: list[set[str]] = [set() for _ in keys]
+        """What no backward on any rank has reached since the last step, although a rank trains it."""
+        self.trained: set[str] = set()
+        """What has required a gradient at a backward or step of this rank."""
         self.is_first = [not is_module for _ in keys]
         """Whether nothing has been combined since the last step, after which everything is."""
         self.pending: set[str] = set()
@@ -116,6 +121,7 @@ class Naive(Replica):
             for number, optimizer in enumerate(self.optimizers):
                 own = {id(param) for group in optimizer.param_groups for param in group["params"]}
                 self.units[number] = {key for key, param in self.params.items() if id(param) in own}
+        self.trained |= {key for key, param in self.params.items() if param.requires_grad}
         for handle in self.handles:
             handle.remove()
         self.handles = [
@@ -139,6 +145,13 @@ class Naive(Replica):
             return
         self.watch()
         if self.is_first[number] or any(self.passes[number].values()):
+            self.combine(number, in_step=True)
+        left = self.left_out[number]
+        grads = [self.params[key].grad for key in left]
+        if any(
+            hvd.allgather_object(any(g is not None and bool(dense(g).any()) for g in grads), **self.of_set)
+        ):
+            self.passes[number].update(left)
             self.combine(number)
         for key in self.units[number]:
             if may_fill(self.params[key], key in self.since_step[number]):
@@ -147,15 +160,20 @@ class Naive(Replica):
         self.is_first[number] = True
 
     @torch.no_grad()
-    def combine(self, number: int) -> None:
+    def combine(self, number: int, *, in_step: bool = False) -> None:
         """Combine what a backward on some rank has reached since the last combination, and some rank has."""
         own = {key for key, count in self.passes[number].items() if count}
         there = {key for key in self.units[number] if self.params[key].grad is not None}
-        if self.is_first[number]:
-            own |= there
-        everything = hvd.allgather_object((own, there), process_set=self.process_set)
-        wanted, found = (set().union(*sets) for sets in zip(*everything, strict=True))
+        is_first, is_last = self.is_first[number], self.is_first[number] and in_step
+        waits = set() if is_last else self.units[number] & self.trained
+        everything = hvd.allgather_object((own, there, waits, there - waits), **self.of_set)
+        reached, found, waiting, others = (set().union(*sets) for sets in zip(*everything, strict=True))
+        left_out = waiting - reached - others
+        wanted = reached | found if is_first else reached
+        if self.setup.sums or self.setup.comm_hook:
+            wanted -= left_out
         keys = sorted(wanted & found)
+        self.left_out[number] = left_out if is_first else left_out & self.left_out[number]
         self.is_first[number] = False
         grads = []
         for key in keys:

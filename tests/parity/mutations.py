@@ -127,7 +127,14 @@ def detach(replica: Replica, keys: Sequence[str], x: float) -> None:
 
 def set_new(replica: Replica, keys: Sequence[str], x: float) -> None:
     for param in only_dense(replica, keys).values():
-        param.grad = torch.full_like(param, x / 10)
+        param.grad = torch.full_like(param, x / 10 * (replica.rank + 1))
+
+
+def copy_new(replica: Replica, keys: Sequence[str], x: float) -> None:
+    for param in only_dense(replica, keys).values():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.copy_(torch.full_like(param, x / 10 * (replica.rank + 1)))
 
 
 def swap(replica: Replica, keys: Sequence[str], x: float) -> None:
@@ -193,7 +200,8 @@ def free_storage(replica: Replica, keys: Sequence[str], x: float) -> None:
 GRADIENTS: Mapping[str, Callable[[Replica, Sequence[str], float], None]] = {
     "p.grad = the same with other strides": give_other_strides,
     "p.grad.detach_()": detach,
-    "p.grad = torch.full_like(p, x / 10)": set_new,
+    "p.grad = torch.full_like(p, x / 10 * (rank + 1))": set_new,
+    "p.grad.copy_(torch.full_like(p, x / 10 * (rank + 1)))": copy_new,
     "swap the gradients of parameters of one shape": swap,
     "make all gradients views of a new flat buffer": make_flat,
     "cat all gradients, multiply by x, put them back by p.grad.data": put_back,
@@ -373,7 +381,7 @@ class Drawing:
         return Program(self.setup, tuple(self.statements))
 
     def add_step(self) -> None:
-        if self.setup.sums or self.chance(0.8):
+        if self.chance(0.8):
             text = self.draw.choice(list(ZEROS))
             self.add(text, "zero", ZEROS[text])
         self.mutate(0.4)
@@ -387,6 +395,8 @@ class Drawing:
         if self.setup.style == "module" and self.chance(0.1):
             self.add_assignment()
             self.mutate(0.3)
+        if self.setup.style == "optimizer" and self.chance(0.4):
+            self.set_beside()
         if self.chance(0.25):
             self.add("clip_grad_norm_", "clip", clip_norm)
         elif self.chance(0.15):
@@ -400,6 +410,17 @@ class Drawing:
                 self.add(f"optimizer{number}.step()", "step", step, stepped=number)
         self.mutate(0.3)
         self.change_structure()
+
+    def set_beside(self) -> None:
+        """Set gradients beside those that backward makes, on some ranks: of parts that some or all do not use."""
+        keys = [key for key in self.keys if key[2:].startswith(("unused", "some", "frozen", "scalar"))]
+        if keys:
+            text, x = (
+                self.draw.choice([name for name in GRADIENTS if "rank" in name]),
+                self.draw.choice([0.5, -0.75]),
+            )
+            act = on_gradients(GRADIENTS[text], keys, x)
+            self.add(f"{text} for {', '.join(keys)} with x = {x}", text, act, ranks=self.draw_ranks(0.4))
 
     def change_structure(self) -> None:
         if self.late and self.chance(0.4):
