@@ -136,8 +136,8 @@ class Combiner:
         Raises CollectiveMismatchError when names, shapes, dtypes or memory layouts differ between ranks.
         """
 
-    def watch(self) -> None:
-        """Include parameters whose `requires_grad` has become True. Local."""
+    def watch(self, *_: object) -> None:
+        """Include parameters whose `requires_grad` has become True, or whose hooks were removed. Local."""
 
     def shadow(self) -> None:
         """Take part with zeros in one backward of the other ranks; the results become the gradients. Collective."""

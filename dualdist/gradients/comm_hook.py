@@ -308,15 +308,15 @@ class HookQueue:
         then, the process waits up to 10 s more at exit. A rank whose hook has raised stays connected as long as it
         keeps the exception, whose traceback refers to the process group.
         """
-        if self._thread is threading.current_thread() or self._ends_within(_LOOK_AGAIN_SECONDS):
+        if self._thread is threading.current_thread() or self.ends_within(_LOOK_AGAIN_SECONDS):
             return
         backend.abort_process_groups()
-        if not self._ends_within(_LAST_HOOK_SECONDS):
+        if not self.ends_within(_LAST_HOOK_SECONDS):
             backend.keep_process_groups()
             # The script may end soon, and the other ranks with it.
-            at_exit(functools.partial(self._ends_within, _LAST_HOOK_SECONDS))
+            at_exit(functools.partial(self.ends_within, _LAST_HOOK_SECONDS))
 
-    def _ends_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for all hooks. Return whether they have ended."""
         end = time.monotonic() + seconds
         if self._thread is not None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import operator
+import pickle
+import sys
 import weakref
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
-from ..agreement.call import DATA_PARALLEL
+from ..agreement.call import DATA_PARALLEL, OPTIMIZER
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, Group
 from ..compiling import not_compiled
@@ -29,6 +32,13 @@ from .bucket_memory import TrackedParameter, has_numbers
 from .combiner import Combiner, SyncOptions, alive, combiners_of
 from .comm_hook import CommHook
 from .reducer import Reducer
+
+_MOST_USES = 3
+"""How many references C++ has to a parameter at the end of backward, unless torch's DDP has it.
+
+One each: the object in Python, the node that accumulates its gradient, and a graph that was retained, if it saves the
+parameter. DDP's Reducer has at least two more (`params_` and `Bucket::variables` in reducer.hpp). A graph that saves it
+twice looks the same; then gradients are sent later, in this backward."""
 
 
 class GradSync(Combiner):
@@ -66,10 +76,12 @@ class GradSync(Combiner):
         self._params: list[TrackedParameter] = []
         self._tensors: list[torch.Tensor] = []
         """The parameters themselves; none after `release`."""
-        self._unhooked: list[int] = []
+        self._unhooked: set[int] = set()
         """Parameters without a hook."""
         self._hooks: list[dict[int, Any]] = []
         """All hooks on the complete gradients of each parameter that has one of ours."""
+        self._hook_counts = (0, 0)
+        """What `_count_hooks` returned when `watch` last looked at each parameter."""
         self._arrivals = Arrivals(
             self._params,
             self._pass_counts,
@@ -114,7 +126,7 @@ class GradSync(Combiner):
                 for sync in (self, other):
                     sync._overlaps, sync._reducer.sets_early = True, False
         alive.add(self)
-        self._unhooked += range(len(self._params), len(self._params) + len(added))
+        self._unhooked.update(range(len(self._params), len(self._params) + len(added)))
         self._params += added
         self._tensors += [tensor for _, tensor in named]
         self._pass_counts += [0] * len(added)
@@ -131,30 +143,65 @@ class GradSync(Combiner):
         """Return how many passes have added to each parameter's gradient since the ranks last combined it."""
         return dict(zip(self._tensors, self._pass_counts, strict=True))
 
-    def watch(self) -> None:
-        """Register hooks on parameters whose `requires_grad` has become True."""
-        still = []
-        for index in self._unhooked:
-            param = self._params[index]
-            if param.tensor.requires_grad:
-                param.hooks = [param.tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))]
-                self._hooks.append(param.tensor._post_accumulate_grad_hooks or {})
-                if not self._averages:  # averaging equal averages again changes nothing
-                    before = not_compiled(functools.partial(self._before_gradient, index))
-                    param.hooks.append(param.tensor.register_hook(before))
-            else:
-                still.append(index)
-        self._unhooked = still
+    @unserializable_hook
+    @not_compiled
+    def watch(self, *_: object) -> None:
+        """Register hooks on parameters that have none, before a backward or in it: this is a hook itself."""
+        lost = self._register_hooks()
+        if self._reducer.reduced and not self._counts:
+            # An earlier backward may have added to their gradients. To combine an average again does no harm.
+            for index in lost:
+                if self._tensors[index].grad is not None:
+                    self._pass_counts[index] = 1
+
+    def _register_hooks(self) -> set[int]:
+        """Do so where `requires_grad` has become True, or the script has removed them; return the latter parameters."""
+        lost: set[int] = set()
+        if is_changed := self._count_hooks() != self._hook_counts:
+            lost = {
+                index for index, param in enumerate(self._params) if param.hooks and not param.is_hooked()
+            }
+            self._unhooked |= lost
+        found = [index for index in self._unhooked if self._tensors[index].requires_grad]
+        for index in found:
+            self._register(index)
+        if found or is_changed:
+            self._unhooked.difference_update(found)
+            tensors = [param.tensor for param in self._params if param.hooks]
+            self._hooks = [tensor._post_accumulate_grad_hooks or {} for tensor in tensors]
+            self._hook_counts = self._count_hooks()
+        return lost
+
+    def _count_hooks(self) -> tuple[int, int]:
+        """Return how many hooks there are, and references to their dictionaries, of which a script may replace one.
+
+        This is faster than looking at each parameter.
+        """
+        return sum(map(len, self._hooks)), sum(map(sys.getrefcount, self._hooks))
+
+    def _register(self, index: int) -> None:
+        param, tensor = self._params[index], self._tensors[index]
+        for hook in param.hooks:
+            hook.remove()
+        if type(hooks := tensor._post_accumulate_grad_hooks) is dict:  # torch needs one with weak references
+            tensor._post_accumulate_grad_hooks = OrderedDict(hooks)
+        param.hooks = [tensor.register_post_accumulate_grad_hook(self._arrivals.hook_of(index))]
+        if not self._averages:  # averaging equal averages again changes nothing
+            before = not_compiled(functools.partial(self._before_gradient, index))
+            param.hooks.append(tensor.register_hook(before))
+        elif self.kind is OPTIMIZER and index == len(self._params) - 1:  # mostly the first one of a backward
+            param.hooks.append(tensor.register_hook(self.watch))
 
     def release(self) -> None:
-        """Free the parameters, also when the owner is deleted. `contribute_nothing` still works, for `join`."""
+        """Free the parameters, also when the owner is deleted."""
         super().release()
         self._tensors.clear()
+        self._unhooked.clear()
+        self._hooks, self._hook_counts = [], (0, 0)
         for param in self._params:
             param.release()
-        self._reducer.layout.release_memory()
         # These two refer to this object: without them, it is freed at once.
-        self._reducer.member = None
+        self._reducer.replace_member(ReleasedSync(self._reducer))
         self._arrivals.release()
 
     def forget_world(self, backend: Backend) -> None:
@@ -213,8 +260,7 @@ class GradSync(Combiner):
                 "`create_graph` must be False in backward(), because .grad becomes the average over the ranks, but is "
                 "True instead. Use torch.autograd.grad(loss, parameters, create_graph=True), and then backward()."
             )
-        if self._unhooked:
-            self.watch()
+        self.watch()
         given = {index for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
         grad = self._tensors[first].grad
         # Backward adds to a gradient in place, which counts its version up.
@@ -322,9 +368,8 @@ class GradSync(Combiner):
         awaiting = (sync for sync in _syncs() if sync._arrivals.awaits_end())
         together = sorted(awaiting, key=lambda sync: sync._number)
         for sync in together:
-            if not sync._has_observed:
-                in_ddp = _ids_in_ddp(GradSync._num_made)
-                sync._is_shared |= any(id(param.tensor) in in_ddp for param in sync._params)
+            if sync._is_shared or not sync._has_observed:
+                sync._is_shared = any(tensor._use_count() > _MOST_USES for tensor in sync._tensors)
         if any(sync._is_shared for sync in together) and not self._arrivals.is_last_call():
             return  # first, others complete what they combine in their memory
         for sync in together:
@@ -386,6 +431,7 @@ class GradSync(Combiner):
                 "all complete, but is. Call it after backward(), or make a DistributedOptimizer for each parameter."
             )
         self._arrivals.take_arrived()
+        self._register_hooks()
         self._reducer.given = self._indices  # backward has ended, so that the script knows its gradients
         # First as backward does: other ranks may have combined there.
         if not self._reducer.reduced or any(self._pass_counts):
@@ -396,7 +442,6 @@ class GradSync(Combiner):
                 if self._tensors[index].grad is not None:
                     self._pass_counts[index] = 1
             self._combine()
-        self.watch()
 
     def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         params = [param for group in param_groups for param in group["params"]]
@@ -455,12 +500,36 @@ class GradSync(Combiner):
             self.after_combining()
 
 
-@functools.lru_cache(maxsize=1)
-def _ids_in_ddp(num_made: int) -> set[int]:
-    """Return the ids of the parameters of all modules of torch's DDP. num_made: of GradSyncs, since the last look."""
-    gc.collect()  # an older GradSync may be garbage, for which others send late
-    wrappers = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]
-    return {id(param) for wrapper in wrappers for param in wrapper.parameters()}
+class ReleasedSync:
+    """What a world keeps of a GradSync that was released, for ranks that still use it. It is small.
+
+    They need zeros of this rank when it has called `join`, or calls something else than they do.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._options = reducer.options
+        self._hooks = reducer.unfinished_hooks()
+        numbers = {name: getattr(reducer, name) for name in ("_id", "_sparse", "_buckets_sent", "divisor")}
+        self._packed = zlib.compress(
+            pickle.dumps((reducer.layout.params, reducer.layout.contributions, numbers))
+        )
+
+    def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
+        """Let a Reducer do it, now and later."""
+        params, contributions, numbers = pickle.loads(zlib.decompress(self._packed))
+        reducer = Reducer(self._options, None, [0] * len(params))
+        vars(reducer).update(numbers, is_known=True)
+        reducer.lay_out(params)
+        reducer.layout.contributions = contributions
+        current().grad_syncs[self._options.process_set.process_set_id][numbers["_id"]] = reducer
+        reducer.contribute_nothing(group, verdict)
+
+    def compare_start(self) -> None:
+        """Do nothing: this rank has no parameters to compare."""
+
+    def forget_world(self, backend: Backend) -> None:
+        """Wait for hooks, as a Reducer does."""
+        self._hooks.close(backend)
 
 
 def _syncs() -> Iterator[GradSync]:

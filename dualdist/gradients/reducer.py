@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -163,6 +163,8 @@ class Reducer:
         """Whether the other ranks of the current world know this reducer."""
         self._id = -1
         """Its ID in the process set, equal on all ranks."""
+        self._members: list[Any] = []
+        """All `member`s of the process set, by ID."""
         self._buckets_sent = 0
         """Since `enter_world`. It names the step to communication hooks."""
         self.reduced = False
@@ -197,9 +199,9 @@ class Reducer:
         call = Call(options.kind, (*options.describe(params), start), site=call_site())
         self._channel.run(call, lambda group, verdict: self._connect(params, options))
         if not self.is_known:
-            known = current().grad_syncs[options.process_set.process_set_id]
-            self._id = len(known)
-            known.append(self.member)
+            self._members = current().grad_syncs[options.process_set.process_set_id]
+            self._id = len(self._members)
+            self._members.append(self.member)
             self.is_known = True
             self.compare_start()
 
@@ -237,9 +239,20 @@ class Reducer:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
         self._hooks.close(backend)
         self._hooks = HookQueue()
-        self.is_known, self._buckets_sent, self._sparse = False, 0, frozenset()
+        self.is_known, self._buckets_sent, self._sparse, self._members = False, 0, frozenset(), []
         self.left_out = frozenset()
         self.lay_out(self.layout.params)
+
+    def replace_member(self, member: object) -> None:
+        """Let `member` take part in place of the current one, and free the memory. Local."""
+        self.layout.release_memory()
+        if self.is_known:
+            self._members[self._id] = member
+        self.member = member
+
+    def unfinished_hooks(self) -> HookQueue:
+        """Return what must be closed before the world is left."""
+        return HookQueue() if self._hooks.ends_within(0.0) else self._hooks
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
         """Lay out buckets for `params`, and start over."""

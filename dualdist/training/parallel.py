@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..agreement.call import DATA_PARALLEL, remember_call_site
 from ..backends.torch_interface import (
@@ -227,7 +227,15 @@ class DistributedDataParallel(torch.nn.Module):
             TorchDataParallel._active_ddp_module = outer
         if self._buffer_hook is not None:
             self._sync_buffers(after_forward=True)
+        if not torch.compiler.is_compiling():
+            self._watch_backward(outputs)
         return outputs
+
+    def _watch_backward(self, outputs: Any) -> None:
+        """Let backward look for hooks that the script removes after this forward."""
+        for output in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(self._combiner.watch)
 
     @not_compiled
     def _prepare(self) -> None:
@@ -242,9 +250,11 @@ class DistributedDataParallel(torch.nn.Module):
                 self._leave_torch_join()
         if self._in_backward is None:
             self._take_over_optimizers()
-        if not self._combiner.enabled or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         self._combiner.watch()
+        if not self._combiner.enabled:
+            return
         self._check_early_end(True)
         members = _members(self._parts)
         is_changed = len(members) != len(self._recorded) or not all(

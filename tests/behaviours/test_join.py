@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -193,3 +194,28 @@ def test_a_rank_may_drop_its_optimizer_before_it_joins() -> None:
         gc.collect()
         train(1)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@everywhere
+def test_a_rank_that_has_deleted_its_model_contributes_zeros_to_that_of_the_others() -> None:
+    """Also after the gradients have become sparse, which the deleted one does not know yet."""
+    rank, size = hvd.rank(), hvd.size()
+    table: Any = torch.nn.Embedding(4, 2, sparse=True)
+    torch.nn.init.ones_(table.weight)
+    models: Any = [hvd.DistributedDataParallel(model) for model in (table, torch.nn.Linear(1, 1, bias=False))]
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+        total = (models[0](torch.tensor([1])).sum() if step else 0.0) + models[1](torch.ones(1, 1)).sum()
+        (total * (rank + 1.0)).backward()
+        if step == 0 and rank == 0:
+            models.clear()
+            break
+        active = [other + 1.0 for other in range(size) if other or not step]
+        assert models[1].module.weight.grad.item() == pytest.approx(sum(active) / size)
+        if step:
+            expected = torch.zeros(4, 2)
+            expected[1] = sum(active) / size
+            torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+    hvd.join()
+    check_next_calls_work()

@@ -1,7 +1,9 @@
-"""Hooks that change the gradient of a parameter: the ranks combine what they have made of it."""
+"""Hooks of the script on gradients, and scripts that remove all hooks of parameters, those of the wrapper too."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -70,3 +72,68 @@ def test_a_hook_that_removes_the_gradient_leaves_the_others_right(op: int, passe
     total = 2.0 * passes * (hvd.size() if op == hvd.Sum else 1)
     for param, expected in ((first, -total), (removed, 0.0), (last, -total)):
         torch.testing.assert_close(param.detach(), torch.full((3,), expected))
+
+
+def remove_hooks(params: Iterable[Any], how: str, taken: list[Any]) -> None:
+    for param in params:
+        if how == "cleared":
+            param._post_accumulate_grad_hooks.clear()
+        else:
+            taken.append(param._post_accumulate_grad_hooks)  # somebody may still have it
+            param._post_accumulate_grad_hooks = {"none": None, "dict": {}}[how]
+
+
+@pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
+@pytest.mark.parametrize("how", ["cleared", "none", "dict"])
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_gradients_are_combined_although_a_library_removes_all_hooks(
+    style: str, how: str, where: str
+) -> None:
+    for when, number in itertools.product(("before forward", "before backward", "before step"), (1, 3)):
+        params = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(3))
+        model = Product(params)
+        wrapped = hvd.DistributedDataParallel(model) if style == "module" else model
+        optimizer: Any = torch.optim.SGD(params, lr=0.5)
+        if style == "optimizer":
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        taken: list[Any] = []
+        removed: Any = params[:number] if where == "everywhere" or hvd.rank() == 0 else ()
+        for step in range(4):
+            optimizer.zero_grad()
+            if step and when == "before forward":
+                remove_hooks(removed, how, taken)
+            outputs = wrapped(hvd.rank() + 1.0)["sum"]
+            if step and when == "before backward":
+                remove_hooks(removed, how, taken)
+            outputs.backward()
+            if step and when == "before step":
+                remove_hooks(removed, how, taken)
+            optimizer.step()
+            for param in params:
+                torch.testing.assert_close(param.grad, torch.full((3,), (hvd.size() + 1) / 2))
+
+
+@everywhere
+def test_what_backward_adds_after_hooks_were_removed_is_combined_by_the_step() -> None:
+    params = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+    for number in range(1, 3):
+        optimizer.zero_grad()
+        sum(param.sum() for param in params).mul(hvd.rank() + 1.0).backward()
+        remove_hooks(params, "cleared", [])
+        sum(param.sum() for param in params).mul(hvd.rank() + 1.0).backward()
+        optimizer.step()
+        for param in params:
+            torch.testing.assert_close(param.detach(), torch.full((3,), 1.0 - number * (hvd.size() + 1)))
+
+
+class Product(nn.Module):
+    """Returns a dictionary, as models of many libraries do."""
+
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, factor: float) -> dict[str, Any]:
+        return {"factor": factor, "sum": sum(param.sum() for param in self.params) * factor}

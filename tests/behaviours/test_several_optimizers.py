@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -86,3 +87,43 @@ def test_ranks_may_complete_the_gradients_of_several_models_in_different_orders(
             share = 1 - ((place, number) == left_out) / hvd.size()
             expected = torch.full((4,), factor * share)
             torch.testing.assert_close(models[place][number].grad, expected)
+
+
+def train(style: str) -> None:
+    model: nn.Module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if style == "modules":
+        model = hvd.DistributedDataParallel(model)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@everywhere
+def test_deleted_wrappers_leave_next_to_nothing_behind(style: str) -> None:
+    train(style)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(4):
+        train(style)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 4 * 60  # less than one for each parameter
+
+
+@pytest.mark.parametrize("style", ["optimizers", "modules"])
+@everywhere
+def test_a_backward_does_not_search_the_heap(style: str) -> None:
+    model: nn.Module = nn.Linear(2, 2)
+    if style == "modules":
+        kept: Any = hvd.DistributedDataParallel(model)
+    else:
+        kept = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("collect", "get_objects", "get_referrers"):
+            patch.setattr(gc, name, lambda *_: pytest.fail("the heap was searched"))
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+    del kept

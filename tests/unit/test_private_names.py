@@ -31,7 +31,7 @@ PRIVATE_NAMES = {
         _post_accumulate_grad_hooks
         _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
         _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _shutdown
-        _storage_Use_Count _torchdynamo_disable _version
+        _storage_Use_Count _torchdynamo_disable _use_count _version
     """,
     "Horovod": "_basics _get_process_set_ids_and_ranks",
     "Python": "_DummyThread _args_from_interpreter_flags _getframe _inheriting _target",
