@@ -395,3 +395,17 @@ class Backend(ABC):
     def facts(self) -> Mapping[str, bool | int]:
         """Return what is built into the backend and what is in use, under the names of Horovod's queries."""
         return self.built()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor.data`. It has a version counter of its own: a collective is no in-place operation for autograd.
+
+    A tensor made in inference mode can only be written in that mode, which makes tensors without version counters: some
+    modes of torch do not take them. So return another tensor with the same memory for it.
+    """
+    if not tensor.is_inference() or tensor.is_neg():
+        return tensor.data
+    with torch.inference_mode(False):
+        same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        same.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return same.conj() if tensor.is_conj() else same

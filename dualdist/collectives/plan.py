@@ -137,12 +137,13 @@ def check_tensor(tensor: Any, what: str = "tensor") -> None:
         )
     try:
         has_memory = type(tensor) is not torch.Tensor or tensor.data_ptr() != 0 or tensor.numel() == 0
+        has_memory &= type(tensor).__name__ != "FakeTensor"
     except RuntimeError:
         has_memory = False
     if not has_memory:
         raise ValueError(
-            f"`{what}` must have memory, but has none, as inside torch.func.grad, vmap, jvp or functionalize. Call the "
-            "collective outside of the transformed function."
+            f"`{what}` must have memory, but has none, as inside torch.func.grad, vmap, jvp, functionalize or "
+            "FakeTensorMode. Call the collective outside of the transformed function."
         )
     if unpack_dual(tensor).tangent is not None:
         raise ValueError(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...meeting import mpi
+from ..base import plain
 
 # How MPI combines tensors: the dtypes and operations that it knows.
 
@@ -144,13 +145,16 @@ class Buffer(Block):
                 f"A tensor sent over MPI must be dense and on the CPU, but is {tensor.layout} on {tensor.device} "
                 "instead. Move it to the CPU, or use the backend nccl or gloo."
             )
-        wire = tensor.detach()
-        if wire.is_conj() or wire.is_neg():
-            wire = wire.resolve_conj().resolve_neg()
-        if how is not None and how.dtype != wire.dtype:
-            wire = wire.view(how.dtype) if wire.dtype == torch.bool else wire.to(how.dtype)
-        super().__init__(wire.contiguous(), how)
-        self._tensor = tensor
+        self._tensor = wire = plain(tensor)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # another thread, which is in neither, may write it
+            if wire.is_conj() or wire.is_neg():
+                wire = wire.resolve_conj().resolve_neg()
+            if how is not None and how.dtype != wire.dtype:
+                wire = wire.view(how.dtype) if wire.dtype == torch.bool else wire.to(how.dtype)
+            super().__init__(wire.contiguous(), how)
         self.is_copy = self.address != tensor.data_ptr()
 
     def overlaps(self, other: Buffer) -> bool:
@@ -167,7 +171,7 @@ class Buffer(Block):
     def finish(self) -> None:
         """Write a copy back to the tensor."""
         if self.is_copy:
-            self._tensor.detach().copy_(self.data)
+            self._tensor.copy_(self.data)
 
 
 @dataclass(frozen=True)

@@ -215,8 +215,7 @@ class MpiWork(dist.Work):
                     return False
                 for operation in self._operations:
                     if operation.finish is not None:
-                        # A tensor made in inference mode can only be written in that mode.
-                        with torch.inference_mode():
+                        with torch.no_grad():
                             operation.finish()
                 self._end(None)
         except Exception as error:

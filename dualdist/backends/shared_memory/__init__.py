@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch
 
-from ..base import Exchange, Group, Work
+from ..base import Exchange, Group, Work, plain
 from .collectives import CollectiveQueue, CollectiveSteps, Rounds
 from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
 
@@ -109,12 +109,10 @@ class HostGroup(Group):
         shared = self._rounds.memory.zeros(length, dtype) if device.type == "cpu" else None
         return super().zeros(length, dtype, device) if shared is None else shared
 
-    # `.data` has a version counter of its own: a collective is no in-place operation for autograd.
-
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
         if tensor.nbytes * self.size <= _SMALL_BYTES:
-            return self._queue.start(self._rounds.allreduce_small(tensor.data, op), at_once=True)
-        return self._queue.start(self._rounds.allreduce(tensor.data, op))
+            return self._queue.start(self._rounds.allreduce_small(plain(tensor), op), at_once=True)
+        return self._queue.start(self._rounds.allreduce(plain(tensor), op))
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self.broadcast_all_([tensor], root)
@@ -122,17 +120,17 @@ class HostGroup(Group):
     def broadcast_all_(self, tensors: Iterable[torch.Tensor], root: int) -> Work:
         # At once: the others copy the first tensors while the root prepares the rest.
         return self._queue.start(
-            self._rounds.broadcast((tensor.data for tensor in tensors), root), at_once=True
+            self._rounds.broadcast((plain(tensor) for tensor in tensors), root), at_once=True
         )
 
     def allgather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        steps = self._rounds.allgather(output.data, tensor.data)
+        steps = self._rounds.allgather(plain(output), plain(tensor))
         return self._queue.start(steps, at_once=output.nbytes <= _SMALL_BYTES)
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
-        return self._queue.start(self._rounds.alltoall(output.data, tensor.data, received, sent))
+        return self._queue.start(self._rounds.alltoall(plain(output), plain(tensor), received, sent))
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._queue.timeout = timeout.total_seconds()
@@ -169,7 +167,7 @@ class HierarchicalGroup(HostGroup):
             group.has_lost_member = ask
 
     def allreduce_(self, tensor: torch.Tensor, op: int, tag: str = "") -> Work:
-        return self._queue.start(self._rounds.allreduce(tensor.data, op))
+        return self._queue.start(self._rounds.allreduce(plain(tensor), op))
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> Work:
         return self._inner.broadcast_(tensor, root)

@@ -323,8 +323,7 @@ class CollectiveQueue:
         try:
             if self._problem is not None:
                 raise self._problem
-            # A tensor made in inference mode can only be written in that mode.
-            with torch.inference_mode():
+            with torch.no_grad():
                 for awaited in work.steps:
                     limit = work.deadline if until is None else min(until, work.deadline)
                     if self._has_arrived(awaited, limit):
