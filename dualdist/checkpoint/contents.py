@@ -15,6 +15,7 @@ import torch
 
 from .. import accelerator
 from ..checks import is_dtensor
+from ..collectives.objects import compact
 from ..training.parallel import DistributedDataParallel
 from ..training.parameters import bare_names
 
@@ -184,7 +185,7 @@ def on_host(value: Any, where: str) -> Any:
 
     Raises TypeError, which quotes `where`, for anything that `torch.load(weights_only=True)` would refuse.
     """
-    return to_portable(value, where, _compact)
+    return to_portable(value, where, lambda tensor, where: compact(tensor.cpu()))
 
 
 def cloned(value: Any) -> Any:
@@ -219,14 +220,6 @@ class HostCopy:
         for device in {tensor.device for tensor in sources}:
             accelerator.synchronize(device)
         return copy
-
-
-def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    host = tensor.cpu()
-    if host.layout is torch.strided and host.untyped_storage().nbytes() > host.numel() * host.element_size():
-        # torch.save would write the whole storage of a view.
-        return host.clone()
-    return host
 
 
 RANKS = "per_rank"

@@ -6,8 +6,10 @@ unpickling it fails on a rank, its error is raised there alone. In both cases th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import io
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -33,10 +35,42 @@ T = TypeVar("T")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a copy if its memory has more than its elements: pickle and torch.save write all of that."""
+    if tensor.layout is torch.strided:
+        if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+            return tensor
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy.__dict__.update(tensor.__dict__)
+    return copy
+
+
+@functools.cache
+def _pickler() -> type[pickle.Pickler]:
+    """Return a kind of cloudpickle's class if that is installed, as Horovod uses it, else of pickle's."""
+    has_cloudpickle = importlib.util.find_spec("cloudpickle") is not None
+    base: Any = importlib.import_module("cloudpickle").CloudPickler if has_cloudpickle else pickle.Pickler
+
+    class CompactPickler(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            kind = type(obj)
+            # A parameter is pickled by its `data`, and a wrapper of tensors by these.
+            if isinstance(obj, torch.Tensor) and not isinstance(obj, torch.nn.Parameter):
+                if (
+                    kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+                    and (own := compact(obj)) is not obj
+                ):
+                    return own.__reduce_ex__(4)
+            return super().reducer_override(obj) if has_cloudpickle else NotImplemented
+
+    return CompactPickler
+
+
 def _dump(obj: Any) -> torch.Tensor:
-    """Return `obj` pickled, (n,) uint8. Uses cloudpickle if it is installed, as Horovod does."""
-    name = "pickle" if importlib.util.find_spec("cloudpickle") is None else "cloudpickle"
-    return torch.frombuffer(bytearray(importlib.import_module(name).dumps(obj)), dtype=torch.uint8)
+    """Return `obj` pickled, (n,) uint8."""
+    file = io.BytesIO()
+    _pickler()(file).dump(obj)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
 @not_compiled

@@ -66,30 +66,19 @@ class TrackedParameter:
             return f"{self.name!r} changed from {self.dtype} on {self.device} to {dtype} on {tensor.device}"
         return ""
 
-    def is_hooked(self) -> bool:
-        """Return whether the first of `hooks` is there: a script may have removed it."""
-        return self.hooks[0].id in (self.tensor._post_accumulate_grad_hooks or ())
-
     def release(self) -> None:
         """Remove the hook, and replace the parameter by a tensor of the same shape without memory."""
         for hook in self.hooks:
             hook.remove()
         old = self.tensor
-        self.tensor = _without_memory(old.shape, old.stride(), old.dtype, old.device)
-
-    def __reduce__(self) -> Any:
-        return _tracked, (self.name, self.shape, self.tensor.stride(), self.dtype, self.device)
+        self.tensor = without_memory(old.shape, old.stride(), old.dtype, old.device)
 
 
-def _without_memory(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def without_memory(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor that has these, but no memory."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-def _tracked(name: str, *placement: Any) -> TrackedParameter:
-    """Return one with a tensor without memory, whose gradient has this shape, stride, dtype and device."""
-    return TrackedParameter(name, _without_memory(*placement))
 
 
 def fit(params: Sequence[TrackedParameter], grads: Sequence[torch.Tensor | None]) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.utils.hooks import unserializable_hook
 
 from ..agreement.call import DATA_PARALLEL, OPTIMIZER
 from ..agreement.matching import Verdict
@@ -28,17 +27,15 @@ from ..compiling import not_compiled
 from ..types import Average
 from ..world.context import current
 from .arrivals import Arrivals
-from .bucket_memory import TrackedParameter, has_numbers
+from .bucket_memory import TrackedParameter, has_numbers, without_memory
 from .combiner import Combiner, SyncOptions, alive, combiners_of
-from .comm_hook import CommHook
+from .comm_hook import CommHook, HookQueue
 from .reducer import Reducer
 
 _MOST_USES = 3
-"""How many references C++ has to a parameter at the end of backward, unless torch's DDP has it.
-
-One each: the object in Python, the node that accumulates its gradient, and a graph that was retained, if it saves the
-parameter. DDP's Reducer has at least two more (`params_` and `Bucket::variables` in reducer.hpp). A graph that saves it
-twice looks the same; then gradients are sent later, in this backward."""
+"""How many references C++ has to a parameter at the end of backward, if torch's DDP has none: of the object in Python,
+the node that accumulates its gradient, and a retained graph. DDP has at least two (`params_` and `Bucket::variables` in
+reducer.hpp). A retained graph that uses it twice looks the same; then gradients are only sent later."""
 
 
 class GradSync(Combiner):
@@ -143,7 +140,6 @@ class GradSync(Combiner):
         """Return how many passes have added to each parameter's gradient since the ranks last combined it."""
         return dict(zip(self._tensors, self._pass_counts, strict=True))
 
-    @unserializable_hook
     @not_compiled
     def watch(self, *_: object) -> None:
         """Register hooks on parameters that have none, before a backward or in it: this is a hook itself."""
@@ -158,10 +154,10 @@ class GradSync(Combiner):
         """Do so where `requires_grad` has become True, or the script has removed them; return the latter parameters."""
         lost: set[int] = set()
         if is_changed := self._count_hooks() != self._hook_counts:
-            lost = {
-                index for index, param in enumerate(self._params) if param.hooks and not param.is_hooked()
-            }
-            self._unhooked |= lost
+            for index, param in enumerate(self._params):
+                if param.hooks and param.hooks[0].id not in (param.tensor._post_accumulate_grad_hooks or ()):
+                    lost.add(index)
+        self._unhooked |= lost
         found = [index for index in self._unhooked if self._tensors[index].requires_grad]
         for index in found:
             self._register(index)
@@ -173,10 +169,7 @@ class GradSync(Combiner):
         return lost
 
     def _count_hooks(self) -> tuple[int, int]:
-        """Return how many hooks there are, and references to their dictionaries, of which a script may replace one.
-
-        This is faster than looking at each parameter.
-        """
+        """Count hooks, and references to their dictionaries, which a script may replace: faster than to look at all."""
         return sum(map(len, self._hooks)), sum(map(sys.getrefcount, self._hooks))
 
     def _register(self, index: int) -> None:
@@ -501,25 +494,23 @@ class GradSync(Combiner):
 
 
 class ReleasedSync:
-    """What a world keeps of a GradSync that was released, for ranks that still use it. It is small.
-
-    They need zeros of this rank when it has called `join`, or calls something else than they do.
-    """
+    """What a world keeps of a GradSync that was released: it is small, and can contribute zeros, see Reducer."""
 
     def __init__(self, reducer: Reducer) -> None:
-        self._options = reducer.options
-        self._hooks = reducer.unfinished_hooks()
+        self._options, layout = reducer.options, reducer.layout
+        params = [(p.name, p.shape, p.tensor.stride(), p.dtype, p.device) for p in layout.params]
         numbers = {name: getattr(reducer, name) for name in ("_id", "_sparse", "_buckets_sent", "divisor")}
-        self._packed = zlib.compress(
-            pickle.dumps((reducer.layout.params, reducer.layout.contributions, numbers))
-        )
+        self._packed = zlib.compress(pickle.dumps((params, layout.contributions, numbers)))
+        self._hooks = reducer.hooks
+        if self._hooks.ends_within(0.0):
+            self._hooks = HookQueue()  # the other one holds what was sent last
 
     def contribute_nothing(self, group: Group, verdict: Verdict) -> None:
-        """Let a Reducer do it, now and later."""
+        """Let a Reducer do it, now and later: another rank uses it while this one has joined, or in a mismatch."""
         params, contributions, numbers = pickle.loads(zlib.decompress(self._packed))
         reducer = Reducer(self._options, None, [0] * len(params))
         vars(reducer).update(numbers, is_known=True)
-        reducer.lay_out(params)
+        reducer.lay_out([TrackedParameter(name, without_memory(*placement)) for name, *placement in params])
         reducer.layout.contributions = contributions
         current().grad_syncs[self._options.process_set.process_set_id][numbers["_id"]] = reducer
         reducer.contribute_nothing(group, verdict)
@@ -528,7 +519,6 @@ class ReleasedSync:
         """Do nothing: this rank has no parameters to compare."""
 
     def forget_world(self, backend: Backend) -> None:
-        """Wait for hooks, as a Reducer does."""
         self._hooks.close(backend)
 
 

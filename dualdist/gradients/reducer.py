@@ -156,7 +156,7 @@ class Reducer:
         self.options, self.member, self._pass_counts = options, member, pass_counts
         self.given: Set[int] = frozenset()
         """The parameters whose `.grad` may be memory that the script knows: it was set before the current backward."""
-        self._hooks = HookQueue()
+        self.hooks = HookQueue()
         self._sparse: frozenset[int] = frozenset()
         """Parameters (by index) that have had a sparse gradient on some rank."""
         self.is_known = False
@@ -237,22 +237,18 @@ class Reducer:
 
     def forget_world(self, backend: Backend) -> None:
         """Forget the world that is closed; the next one may have ranks that do not know this reducer."""
-        self._hooks.close(backend)
-        self._hooks = HookQueue()
+        self.hooks.close(backend)
+        self.hooks = HookQueue()
         self.is_known, self._buckets_sent, self._sparse, self._members = False, 0, frozenset(), []
         self.left_out = frozenset()
         self.lay_out(self.layout.params)
 
     def replace_member(self, member: object) -> None:
-        """Let `member` take part in place of the current one, and free the memory. Local."""
+        """Free the memory, and let `member` take part in place of the current one. Local."""
         self.layout.release_memory()
         if self.is_known:
             self._members[self._id] = member
         self.member = member
-
-    def unfinished_hooks(self) -> HookQueue:
-        """Return what must be closed before the world is left."""
-        return HookQueue() if self._hooks.ends_within(0.0) else self._hooks
 
     def lay_out(self, params: Sequence[TrackedParameter]) -> None:
         """Lay out buckets for `params`, and start over."""
@@ -376,7 +372,7 @@ class Reducer:
         assert hook is not None
         grad_bucket = GradBucket(place, memory.flat, buckets[place], is_last=place == len(buckets) - 1)
         work = HookWork(hook, grad_bucket, self._channel, f"{self._id}.{self._buckets_sent - place}")
-        self._hooks.submit(work)
+        self.hooks.submit(work)
         return SentBucket(memory, self._recorded(place, memory, work), lambda factor: work.result, work)
 
     @property

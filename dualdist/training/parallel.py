@@ -227,15 +227,13 @@ class DistributedDataParallel(torch.nn.Module):
             TorchDataParallel._active_ddp_module = outer
         if self._buffer_hook is not None:
             self._sync_buffers(after_forward=True)
-        if not torch.compiler.is_compiling():
-            self._watch_backward(outputs)
+        leaves = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
+        for leaf in () if torch.compiler.is_compiling() else leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(
+                    self._combiner.watch
+                )  # a script may remove hooks before backward
         return outputs
-
-    def _watch_backward(self, outputs: Any) -> None:
-        """Let backward look for hooks that the script removes after this forward."""
-        for output in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.grad_fn.register_prehook(self._combiner.watch)
 
     @not_compiled
     def _prepare(self) -> None:

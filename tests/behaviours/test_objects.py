@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any
 
@@ -42,6 +43,38 @@ def test_allgather_is_in_rank_order() -> None:
 def test_tensors_travel_inside_objects() -> None:
     result = hvd.allgather_object({"loss": torch.tensor([hvd.rank() + 0.5])})
     assert [entry["loss"].item() for entry in result] == [rank + 0.5 for rank in range(hvd.size())]
+
+
+class Tagged(torch.Tensor):
+    """As the images of torchvision."""
+
+
+@everywhere
+def test_of_a_tensor_only_what_is_seen_travels() -> None:
+    """As a gradient, which is a part of its bucket."""
+    whole = torch.arange(100_000.0)
+    view, sparse = (
+        whole[4:8],
+        torch.sparse_coo_tensor(torch.tensor([[1, 2]]), whole[5:7], (4,), check_invariants=True),
+    )
+    tagged: Any = whole[:2].as_subclass(Tagged)
+    tagged.tag = "first"
+    sent = {
+        "list": [view, view],
+        "parameter": torch.nn.Parameter(view),
+        "expanded": whole[:1].expand(3),
+        "tagged": tagged,
+        "sparse": sparse,
+    }
+    assert len(pickle.dumps(view)) > whole.nbytes
+    for received in (*hvd.allgather_object(sent), hvd.scatter_object([sent] * hvd.size())):
+        assert received["list"][0] is received["list"][1]
+        assert received["list"][0].tolist() == received["parameter"].tolist() == [4.0, 5.0, 6.0, 7.0]
+        assert received["parameter"].requires_grad and received["expanded"].tolist() == [0.0] * 3
+        assert (type(received["tagged"]), received["tagged"].tag) == (Tagged, "first")
+        assert received["sparse"].to_dense().tolist() == [0.0, 5.0, 6.0, 0.0]
+        tensors = (*received["list"], received["parameter"], received["tagged"], received["sparse"]._values())
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
 
 
 @everywhere

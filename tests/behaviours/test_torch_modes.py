@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class ReadsVersions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MODES = {
+MODES: dict[str, Callable[[], Any]] = {
     "saved tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
     "versions": ReadsVersions,
     "inference": torch.inference_mode,
@@ -36,11 +37,12 @@ MODES = {
 def test_collectives_work_in_a_mode(mode: str, length: int) -> None:
     size, total = hvd.size(), hvd.size() * (hvd.size() + 1) / 2
     with MODES[mode]():
-        own = torch.full((length,), hvd.rank() + 1.0)
+        own: Any = torch.full((length,), hvd.rank() + 1.0)
         assert torch.equal(hvd.allreduce(own, op=hvd.Sum), torch.full((length,), total))
         assert torch.equal(hvd.broadcast(own, 0), torch.ones(length))
         assert hvd.allgather(own)[::length].tolist() == [rank + 1.0 for rank in range(size)]
-        assert hvd.alltoall(own)[:: length // size].tolist() == [rank + 1.0 for rank in range(size)]
+        received: Any = hvd.alltoall(own)
+        assert received[:: length // size].tolist() == [rank + 1.0 for rank in range(size)]
         assert torch.equal(hvd.reducescatter(own, op=hvd.Sum), torch.full((length // size,), total))
         hvd.allreduce_(own, op=hvd.Sum)
         assert torch.equal(own, torch.full((length,), total))

@@ -138,8 +138,15 @@ def test_one_tensor_under_two_names_is_saved_once(way: Any) -> None:
     assert torch.equal(found["c"], torch.ones(2))
 
 
-def test_a_view_is_saved_without_the_rest_of_its_tensor(tmp_path: Path) -> None:
-    stored(torch.zeros(1 << 20)[5:7], tmp_path)
+def sparse_view(whole: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(whole.long()[None, :2], whole[5:7], (4,), check_invariants=True)
+
+
+@pytest.mark.parametrize("view", [lambda whole: whole[5:7], sparse_view], ids=["dense", "sparse"])
+def test_a_view_is_saved_without_the_rest_of_its_tensor(
+    view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    stored(view(torch.zeros(1 << 20)), tmp_path)
     assert (tmp_path / "a.pt").stat().st_size < 10_000
 
 
