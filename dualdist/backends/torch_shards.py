@@ -1,19 +1,24 @@
 """Checkpoints of models that torch has sharded: torch.distributed.checkpoint (DCP) writes and reads each rank's parts.
 
 The parts of a checkpoint are one flat dictionary, with the names that torch's own trainers use, such as
-`model.0.weight`, `optimizer.state.0.weight.exp_avg` and `optimizer.param_groups.0.weight.lr`. A folder also has the
-hyperparameters by the number of their group (`optimizer.param_groups.0.lr`), which Accelerate and Lightning read.
+`model.0.weight`, `optimizer.state.0.weight.exp_avg` and `optimizer.param_groups.0.lr`. If ranks have different groups,
+as in a pipeline, hyperparameters have the name of a parameter instead: `optimizer.param_groups.0.weight.lr`.
+`optimizer.structure.*` has what names and shapes do not show: containers, and which tensors of a state are divided.
+
+torch's own functions for the state of an optimizer take a step to create what is missing. The state passes through them
+only to rename its parameters, in the guise of an optimizer that has state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
-import re
-from collections.abc import Iterator, Mapping, Set
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,23 +29,24 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, empty
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import CheckpointError
 from .torch_interface import adopted_config, wrapped
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_OF_GROUP = re.compile(r"param_groups\.(\d+)\.(.+)")
-_AMBIGUOUS = re.compile(r"param_groups\.\d+\.[^.]+")
-"""A hyperparameter of a group, or of a parameter with a number for a name."""
 Objects = Mapping[str, torch.nn.Module | torch.optim.Optimizer]
 Parts = dict[str, Any]
+Groups = dict[str, list[Parts]]
+"""The groups of each optimizer, with the names of their parameters under "params"."""
+_OF_PARAMS = ("params", "param_names")
+"""What a group has that belongs to its parameters, and is not loaded."""
 
 
 @contextlib.contextmanager
@@ -96,165 +102,339 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-@contextlib.contextmanager
-def _undoing_first_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch make the state that `optimizer` lacks: it takes a step with gradients of 0 and a rate of 0.
+def _stateful(optimizer: torch.optim.Optimizer, **methods: Callable[..., Any]) -> Any:
+    """Return `optimizer` with other methods, and as one that has state: torch takes no step to create it."""
+    return SimpleNamespace(state={None: None}, param_groups=optimizer.param_groups, **methods)
 
-    At the end, parameters and gradients are what they were, which some optimizers change all the same. Step hooks run.
+
+def _named_state(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> tuple[Parts, dict[tuple[Any, ...], Any], list[Parts]]:
+    """Return the state of each parameter by its name, all other state by its keys, and the groups with names."""
+    own = optimizer.state_dict()
+    of_params = {key: value for key, value in own["state"].items() if isinstance(key, int)}
+    others: dict[tuple[Any, ...], Any] = {
+        ("state", key): value for key, value in own["state"].items() if key not in of_params
+    }
+    others |= {(key,): value for key, value in own.items() if key not in ("state", "param_groups")}
+    given = {"state": of_params, "param_groups": [dict(group) for group in own["param_groups"]]}
+    named: Any = get_optimizer_state_dict(model, (_stateful(optimizer, state_dict=lambda: given),))
+    return named["state"], others, named["param_groups"]
+
+
+def _flattened(value: Any, name: str, flat: Parts) -> Any:
+    """Return the containers in `value`, with names that begin with `name` for what they hold, which `flat` gets."""
+    if isinstance(value, Mapping):
+        return {key: _flattened(item, f"{name}.{key}", flat) for key, item in value.items()}
+    if isinstance(value, list | tuple) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+        items = [_flattened(item, f"{name}.{place}", flat) for place, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        # DCP would write the share of one rank.
+        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    while name in flat:  # for keys such as 1 and "1"
+        name += "'"
+    flat[name] = value
+    return name
+
+
+def _is_divided(name: str, shape: torch.Size, param: Any) -> bool:
+    """Return whether most optimizers divide a part of their state, of this name and shape, as `param`."""
+    return isinstance(param, torch.Tensor) and shape == param.shape and not name.endswith(".step")
+
+
+def parts_of(objects: Objects) -> tuple[Parts, Groups]:
+    """Return the parts of this rank as a checkpoint names them, and the groups of the optimizers. Takes no step.
+
+    Both share memory with `objects`. Raises CheckpointError if the model of an optimizer is missing.
     """
-    if optimizer.state:
-        yield
-        return
-    with torch.no_grad():
-        kept = [
-            (param, param.grad, _local(param).clone())
-            for group in optimizer.param_groups
-            for param in group["params"]
+    modules = {name: value for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+    models = {name: get_model_state_dict(module) for name, module in modules.items()}
+    parts: Parts = {f"{name}.{key}": part for name, named in models.items() for key, part in named.items()}
+    groups: Groups = {}
+    for name, optimizer in _optimizers(objects):
+        model, module = _model_of(name, optimizer, objects)
+        states, others, groups[name] = _named_state(optimizer, module)
+        states = {param: _flattened(value, f"{name}.state.{param}", parts) for param, value in states.items()}
+        unusual = [
+            key
+            for param, containers in states.items()
+            for key in tree_leaves(containers)
+            if isinstance(part := parts[key], torch.Tensor)
+            and isinstance(like := models[model].get(param), DTensor)
+            if isinstance(part, DTensor) != _is_divided(key, part.shape, like)
         ]
-        try:
-            for param, *_ in kept:
-                param.grad = None
-            yield
-        finally:
-            for param, grad, data in kept:
-                param.grad = grad
-                _local(param).copy_(data)
+        names = {keys: ".".join(map(str, (name, *keys))) for keys in others}
+        structure = states, [(keys, _flattened(others[keys], names[keys], parts)) for keys in others], unusual
+        # Ranks with equal structures write one of them.
+        parts[f"{name}.structure.{zlib.crc32(repr(structure).encode()):08x}"] = structure
+    return parts, groups
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def parts_of(objects: Objects) -> tuple[Parts, Parts]:
-    """Return the parts of this rank as a checkpoint names them, and the hyperparameters by the number of their group.
-
-    The parts share memory with `objects`. Those of an optimizer without state are of the state before its first step,
-    and it stays without. The second are none of an optimizer whose parameters have numbers for names.
-    Raises CheckpointError if the model of an optimizer is missing.
-    """
-    parts: Parts = {}
-    by_group: Parts = {}
-    for name, value in objects.items():
-        if isinstance(value, torch.nn.Module):
-            named: Mapping[str, Any] = get_model_state_dict(value)
-        else:
-            is_new, model = not value.state, _model_of(name, value, objects)
-            with _undoing_first_step(value):
-                named = get_optimizer_state_dict(model, value, options=_FLAT)
-                groups: Any = get_optimizer_state_dict(model, value)["param_groups"]
-            if not any(map(_AMBIGUOUS.fullmatch, named)):
-                by_group |= {
-                    f"{name}.param_groups.{number}.{key}": part
-                    for number, group in enumerate(groups)
-                    for key, part in group.items()
-                }
-            if is_new:
-                value.state.clear()
-                for key, part in named.items():
-                    if key.endswith(".step") and isinstance(part, torch.Tensor):
-                        part.zero_()
-        parts |= {f"{name}.{key}": part for key, part in named.items()}
-    return parts, by_group
-
-
-def copied(parts: Parts) -> Parts:
-    """Return `parts` in host memory that nothing else uses."""
-    # dcp.async_save of torch 2.6 does not copy tensors of the CPU. An error here must be agreed on before DCP connects.
+def hyperparameters(groups: Groups, *, by_number: bool) -> Parts:
+    """Return the hyperparameters by the number of their group, or by the name of each parameter in it."""
     return {
-        name: part.detach().to("cpu", copy=True) if isinstance(part, torch.Tensor) else copy.deepcopy(part)
-        for name, part in parts.items()
+        f"{name}.param_groups.{place}.{key}": value
+        for name, each in groups.items()
+        for number, group in enumerate(each)
+        for place in ([number] if by_number else group["params"])
+        for key, value in group.items()
+        if by_number or key not in _OF_PARAMS
     }
 
 
-def set_parts(objects: Objects, parts: Parts) -> None:
-    """Load all `parts` into the objects. Hyperparameters saved by group replace those saved by parameter."""
-    for name, value in objects.items():
-        named = {
-            key.removeprefix(f"{name}."): part for key, part in parts.items() if key.startswith(f"{name}.")
-        }
-        if isinstance(value, torch.nn.Module):
-            set_model_state_dict(value, named)
-        else:
-            model = _model_of(name, value, objects)
-            with _undoing_first_step(value):
-                set_optimizer_state_dict(model, value, named | _by_parameter(named), options=_FLAT)
+def _optimizers(objects: Objects) -> list[tuple[str, torch.optim.Optimizer]]:
+    return [(name, value) for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)]
 
 
-def _by_parameter(named: Parts) -> Parts:
-    """Return the hyperparameters that `named` has by group under the names of the parameters in the group."""
-    found: dict[str, Parts] = {}
-    for key, part in named.items():
-        if match := _OF_GROUP.fullmatch(key):
-            found.setdefault(match[1], {})[match[2]] = part
-    renamed: Parts = {}
-    for group in found.values():
-        for param in group.pop("params", ()):
-            for key, part in group.items():
-                own = named.get(f"param_groups.{param}.{key}")
-                if isinstance(own, torch.Tensor) and isinstance(part, torch.Tensor):
-                    part = part.to(own.device)
-                renamed[f"param_groups.{param}.{key}"] = part
-    return renamed
-
-
-def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> torch.nn.Module:
+def _model_of(name: str, optimizer: torch.optim.Optimizer, objects: Objects) -> tuple[str, torch.nn.Module]:
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for value in objects.values():
+    for model, value in objects.items():
         if isinstance(value, torch.nn.Module) and own <= {id(param) for param in value.parameters()}:
-            return value
+            return model, value
     raise CheckpointError(
         f"`state` must have the model of `{name}`, whose names its parts get, but has none with its parameters."
     )
 
 
-def differences(folder: Path, parts: Parts, objects: Objects, known: Set[str]) -> tuple[Parts, list[str]]:
-    """Return what `PartGroup.read` is to overwrite with what `folder` has, and what does not match.
+def _owner(name: str, names: Container[str]) -> str:
+    """Return the one of `names` that is `name`, or with which and a dot it begins; "" if there is none."""
+    place = name.find(".")
+    while place >= 0 and name[:place] not in names:
+        place = name.find(".", place + 1)
+    found = name if place < 0 else name[:place]
+    return found if found in names else ""
 
-    The first are the `parts` of the same shape, and hyperparameters by group where `folder` has none by parameter.
-    known: the names of the parts of all ranks.
-    """
-    try:
-        saved = dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-    except OSError as error:
-        raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
-    by_group: Parts = {}
-    missing: set[str] = set()
-    for name in [name for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)]:
-        prefix = f"{name}."
-        own = {key for key in parts if key.startswith(f"{prefix}param_groups.")}
-        found = own & saved.keys()
-        if f"{prefix}param_groups.0.params" in saved:
-            found = {key for key in found if not _AMBIGUOUS.fullmatch(key.removeprefix(prefix))}
-            names = [
-                key for key in saved if _OF_GROUP.fullmatch(key.removeprefix(prefix)) and key not in found
-            ]
-            groups = {key: saved.pop(key) for key in names}
-            if not found:
-                by_group |= {key: _place(entry) for key, entry in groups.items()}
-                parts = {key: part for key, part in parts.items() if key not in own}
-        elif not found:
-            missing |= own
-    tensors = {name: entry.size for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-    owned = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
-    others = (parts.keys() & saved.keys()) & (owned.keys() ^ tensors.keys())
-    shapes = [
-        f"{name}: {tuple(tensors[name])} instead of {tuple(part.shape)}"
-        for name, part in owned.items()
-        if tensors.get(name, part.shape) != part.shape
-    ]
-    fitting = (parts.keys() & saved.keys()) - others - {text.split(": ")[0] for text in shapes}
-    kinds = {
-        "missing": sorted(missing | owned.keys() - saved.keys()),
-        "unexpected": sorted(tensors.keys() - known),
-        "of another kind": sorted(others),
-        "of another shape": shapes,
+
+def _place(entry: Any, param: Any = None, mesh: Any = None) -> Any:
+    """Return what DCP overwrites with what `entry` describes: divided as `param`, whole on all of `mesh`, or plain."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    size, dtype = entry.size, entry.properties.dtype
+    if param is not None and param.shape == size:
+        return torch.empty_like(param, dtype=dtype)
+    if mesh is None:
+        return torch.empty(size, dtype=dtype, device="cpu")
+    return empty(size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+
+class _SavedOptimizer:
+    """What a folder has of one optimizer."""
+
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, groups: list[Parts], saved: Mapping[str, Any]
+    ) -> None:
+        self.name, self.optimizer, self._groups = name, optimizer, groups
+        self.params = {param: None for group in groups for param in group["params"]}
+        self.saved = {key.removeprefix(f"{name}."): saved[key] for key in saved if key.startswith(f"{name}.")}
+        self._by_number = "param_groups.0.params" in self.saved
+        self.described = {
+            f"{name}.{key}": _place(self.saved[key]) for key in filter(self._describes, self.saved)
+        }
+        """The structure and the hyperparameters, which are read first."""
+        self.options: dict[str, Parts] = {}
+        """The hyperparameters of each parameter."""
+        self._states: Parts = {}
+        """The containers in the state of each parameter, with the names of their parts."""
+        self._others: list[tuple[tuple[Any, ...], Any]] = []
+        self._unusual: list[str] = []
+        """The parts that are not divided as others of their shape."""
+
+    def _describes(self, key: str) -> bool:
+        kind, _, rest = key.partition(".")
+        owner = _owner(rest, self.params)
+        if kind != "param_groups" or not self._by_number:
+            return kind == "structure" or (kind == "param_groups" and owner != "")
+        # An older release also wrote hyperparameters by the names of parameters, such as 0.weight.
+        return rest.partition(".")[0].isdigit() and "." not in owner
+
+    def describe(self, described: Parts) -> None:
+        """Take in the parts `described`, which were read."""
+        groups: dict[str, Parts] = defaultdict(dict)
+        for name in self.described:
+            kind, _, rest = name.removeprefix(f"{self.name}.").partition(".")
+            if kind == "structure":
+                states, others, unusual = described[name]
+                self._states |= states
+                self._others += others
+                self._unusual += unusual
+            else:
+                place = rest.partition(".")[0] if self._by_number else _owner(rest, self.params)
+                groups[place][rest.removeprefix(f"{place}.")] = described[name]
+        for place, group in groups.items():
+            options = {key: part for key, part in group.items() if key not in _OF_PARAMS}
+            self.options |= dict.fromkeys(group.get("params", [place]), options)
+        if not any(key.startswith("structure.") for key in self.saved):
+            self._guess()
+
+    def _guess(self) -> None:
+        """Take all containers for dictionaries: an older release or another program has written no structure."""
+        for key in self.saved:
+            kind, _, rest = key.partition(".")
+            if kind == "state" and (param := _owner(rest, self.params)):
+                place = self._states.setdefault(param, {})
+                *names, last = rest.removeprefix(f"{param}.").split(".")
+                for name in names:
+                    place = place.setdefault(name, {})
+                place[last] = f"{self.name}.{key}"
+
+    def differences(self, known: Set[str]) -> dict[str, list[str]]:
+        """Return what does not match. known: as for `Loading.compare`."""
+        prefix = f"{self.name}.param_groups."
+        found: dict[str, list[str]] = {"missing": [], "of one group with different values": []}
+        for group in self._groups:
+            own = [self.options[param] for param in group["params"] if param in self.options]
+            for param in group["params"]:
+                if param not in self.options:
+                    found["missing"] += [f"{prefix}{param}.{key}" for key in group if key not in _OF_PARAMS]
+                elif self.options[param] != own[0]:
+                    found["of one group with different values"].append(prefix + param)
+        others = {f"{self.name}.state.{param}" for param in self.options}
+        tensors = [key for key, entry in self.saved.items() if _is_tensor(entry)]
+        others |= {f"{self.name}.{key}" for key in tensors if key.startswith("state.")}
+        others -= set(tree_leaves([containers for _, containers in self._others]))
+        return {**found, "unexpected": [name for name in others if not _owner(name, known)]}
+
+    def places(self, own: Parts, params: Parts, misfits: Set[str]) -> Parts:
+        """Return what DCP is to overwrite with the state: the part in `own` if it is like the saved one.
+
+        params: the parts of the model. misfits: those with another shape in the folder; their state is not loaded.
+        """
+        mesh = next((part.device_mesh for part in params.values() if isinstance(part, DTensor)), None)
+        fitting = self.params.keys() - misfits
+        self._states = {param: found for param, found in self._states.items() if param in fitting}
+        places: Parts = {}
+        states = [(params[param], found) for param, found in self._states.items()]
+        for param, containers in [*states, *((None, found) for _, found in self._others)]:
+            for name in tree_leaves(containers):
+                entry, mine = self.saved[name.removeprefix(f"{self.name}.")], own.get(name)
+                is_usual = name not in self._unusual
+                is_divided = _is_tensor(entry) and _is_divided(name, entry.size, param) == is_usual
+                new = _place(entry, param, mesh) if is_divided else _place(entry)
+                places[name] = mine if _is_like(mine, new) else new
+        return places
+
+    def state_dict(self, read: Parts) -> dict[str, Any]:
+        """Return what the optimizer is to load, with the names of its parameters."""
+        groups = []
+        for group in self._groups:
+            options = next((self.options[param] for param in group["params"] if param in self.options), {})
+            moved = {
+                key: part.to(getattr(group.get(key), "device", "cpu"), copy=True)
+                for key, part in options.items()
+                if isinstance(part, torch.Tensor)
+            }
+            groups.append(group | options | moved)
+        states = {("state", param): containers for param, containers in self._states.items()}
+        loaded: dict[str, Any] = {"state": {}, "param_groups": groups}
+        for keys, containers in [*states.items(), *self._others]:
+            place = loaded["state"] if len(keys) > 1 else loaded
+            place[keys[-1]] = tree_map(read.__getitem__, containers)
+        return loaded
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    are_tensors = isinstance(one, torch.Tensor) and type(one) is type(other)
+    return are_tensors and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _to_load(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, named: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict `named`, which has the names of parameters, as `optimizer` loads it."""
+    state, groups = named["state"], named["param_groups"]
+    names = [param for group in groups for param in group["params"]]
+    if FullyShardedDataParallel.fsdp_modules(model):
+        of_params = {name: state.pop(name, {}) for name in names} if state else {}
+        given = {"state": of_params, "param_groups": groups}
+        stateful = _stateful(optimizer, load_state_dict=lambda state_dict: named.update(state_dict))
+        set_optimizer_state_dict(model, (stateful,), given)
+        return named | {"state": {key: value for key, value in named["state"].items() if value} | state}
+    numbers = {name: number for number, name in enumerate(names)}
+    return named | {
+        "state": {numbers.get(key, key): value for key, value in state.items()},
+        "param_groups": [group | {"params": [numbers[name] for name in group["params"]]} for group in groups],
     }
-    return {name: parts[name] for name in fitting} | by_group, [
-        f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found
-    ]
 
 
-def _place(entry: Any) -> torch.Tensor | None:
-    """Return what DCP overwrites with the value that `entry` describes."""
-    is_tensor = isinstance(entry, TensorStorageMetadata)
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
+class Loading:
+    """What this rank loads from a folder: first `PartGroup.read` overwrites `described`, and then `parts`."""
+
+    def __init__(self, folder: Path, objects: Objects) -> None:
+        """Raises CheckpointError if `folder` has no metadata of DCP."""
+        try:
+            self._saved: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        except OSError as error:
+            raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
+        self._objects = objects
+        self._own, groups = parts_of(objects)
+        self._optimizers = [
+            _SavedOptimizer(*each, groups[each[0]], self._saved) for each in _optimizers(objects)
+        ]
+        self._prefixes = tuple(f"{name}." for name in groups)
+        self._of_models = {key: part for key, part in self._own.items() if not key.startswith(self._prefixes)}
+        self.described = {key: place for each in self._optimizers for key, place in each.described.items()}
+        self.parts: Parts = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts of this rank's models, and the beginnings of those of the state of parameters."""
+        states = [f"{each.name}.state.{param}" for each in self._optimizers for param in each.params]
+        return [*self._of_models, *states]
+
+    def options(self) -> Iterator[tuple[str, torch.optim.Optimizer, set[str]]]:
+        """Take in `described`, and yield the name of each optimizer, and which hyperparameters the folder has of it."""
+        for each in self._optimizers:
+            each.describe(self.described)
+            yield each.name, each.optimizer, set().union(*each.options.values())
+
+    def compare(self, known: Set[str], excluded: Container[str]) -> list[str]:
+        """Choose the `parts`, and return what does not match.
+
+        known: the `names` of all ranks. excluded: the names of optimizers that are not to be loaded.
+        """
+        own = self._of_models
+        tensors = {name: entry.size for name, entry in self._saved.items() if _is_tensor(entry)}
+        owned = {name: part for name, part in own.items() if isinstance(part, torch.Tensor)}
+        others = (own.keys() & self._saved.keys()) & (owned.keys() ^ tensors.keys())
+        shapes = {
+            name: f"{name}: {tuple(tensors[name])} instead of {tuple(part.shape)}"
+            for name, part in owned.items()
+            if tensors.get(name, part.shape) != part.shape
+        }
+        kinds: dict[str, list[str]] = {
+            "missing": sorted(owned.keys() - self._saved.keys()),
+            "unexpected": sorted(key for key in tensors.keys() - known if not key.startswith(self._prefixes)),
+            "of another kind": sorted(others),
+            "of another shape": list(shapes.values()),
+        }
+        self.parts = {name: own[name] for name in (own.keys() & self._saved.keys()) - others - shapes.keys()}
+        self._optimizers = [each for each in self._optimizers if each.name not in excluded]
+        for each in self._optimizers:
+            for kind, found in each.differences(known).items():
+                kinds.setdefault(kind, []).extend(sorted(found))
+            model, _ = _model_of(each.name, each.optimizer, self._objects)
+            params: Parts = {param: own.get(f"{model}.{param}") for param in each.params}
+            misfits = {param for param in params if f"{model}.{param}" in shapes}
+            self.parts |= each.places(self._own, params, misfits)
+        return [f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found]
+
+    def finish(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], bool]]:
+        """Load the `parts` into the models, and yield each optimizer and what it is to load.
+
+        The last is whether the folder has its parameters in another dtype.
+        """
+        loaded = self._of_models | self.parts
+        for name, value in self._objects.items():
+            if isinstance(value, torch.nn.Module):
+                keys = [key for key in self._of_models if key.startswith(f"{name}.")]
+                set_model_state_dict(value, {key.removeprefix(f"{name}."): loaded[key] for key in keys})
+        for each in filter(lambda each: each.saved, self._optimizers):
+            name, model = _model_of(each.name, each.optimizer, self._objects)
+            keys = [key for param in each.params if (key := f"{name}.{param}") in self.parts]
+            converts = any(self._saved[key].properties.dtype != self._own[key].dtype for key in keys)
+            yield each.optimizer, _to_load(each.optimizer, model, each.state_dict(self.parts)), converts

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from typing import Any, cast
 
 import numpy as np
@@ -248,10 +248,15 @@ def _group_mismatches(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
     theirs = [len(group["params"]) for group in groups]
     if own != theirs:
         return [f"groups of {theirs} parameters instead of {own}"]
+    return option_mismatches(optimizer, {option for group in groups for option in group})
+
+
+def option_mismatches(optimizer: torch.optim.Optimizer, saved: Set[str]) -> list[str]:
+    """Return what is wrong if the hyperparameters `saved` are those of another class than that of `optimizer`."""
     # Another version of torch may have more or fewer options. Unknown and missing ones together mean another class.
     known = {option for group in optimizer.param_groups for option in group} | _ADDED_TO_GROUPS
-    unknown = sorted({option for group in groups for option in group} - known)
-    missing = sorted(set(optimizer.defaults) - {option for group in groups for option in group})
+    unknown = sorted(saved - known)
+    missing = sorted(set(optimizer.defaults) - saved)
     if unknown and missing:
         return [
             f"the state of another class of optimizer than {type(optimizer).__name__}, with {few(unknown)} and without "

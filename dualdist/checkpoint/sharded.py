@@ -24,8 +24,10 @@ import torch
 
 from ..checks import path as checked_path
 from ..errors import CheckpointError, ConfigurationError, HorovodInternalError
+from ..training.optimizer_state import load_optimizer_state
 from ..world.context import current
 from .catalog import Catalog
+from .contents import on_host
 from .format import (
     PIECE_BYTES,
     TEMPORARY_SUFFIX,
@@ -35,11 +37,11 @@ from .format import (
     temporary_name,
     write_checkpoint,
 )
-from .restoration import report_mismatches
+from .restoration import option_mismatches, report_mismatches
 from .save_and_load import attempted, from_writer, outcomes, reported
 
 if TYPE_CHECKING:
-    from ..backends.torch_shards import Parts
+    from ..backends.torch_shards import Loading, Parts
 
 logger = logging.getLogger("dualdist")
 
@@ -124,17 +126,18 @@ class Shards:
         """Begin to save, and return `_finish` for the parts, or for copies of them. Collective over the world."""
         folder = from_writer(lambda: self._catalog.begin(step))
         parts: Parts = {}
-        by_group: Parts = {}
+        groups: dict[str, Any] = {}
 
-        def check() -> list[Any]:
+        def check() -> Any:
             if not folder.is_dir():
                 raise CheckpointError(
                     f"`directory` must be on a file system that all ranks share, but rank {self._rank} does not see "
                     f"{folder}."
                 )
-            for found, place in zip(self._torch.parts_of(self._objects), (parts, by_group), strict=True):
-                place.update(self._torch.copied(found) if asynchronous else found)
-            return [names for key, names in by_group.items() if key.endswith(".params")]
+            own, own_groups = self._torch.parts_of(self._objects)
+            parts.update(_portable(own, copies=asynchronous))
+            groups.update(_portable(own_groups))
+            return [[group["params"] for group in each] for each in own_groups.values()]
 
         try:
             first, *others = outcomes(check)
@@ -142,8 +145,8 @@ class Shards:
             if self._rank == 0:
                 self._catalog.remove(folder)
             raise
-        if all(names == first for names in others):  # else the groups of the ranks would replace each other
-            parts |= by_group
+        # By number, the groups of different ranks would replace each other.
+        parts |= self._torch.hyperparameters(groups, by_number=all(names == first for names in others))
         return functools.partial(self._finish, folder, parts)
 
     def _gather(self, folder: Path, value: Any) -> list[Any]:
@@ -214,26 +217,35 @@ class Shards:
 
         Raises CheckpointError on every rank if `folder` has others and `strict`.
         """
-        parts: Parts = {}
-        read: Parts = {}
+        made: list[Loading] = []
 
-        def names() -> list[str]:
-            parts.update(self._torch.parts_of(self._objects)[0])
-            return list(parts)
+        def look() -> list[str]:
+            made.append(self._torch.Loading(folder, self._objects))
+            return made[0].names
 
-        known = set().union(*outcomes(names))
+        known = set().union(*outcomes(look))
+        (loading,) = made
+        self._group.read(folder, loading.described)
 
         def compare() -> None:
-            fitting, mismatches = self._torch.differences(folder, parts, self._objects, known)
-            read.update(fitting)
-            text = f"it has {' and '.join(mismatches)} parts" if mismatches else ""
-            report_mismatches([text] * bool(text), folder, strict=strict)
+            problems = {
+                name: f"`{name}` has {text}"
+                for name, optimizer, options in loading.options()
+                for text in option_mismatches(optimizer, options)
+            }
+            if mismatches := loading.compare(known, problems.keys()):
+                problems[""] = f"it has {' and '.join(mismatches)} parts"
+            report_mismatches(list(problems.values()), folder, strict=strict)
 
         outcomes(compare)
 
         def load() -> None:
-            self._group.read(folder, read)
-            self._torch.set_parts(self._objects, parts | read)
+            self._group.read(folder, loading.parts)
+            for optimizer, state, converts in loading.finish():
+                if converts:
+                    optimizer.load_state_dict(state)
+                else:
+                    load_optimizer_state(optimizer, state)
 
         return load
 
@@ -254,6 +266,18 @@ class Shards:
 def is_sharded(value: Any) -> bool:
     """Return whether each rank saves its part of `value`."""
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+
+
+def _portable(parts: Mapping[str, Any], *, copies: bool = False) -> dict[str, Any]:
+    """Return copies of `parts`, but the tensors themselves unless `copies`.
+
+    Raises TypeError if a part would not be loaded again.
+    """
+    # dcp.async_save of torch 2.6 does not copy tensors of the CPU. An error here must be agreed on before DCP connects.
+    found = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    if copies:
+        found = {name: part.detach().to("cpu", copy=True) for name, part in found.items()}
+    return {name: found[name] if name in found else on_host(part, name) for name, part in parts.items()}
 
 
 def check_part_names(state: Mapping[str, Any]) -> None:
