@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -82,7 +82,7 @@ class PartGroup:
     def write(self, folder: Path, parts: Parts) -> None:
         """Write this rank's `parts` into `folder`. Collective; it may run in another thread."""
         with _reported(f"to write its part of {folder}"):
-            dcp.save(parts, storage_writer=dcp.FileSystemWriter(folder), process_group=self._group)
+            dcp.save(parts, storage_writer=_Writer(folder), process_group=self._group)
 
     def read(self, folder: Path, parts: Parts) -> None:
         """Overwrite `parts` with those in `folder`, which has all of them. Collective."""
@@ -93,6 +93,18 @@ class PartGroup:
                 planner=_Planner(),
                 process_group=self._group,
             )
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # After a failed write, closing torch's archive fails, too, and hides that the disk was full.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
 
 
 class _Planner(DefaultLoadPlanner):

@@ -91,6 +91,9 @@ class FolderCatalog(Catalog):
         try:
             # It disappears at once, also if this process is killed, and without REST it is not complete.
             hidden = path if path.name.endswith(TEMPORARY_SUFFIX) else self._hide(path)
+            if hidden.is_symlink():  # to a folder that was moved elsewhere, and stays there
+                hidden.unlink()
+                return
             (hidden / REST).unlink(missing_ok=True)
             shutil.rmtree(hidden)
         except OSError as error:

@@ -266,6 +266,21 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 @everywhere
+def test_an_archived_checkpoint_stays_whole_when_a_link_has_its_place(tmp_path: Path) -> None:
+    state, placed = sharded_run(), tmp_path / "run" / "step-000000000"
+    with managed(tmp_path / "run", state, keep=1, every_steps=None) as manager:
+        manager.save()
+        if hvd.rank() == 0:
+            placed.rename(tmp_path / "archived")
+            placed.symlink_to(tmp_path / "archived")
+        manager.steps = 1
+        manager.save()
+        assert not placed.is_symlink()
+        manager.restore(tmp_path / "archived")
+        assert manager.steps == 0
+
+
+@everywhere
 def test_a_closed_manager_leaves_no_group_of_torch(tmp_path: Path) -> None:
     groups = []
     for _ in range(2):
@@ -511,7 +526,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path
             small_files(hvd.rank() == last),
             pytest.raises(
                 hvd.CheckpointError,
-                match=rf"of step 1 was not saved: Rank {last} failed.*is that of step 0",
+                match=rf"of step 1 was not saved: Rank {last} failed.*File too large.*is that of step 0",
             ),
         ):
             manager.save()
