@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from ..errors import ConfigurationError
 from ..types import NEVER_SECONDS, Settings, World
@@ -37,6 +37,7 @@ HOST_VARIABLES = (
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
+    env = without_copies(env)
     rows = (*LAUNCHERS, *registered_launchers())
     known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in _NUMBERS}
     known |= {marker.partition("=")[0] for row in rows for marker in row.markers}
@@ -77,6 +78,11 @@ def secret_in(env: Mapping[str, str]) -> bytes:
 # Copies for scripts that do not use dualdist.
 
 _HOROVOD, _PORT = "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+RUN_ID = "TORCHELASTIC_RUN_ID"
+OF_LAUNCHER = "dualdist-"
+"""The start of the run ID of `dualdist run` and `spawn`."""
+_PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""The variables of torchrun that detect.py and meeting/ read."""
 
 
 def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
@@ -113,31 +119,40 @@ def horovod_variables(
     return {name: str(value) for name, value in found.items()}
 
 
-def torchrun_variables(world: World, master: tuple[str, int]) -> dict[str, str]:
-    """Return torchrun's variables for one process. master: MASTER_ADDR and MASTER_PORT."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = (world.rank, world.size, world.local_rank, world.local_size, *master)
-    return {name: str(value) for name, value in zip(names, values, strict=True)}
-
-
-def agent_variables(world: World, node: int, nodes: int, run_id: str) -> dict[str, str]:
-    """Return what torchrun sets beside `torchrun_variables` (torch/distributed/elastic/agent/server/
-    local_elastic_agent.py). node: the number of the process's node. run_id: the same text for all processes of a job.
-
-    The script itself serves the store at MASTER_ADDR, as with torchrun's static rendezvous.
-    """
-    return {
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(nodes),
-        "ROLE_RANK": str(world.rank),
-        "ROLE_WORLD_SIZE": str(world.size),
+def torchrun_variables(world: World, nodes: Sequence[str], master: tuple[str, int]) -> dict[str, str]:
+    """Return torchrun's variables for the place of one process. nodes: of each rank. master: MASTER_ADDR and _PORT."""
+    order = list(dict.fromkeys(nodes))
+    address, port = master
+    found = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "GROUP_RANK": order.index(nodes[world.rank]),
+        "GROUP_WORLD_SIZE": len(order),
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.size,
         "ROLE_NAME": "default",
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def agent_variables(run_id: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun sets beside `torchrun_variables` (torch/distributed/elastic/agent/server/
+    local_elastic_agent.py), except settings that `env` has. run_id: the same text for all processes of a job.
+
+    The script itself serves the store at MASTER_ADDR. Programs such as Lightning recognise torchrun by the run ID.
+    """
+    found = {
+        RUN_ID: run_id,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    return found | {name: value for name, value in settings.items() if not env.get(name)}
 
 
 def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:
@@ -166,14 +181,18 @@ def _record(copies: Mapping[str, str], env: MutableMapping[str, str]) -> None:
 def names_of_copies(env: Mapping[str, str]) -> set[str]:
     """Return the names of the variables in `env` that are copies.
 
-    The copies of one launcher count only together: if one has changed, another launcher or the script has set them. Of
-    Horovod's only the port must be the same, or absent as before, because dualdist.compat updates the numbers.
+    If torchrun's run ID or the port of Horovod's rendezvous is no longer the same, or absent as before, another
+    launcher has set the variables of that kind. Otherwise the script may have changed some of torchrun's; those in
+    `_PLACE` count only together. dualdist.compat updates Horovod's numbers.
     """
     recorded = _recorded(env)
     horovod = {name for name in recorded if name.startswith(_HOROVOD)}
-    torch = recorded.keys() - horovod
-    are_unchanged = all(env.get(name) == recorded[name] for name in torch)
-    return (torch if are_unchanged else set()) | (horovod if env.get(_PORT) == recorded.get(_PORT) else set())
+    torch = {name for name in recorded.keys() - horovod if env.get(name) == recorded[name]}
+    if env.get(RUN_ID) != recorded.get(RUN_ID):
+        torch = set()
+    elif not _PLACE & recorded.keys() <= torch:
+        torch -= _PLACE
+    return torch | (horovod if env.get(_PORT) == recorded.get(_PORT) else set())
 
 
 def without_copies(env: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from ..errors import ConfigurationError
 from ..launch import is_one_host, nodes, topology
 from ..launch.detect import detect
 from ..launch.environment import (
+    OF_LAUNCHER,
+    RUN_ID,
     add_copies,
     agent_variables,
     names_of_copies,
@@ -28,10 +30,9 @@ from .member import Meeting
 from .pmi import PmiBoard, Pmix, connected_to, process_manager
 from .server import reserved_port
 
-_RUN = "TORCHELASTIC_RUN_ID"
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 """Its names for the numbers of World."""
-_THREADS, _INTERFACE, _ERRORS = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_THREADS, _INTERFACE = "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"
 """Variables that keep the user's value, unless it is empty."""
 _held = contextlib.ExitStack()
 """Keeps the port until this process ends."""
@@ -53,10 +54,11 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
     env = without_copies(os.environ)
     with _job(env) as (launch, find):
         mpi.warn_of_smaller_world(launch.rank, launch.size, launch.launcher)
-        is_torchrun = _RUN in env and launch.sources.get("rank") == "RANK"
-        # A process manager serves one meeting. A launcher that was started since then has not set the copies.
+        is_torchrun = RUN_ID in env and launch.sources.get("rank") == "RANK"
+        # A launcher that was started since then has not set the copies.
         place = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-        is_set = _RUN in names_of_copies(os.environ) and place == (f"{launch.rank}", f"{launch.size}")
+        is_ours = RUN_ID in names_of_copies(os.environ) and not os.environ[RUN_ID].startswith(OF_LAUNCHER)
+        is_set = is_ours and place == (f"{launch.rank}", f"{launch.size}")
         if is_torchrun and prepare is not None:
             numbers = [int(env[name]) for name in _OF_TORCHRUN]
             os.environ.update(prepare(World(*numbers)))
@@ -71,10 +73,8 @@ def export_environment(prepare: Callable[[World], Mapping[str, str]] | None = No
             )
             variables = _agreed(launch, env, gather, prepare)
     for name in (_THREADS, _INTERFACE):
-        if value := variables.pop(name, ""):
-            os.environ[name] = os.environ.get(name) or value
-    if env.get(_ERRORS):
-        del variables[_ERRORS]
+        if (value := variables.pop(name, "")) and not env.get(name):
+            os.environ[name] = value
     add_copies(variables, os.environ)
 
 
@@ -126,11 +126,9 @@ def _agreed(
     problems = [text for text in gather(problem) if text]
     if problems:
         raise ConfigurationError(problems[0])
-    names = nodes(places)
-    order = list(dict.fromkeys(names))
     _, _, port, run_id = answers[0]
-    agent = agent_variables(world, order.index(names[launch.rank]), len(order), run_id)
-    variables = {**torchrun_variables(world, (addresses.first, port)), **agent, **more}
+    place = torchrun_variables(world, nodes(places), (addresses.first, port))
+    variables = {**place, **agent_variables(run_id, env), **more}
     if world.local_size > 1 and not sys.modules.get("torch"):  # else torch has read it
         variables[_THREADS] = "1"  # as torchrun does
     if len(set(addresses.nodes)) > 1:

@@ -191,7 +191,7 @@ class Agent:
         env = {_bytes(name): _bytes(value) for name, value in variables.items()}
         if self._request["inherit"]:
             env = {**os.environb, **env}
-        if self._request["address"] is not None and b"HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+        if self._request["address"] is not None and b"DUALDIST_COPIES" in env:
             _add_interface(env, self._request["address"])
         if env.get(b"OMP_NUM_THREADS"):
             return env, None
@@ -432,7 +432,7 @@ def _file_with(source: Any, length: int | None) -> int | None:
 
 
 def _add_interface(env: dict[bytes, bytes], address: str) -> None:
-    """Set HOROVOD_GLOO_IFACE and record it as a copy (launch/environment.py).
+    """Set the interfaces of Horovod's Gloo and, if unset, of torch's. Record them as copies (launch/environment.py).
 
     The value is the first existing interface of DUALDIST_INTERFACE, else that towards the launcher's `address`.
     """
@@ -442,9 +442,11 @@ def _add_interface(env: dict[bytes, bytes], address: str) -> None:
         names = [name for _, name in socket.if_nameindex()]
         wanted = [name for name in env.get(b"DUALDIST_INTERFACE", b"").decode().split(",") if name in names]
         wanted += [name for name in names if _address(probe, name) == own]
-        if wanted:
-            env[b"HOROVOD_GLOO_IFACE"] = wanted[0].encode()
-            env[b"DUALDIST_COPIES"] += b" HOROVOD_GLOO_IFACE=" + wanted[0].encode()
+        variables = [b"HOROVOD_GLOO_IFACE"] * (b"HOROVOD_GLOO_RENDEZVOUS_ADDR" in env)
+        variables += [b"GLOO_SOCKET_IFNAME"] * (not env.get(b"GLOO_SOCKET_IFNAME"))
+        for variable in variables if wanted else []:
+            env[variable] = wanted[0].encode()
+            env[b"DUALDIST_COPIES"] += b" %b=%b" % (variable, env[variable])
 
 
 def _address(probe: socket.socket, interface: str) -> bytes | None:

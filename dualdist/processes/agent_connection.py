@@ -71,7 +71,7 @@ class HostJob:
     """Rank of each process -> variables of this process alone."""
     local: bool = True
     address: str | None = None
-    """The launcher's address. If given, the agent sets HOROVOD_GLOO_IFACE to the interface that leads to it."""
+    """The launcher's address. If given, the agent sets Gloo's interface to the one that leads to it."""
     task: bytes | None = None
     """The content of a file for every process. Each gets the file's number and that of a pipe as arguments, and what it
     writes to the pipe is a RESULT event."""

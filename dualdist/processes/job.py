@@ -24,6 +24,8 @@ from ..backends.horovod import CHILDREN_FOLDER, is_installed
 from ..errors import ConfigurationError
 from ..launch import DUALDIST_RUN, topology
 from ..launch.environment import (
+    OF_LAUNCHER,
+    agent_variables,
     copied_variables,
     exportable,
     horovod_variables,
@@ -124,7 +126,7 @@ def _prepared(options: RunOptions, env: Mapping[str, str]) -> Iterator[list[Host
     worlds = topology([(host, None) for host in hosts])
     with (
         MeetingServer(len(hosts), [address], secret) as server,
-        _serve_unchanged_scripts(hosts, worlds, address, first, options.variables) as copies,
+        _serve_unchanged_scripts(hosts, worlds, address, first, options.variables, common) as copies,
     ):
         own_env: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
         for host, world in zip(hosts, worlds, strict=True):
@@ -162,12 +164,18 @@ _LOWEST_PORT, _PORTS = 20000, 10000
 
 @contextlib.contextmanager
 def _serve_unchanged_scripts(
-    hosts: Sequence[str], worlds: Sequence[World], address: str, first: str | None, given: Mapping[str, str]
+    hosts: Sequence[str],
+    worlds: Sequence[World],
+    address: str,
+    first: str | None,
+    given: Mapping[str, str],
+    env: Mapping[str, str],
 ) -> Iterator[list[dict[str, str]]]:
     """Yield the variables of each rank, while the block runs.
 
     hosts, worlds: of each rank. address: of this machine, at which all processes reach it. first: the address of rank
-    0's host; None if it is this machine. given: variables that the user has set for the processes.
+    0's host; None if it is this machine. given: variables that the user has set for the processes. env: the others that
+    they have.
     """
     with contextlib.ExitStack() as stack:
         if first is None:
@@ -179,9 +187,10 @@ def _serve_unchanged_scripts(
             interface = interface_of(address) if address == LOOPBACK else None
             store = stack.enter_context(HttpStore(address, horovods_scopes(hosts, worlds)))
             rendezvous = store.host, store.port
+        agent = agent_variables(OF_LAUNCHER + secrets.token_hex(8), {**env, **given})
         yield [
             copied_variables(
-                torchrun_variables(world, (first, port)),
+                torchrun_variables(world, hosts, (first, port)) | agent,
                 horovod_variables(world, rendezvous, host, interface),
                 given=given,
             )

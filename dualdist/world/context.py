@@ -290,10 +290,8 @@ class Context:
         self.device = joined.device or self._device([rank.view for rank in ranks])
         places = [(rank.host, rank.local_rank) for rank in ranks]
         world = topology(places)[joined.rank]
-        names = nodes(places)
         assert ranks[0].master is not None
-        node = [*dict.fromkeys(names)].index(names[joined.rank])
-        self._export({**torchrun_variables(world, ranks[0].master), "GROUP_RANK": str(node)})
+        self._export(torchrun_variables(world, nodes(places), ranks[0].master))
         return world
 
     def _export(self, variables: Mapping[str, str]) -> None:

@@ -28,6 +28,10 @@ TORCHRUN = (
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
     "MASTER_ADDR",
     "MASTER_PORT",
 )
@@ -122,7 +126,8 @@ def test_post_local_sgd_averages_the_weights() -> None:
 def test_programs_find_torchruns_variables_in_each_world() -> None:
     launched = detect(os.environ)
     for _ in range(2):
-        numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 0)
+        rank, size = hvd.rank(), hvd.size()
+        numbers = (rank, size, hvd.local_rank(), hvd.local_size(), 0, 1, rank, size, "default")
         *found, address, port = [os.environ[name] for name in TORCHRUN]
         assert found == [str(number) for number in numbers]
         assert hvd.allgather_object((address, port)) == [(address, port)] * hvd.size()

@@ -65,7 +65,7 @@ def test_processes_get_their_own_numbers_and_no_variables_of_outer_launchers(
         assert (launch.local_rank, launch.local_size, launch.init_method) == (rank, 3, None)
         assert env["KEPT"] == "yes" and env["DUALDIST_RENDEZVOUS"].startswith("127.0.0.1:")
         assert {name for name, value in STALE.items() if env.get(name) == value} == set()
-        assert not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_STEP_ID"} & env.keys()
+        assert not {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_STEP_ID"} & env.keys()
         assert [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == [str(rank), str(rank), "3"]
 
 

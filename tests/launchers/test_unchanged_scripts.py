@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import dualdist
 
 from ..helpers import spawn_functions
+from ..helpers.namespace_hosts import Network
 from ..helpers.requirements import need_modules
 from ..helpers.run_command import Run, python
+from ..helpers.script_launch import finish
 from ..helpers.world import ROOT
 from .test_compat import HIDE_HOROVOD
 
@@ -82,6 +85,26 @@ def test_a_torch_script_joins_one_world_on_several_hosts(where: str, run: Run) -
     ended = run("-H", where, *python(TORCH_SCRIPT))
     assert ended.code == 0, ended.errors
     assert [ended.written(rank) for rank in range(2)] == [b"0 2 0 1 3.0\n", b"1 2 0 1 3.0\n"]
+
+
+FABRIC_SCRIPT = """
+import os, torch
+from lightning.fabric import Fabric
+devices, nodes = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=devices, num_nodes=nodes)
+fabric.launch()
+total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1.0), reduce_op="sum")
+print("rank", fabric.global_rank, "of", fabric.world_size, "on", fabric.node_rank, total.item())
+"""
+
+
+def test_fabric_joins_all_processes_of_two_hosts(network: Network) -> None:
+    need_modules("lightning")
+    command = (sys.executable, "-m", "dualdist", "run", "-H", "alpha:1,beta:1", *python(FABRIC_SCRIPT))
+    ended = finish(network.hosts[0].command(*command), forks=False)
+    assert ended.code == 0, ended.output
+    found = sorted(re.findall(r"rank .*", ended.output))
+    assert found == ["rank 0 of 2 on 0 3.0", "rank 1 of 2 on 1 3.0"], ended.output
 
 
 def test_dualdist_replaces_a_horovod_that_is_not_installed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dualdist.errors import ConfigurationError
 from dualdist.launch import detect
 from dualdist.launch.environment import (
     add_copies,
+    agent_variables,
     copied_variables,
     horovod_variables,
     process_variables,
@@ -21,7 +22,7 @@ from dualdist.types import World
 WORLD = World(1, 2, 1, 2, 0, 1)
 OWN = process_variables("dualdist run", WORLD, "127.0.0.1:7", b"")
 COPIES = copied_variables(
-    torchrun_variables(WORLD, ("127.0.0.1", 7001)),
+    torchrun_variables(WORLD, ["here", "here"], ("127.0.0.1", 7001)) | agent_variables("dualdist-1", {}),
     horovod_variables(WORLD, ("127.0.0.1", 7002), "here", "lo"),
     given={},
 )
@@ -38,6 +39,7 @@ def test_a_process_has_the_variables_of_torchrun_and_of_horovodrun() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "7001",
     }
+    assert (COPIES["GROUP_RANK"], COPIES["GROUP_WORLD_SIZE"], COPIES["ROLE_RANK"]) == ("0", "1", "1")
     assert COPIES["HOROVOD_RANK"] == "1" and COPIES["HOROVOD_CROSS_SIZE"] == "1"
     assert COPIES["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "7002"
 
@@ -52,8 +54,15 @@ def test_launch_detection_ignores_copies() -> None:
 def test_a_launcher_inside_is_detected_although_its_numbers_are_those_of_the_copies() -> None:
     horovodrun = {**STARTED, "HOROVOD_GLOO_RENDEZVOUS_PORT": "7009"}
     assert detect(horovodrun).launcher == "horovodrun"
-    torchrun = {**STARTED, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "7009"}
-    assert detect(torchrun).launcher == "torchrun"
+    torchrun = {**STARTED, "TORCHELASTIC_RUN_ID": "none"}
+    assert detect(torchrun).launcher == detect({**torchrun, "MASTER_PORT": "7009"}).launcher == "torchrun"
+
+
+def test_a_setting_that_the_script_changes_is_no_copy_and_the_place_stays_one() -> None:
+    setting = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert COPIES["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert without_copies({**STARTED, **setting}) == {**without_copies(STARTED), **setting}
+    assert agent_variables("1", setting).keys().isdisjoint(setting)
 
 
 def test_an_address_that_the_script_sets_is_used() -> None:
@@ -67,14 +76,14 @@ def test_a_rank_that_the_script_sets_is_still_compared() -> None:
 
 
 def test_variables_of_the_user_replace_all_copies_of_their_launcher() -> None:
-    torch, horovod = torchrun_variables(WORLD, ("127.0.0.1", 1)), horovod_variables(WORLD)
+    torch, horovod = torchrun_variables(WORLD, ["a", "a"], ("127.0.0.1", 1)), horovod_variables(WORLD)
     found = copied_variables(torch, horovod, given={"MASTER_PORT": "2"})
     assert "RANK" not in found and found["HOROVOD_RANK"] == "1"
 
 
 def test_copies_that_are_removed_leave_what_others_have_set() -> None:
     env = {**STARTED}
-    added = {"GROUP_RANK": "0", "EXTRA": "1"}
+    added = {"ADDED": "0", "EXTRA": "1"}
     add_copies(added, env)
     assert detect(env) == detect(OWN) and not added.keys() & without_copies(env).keys()
     env["EXTRA"] = "2"
