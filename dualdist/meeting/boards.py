@@ -1,9 +1,9 @@
 """Where the ranks find the server of their meeting: what each kind of launcher contributes.
 
-Under most launchers, rank 0 starts the server, and publishes its address where the launcher lets all ranks look: a file
-when they share a host, horovodrun's HTTP server, a message of MPI (mpi.py), or a store (backends/store.py). An earlier
-start that failed may have left its address there. Nobody answers at it, or a program that does not know the secret, and
-the rank looks again. Elsewhere the address is known before: the launcher itself runs the server, or it has given all
+Under most launchers, rank 0 starts the server, and publishes its address where the launcher lets all ranks look:
+horovodrun's HTTP server, a message of MPI (mpi.py), or a store (backends/store.py). An earlier start that failed may
+have left its address there. Nobody answers at it, or a program that does not know the secret, and the rank looks again.
+Elsewhere the address is known before: the ranks share a host, the launcher itself runs the server, or it has given all
 ranks an address of rank 0.
 """
 
@@ -17,7 +17,6 @@ import re
 import secrets
 import socket
 import subprocess
-import tempfile
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -166,7 +165,7 @@ class FileBoard(PublishedBoard):
         if os.fstat(descriptor).st_uid != os.getuid():
             os.close(descriptor)
             raise ConfigurationError(
-                f"{self._path} must be a file of this user, but is not. Remove it, or choose another folder (TMPDIR)."
+                f"{self._path} must be a file of this user, but is not. Remove it, or choose another file."
             )
         return descriptor
 
@@ -260,7 +259,7 @@ def given_board(launch: Launch, env: Mapping[str, str]) -> Board:
     return KnownBoard(ServerAddress([host], [port], b""), f"`init_method`={method!r}", fix)
 
 
-# Where the ranks of one host meet: a file. The process that started them identifies the job.
+# Where the ranks of one host meet. The process that started them identifies the job.
 
 
 class LauncherProcess(NamedTuple):
@@ -309,10 +308,46 @@ def process_status(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
+class HostBoard(Board):
+    """An abstract address of a Unix socket (unix(7)), at which rank 0 serves.
+
+    It needs no file, so that processes with temporary folders of their own meet, too: each may be in a container.
+    """
+
+    advice = (
+        f"{ADVICE} The processes of a host meet at a Unix socket: if each is in a container, share the host's "
+        "network with all, or set MASTER_ADDR and MASTER_PORT for every process."
+    )
+
+    def __init__(self, name: str) -> None:
+        self._address, self.where = f"\0{name}", f"the Unix socket @{name}"
+        self.fix = "Look at rank 0's output."
+
+    def serve(self, size: int) -> MeetingServer:
+        try:
+            return MeetingServer(size, [self._address], b"")
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self.where} must be free for rank 0, but is not ({error.strerror}). Give every process its own "
+                "rank, or set MASTER_ADDR and MASTER_PORT for every process."
+            ) from error
+
+    def find(self, seconds: float) -> ServerAddress | None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            nobody = probe.connect_ex(self._address)
+        return None if nobody else ServerAddress([self._address], [0], b"")
+
+
 def one_host_board(launch: Launch, env: Mapping[str, str]) -> Board:
-    """Return a file of this host whose name is the same for all processes of this job, and different for other jobs."""
-    name = f"dualdist-{os.getuid()}-{job_digest(launch, env)}"
-    return FileBoard(launch, env, Path(tempfile.gettempdir()) / name)
+    """Return the board of this host for all processes of this job. Other jobs have other ones."""
+    try:
+        return HostBoard(f"dualdist-{os.getuid()}-{job_digest(launch, env)}")
+    except OSError as error:
+        raise ConfigurationError(
+            f"The process that set {launch.sources['rank']} must be visible to those that it has started, which "
+            "identify their job by it, but is not. Share the host's process IDs with containers, or set MASTER_ADDR "
+            "and MASTER_PORT for every process."
+        ) from error
 
 
 # Where the ranks of a Slurm step on several hosts meet: Slurm itself carries no message between them.

@@ -14,7 +14,6 @@ import importlib.util
 import logging
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from ..launch import detect, is_one_host
 from ..process_exit import at_exit
 from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
+from .server import peer_of
 
 logger = logging.getLogger("dualdist")
 
@@ -38,8 +38,6 @@ logger = logging.getLogger("dualdist")
 # Each rank listens at an abstract address of a Unix socket (unix(7)), which has its job and its local rank. It needs no
 # file, and the kernel removes it with the process.
 
-_PEER = struct.Struct("3i")
-"""Process ID, user and group of the process that listens (SO_PEERCRED)."""
 _CONNECT_SECONDS = 1.0
 _BACKLOG = 4096
 """How many times others can connect to a rank. It accepts none, and each rank of the host may try several times."""
@@ -75,7 +73,7 @@ def _runs(address: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.settimeout(_CONNECT_SECONDS)
         probe.connect(address)
-        process, user, _ = _PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        process, user = peer_of(probe)
         # A process that was forked from a dead rank keeps its socket.
         return user == os.getuid() and process_status(process)[0] not in "TtZX"
     return False

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ..errors import ConfigurationError
@@ -31,18 +32,22 @@ _held = contextlib.ExitStack()
 
 
 class ProcessManager(ABC):
-    """The connection of this process to its process manager."""
+    """The connection of this process to its process manager, which keeps a text for each key."""
 
     waits_for_all = False
-    """Whether a process can read only when all have arrived."""
+    """Whether a process can read what others have put only when all have arrived."""
 
     @abstractmethod
-    def publish(self, text: str, seconds: float) -> None:
+    def put(self, key: str, text: str, seconds: float) -> None:
         """Let all processes of the job read `text`, which has no blanks. Raises TimeoutError."""
 
     @abstractmethod
-    def read(self, seconds: float) -> str:
-        """Return what rank 0 has published. Raises TimeoutError."""
+    def get(self, rank: int, key: str, seconds: float) -> str | None:
+        """Return what `rank` has put, None if that is not known yet. Raises TimeoutError."""
+
+    @abstractmethod
+    def get_own(self, rank: int, key: str) -> str | None:
+        """Return what this process, `rank`, or an earlier one in its place has put. None if they have not."""
 
     @abstractmethod
     def close(self) -> None:
@@ -77,7 +82,10 @@ def connected_to(kind: type[ProcessManager]) -> Iterator[ProcessManager]:
 
 
 class PmiBoard(PublishedBoard):
-    """What rank 0 publishes with its process manager."""
+    """What rank 0 publishes with its process manager.
+
+    Several programs may meet in turn in the same place of a job. Each rank counts its meetings, by a key for each.
+    """
 
     def __init__(
         self, launch: Launch, env: Mapping[str, str], manager: ProcessManager, seconds: float
@@ -85,16 +93,20 @@ class PmiBoard(PublishedBoard):
         """seconds: to wait for the other processes."""
         super().__init__(launch, env)
         self._rank, self._manager, self._seconds = launch.rank, manager, seconds
+        numbers = itertools.count()
+        self._number = next(n for n in numbers if manager.get_own(self._rank, _key_of(self._rank, n)) is None)
+        if self._rank != 0:
+            self.write("-")
 
     def write(self, text: str) -> None:
         try:
-            self._manager.publish(text, self._seconds)
+            self._manager.put(_key_of(self._rank, self._number), text, self._seconds)
         except TimeoutError:
             raise self._error() from None
 
     def read(self, seconds: float) -> str | None:
         try:
-            return self._manager.read(seconds)
+            return self._manager.get(0, _key_of(0, self._number), seconds)
         except TimeoutError:
             if self._manager.waits_for_all:
                 raise self._error() from None
@@ -105,6 +117,10 @@ class PmiBoard(PublishedBoard):
             f"Rank {self._rank} waited {self._seconds:g} s for the other processes, of which some did not "
             f"arrive. {self.advice}"
         )
+
+
+def _key_of(rank: int, number: int) -> str:
+    return f"dualdist.{rank}.{number}"
 
 
 # PMI-1: a line of text for each question, over a connection that the process inherits.
@@ -123,13 +139,16 @@ class Pmi1(ProcessManager):
         self._ask("init pmi_version=1 pmi_subversion=1", _MANAGER_SECONDS)
         self._space = self._ask("get_my_kvsname", _MANAGER_SECONDS)["kvsname"]
 
-    def publish(self, text: str, seconds: float) -> None:
-        self._ask(f"put kvsname={self._space} key={_KEY} value={text}", seconds)
+    def put(self, key: str, text: str, seconds: float) -> None:
+        self._ask(f"put kvsname={self._space} key={key} value={text}", seconds)
         self._meet(seconds)
 
-    def read(self, seconds: float) -> str:
+    def get(self, rank: int, key: str, seconds: float) -> str:
         self._meet(seconds)
-        return self._ask(f"get kvsname={self._space} key={_KEY}", seconds)["value"]
+        return self._ask(f"get kvsname={self._space} key={key}", seconds)["value"]
+
+    def get_own(self, rank: int, key: str) -> str | None:
+        return self._ask(f"get kvsname={self._space} key={key}", _MANAGER_SECONDS, may_fail=True).get("value")
 
     def close(self) -> None:
         self._socket.setblocking(True)
@@ -142,7 +161,8 @@ class Pmi1(ProcessManager):
             self._ask("barrier_in", seconds)
             self._has_met = True
 
-    def _ask(self, command: str, seconds: float) -> dict[str, str]:
+    def _ask(self, command: str, seconds: float, *, may_fail: bool = False) -> dict[str, str]:
+        """Return the manager's answer. may_fail: instead of an error, return an empty one."""
         self._socket.settimeout(max(1e-3, seconds))
         try:
             self._socket.sendall(f"cmd={command}\n".encode())
@@ -158,6 +178,8 @@ class Pmi1(ProcessManager):
         line, _, self._unread = self._unread.partition(b"\n")
         answer = dict(part.split("=", 1) for part in line.decode().split() if "=" in part)
         if answer.get("rc", "0") != "0":
+            if may_fail:
+                return {}
             raise ConfigurationError(
                 f"The process manager must accept {command!r}, but answers {line!r}. {_INSTEAD}"
             )
@@ -172,9 +194,10 @@ _INSTEAD = "Set MASTER_ADDR and MASTER_PORT for every process: then it is not ne
 _STORE = "PMIX_MCA_gds"
 """Where a client keeps data. Only with "hash" can a second one start in the same process, with the same value."""
 _LIBRARIES = ("libpmix.so.2", "libpmix.so")
-_KEY = "dualdist.rank0"
 _KEY_BYTES, _SIZE_KEY = 512, "pmix.job.size"
-_STRING, _UINT32 = 3, 14
+_BOOL, _STRING, _UINT32 = 1, 3, 14
+_ABSENT = (-24, -46)
+"""PMIX_ERR_TIMEOUT and PMIX_ERR_NOT_FOUND, of a key that a process has not put yet."""
 _EVERYBODY = ctypes.c_uint8(3)
 """The scope PMIX_GLOBAL."""
 _ANY_RANK = 0xFFFFFFFE
@@ -188,13 +211,24 @@ class _Process(ctypes.Structure):
 
 
 class _Data(ctypes.Union):
-    _fields_ = (("string", ctypes.c_char_p), ("uint32", ctypes.c_uint32), ("other", ctypes.c_char * 64))
+    _fields_ = (
+        ("string", ctypes.c_char_p),
+        ("uint32", ctypes.c_uint32),
+        ("flag", ctypes.c_bool),
+        ("other", ctypes.c_char * 64),
+    )
 
 
 class _Value(ctypes.Structure):
     """pmix_value_t."""
 
     _fields_ = (("type", ctypes.c_uint16), ("data", _Data))
+
+
+class _Info(ctypes.Structure):
+    """pmix_info_t."""
+
+    _fields_ = (("key", ctypes.c_char * _KEY_BYTES), ("flags", ctypes.c_uint32), ("value", _Value))
 
 
 class Pmix(ProcessManager):
@@ -214,29 +248,44 @@ class Pmix(ProcessManager):
     def job_size(self) -> int:
         """Return the number of processes of the job."""
         value = self._get(_ANY_RANK, _SIZE_KEY)
-        return int(value.data.uint32) if value.type == _UINT32 else 0
+        return int(value.data.uint32) if value is not None and value.type == _UINT32 else 0
 
-    def publish(self, text: str, seconds: float) -> None:
+    def put(self, key: str, text: str, seconds: float) -> None:
         value = _Value(_STRING, _Data(string=text.encode()))
-        self._check("PMIx_Put", _EVERYBODY, _key(_KEY), ctypes.byref(value))
+        self._check("PMIx_Put", _EVERYBODY, _key(key), ctypes.byref(value))
         self._check("PMIx_Commit")
 
-    def read(self, seconds: float) -> str:
-        return in_time(lambda: str(self._get(0, _KEY).data.string.decode()), seconds)
+    def get(self, rank: int, key: str, seconds: float) -> str | None:
+        return in_time(lambda: _text(self._get(rank, key)), seconds)
 
-    def _get(self, rank: int, key: str) -> _Value:
+    def get_own(self, rank: int, key: str) -> str | None:
+        # Without "immediate", the server waits for a key that is absent.
+        return _text(self._get(rank, key, _Info(b"pmix.immediate", 0, _Value(_BOOL, _Data(flag=True)))))
+
+    def _get(self, rank: int, key: str, *how: _Info) -> _Value | None:
         process, found = _Process(self._own.namespace, rank), ctypes.POINTER(_Value)()
-        self._check(
-            "PMIx_Get", ctypes.byref(process), _key(key), None, ctypes.c_size_t(0), ctypes.byref(found)
+        options = (_Info * len(how))(*how)
+        arguments = (
+            ctypes.byref(process),
+            _key(key),
+            options,
+            ctypes.c_size_t(len(how)),
+            ctypes.byref(found),
         )
-        return found.contents
+        status = self._check("PMIx_Get", *arguments, allowed=_ABSENT)
+        return None if status else found.contents
 
-    def _check(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
+    def _check(self, name: str, *arguments: Any, allowed: Sequence[int] = ()) -> int:
+        status = int(getattr(self._library, name)(*arguments))
+        if status and status not in allowed:
             raise ConfigurationError(
                 f"{name} must succeed where a launcher serves PMIx, but returns {status}. {_INSTEAD}"
             )
+        return status
+
+
+def _text(value: _Value | None) -> str | None:
+    return None if value is None else str(value.data.string.decode())
 
 
 @contextlib.contextmanager

@@ -80,8 +80,9 @@ def reach(endpoints: Sequence[tuple[str, int]], secret: bytes, seconds: float) -
         for host, port in endpoints:
             connection = opened.enter_context(_socket_for(host))
             connection.setblocking(False)
+            is_unix = connection.family == socket.AF_UNIX
             try:
-                code = connection.connect_ex((_address(host, seconds), port))
+                code = connection.connect_ex(host if is_unix else (_address(host, seconds), port))
             except socket.gaierror as error:
                 problems.append(f"the host {host!r} has no address ({error.strerror})")
                 continue
@@ -117,14 +118,31 @@ def _address(host: str, seconds: float) -> str:
 
 
 def _socket_for(host: str) -> socket.socket:
+    if host.startswith("\0"):
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
+_PEER = struct.Struct("3i")
+"""Process ID, user and group of the process at the other end of a Unix socket (SO_PEERCRED)."""
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process ID and the user at the other end of a Unix socket, as unix(7) has them."""
+    process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return process, user
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Return whether the other end is of this process's user, or of another host or network."""
+    return connection.family != socket.AF_UNIX or peer_of(connection)[1] == os.getuid()
+
+
 def _prove(connection: socket.socket, secret: bytes) -> None:
     """Prove to the server at the other end, and let it prove, that both know `secret`. Raises OSError."""
-    if _read(connection, len(_GREETING)) != _GREETING:
+    if not is_same_user(connection) or _read(connection, len(_GREETING)) != _GREETING:
         raise ConnectionError("another program answers there")
     theirs, mine = _read(connection, _CHALLENGE), secrets.token_bytes(_CHALLENGE)
     connection.sendall(mine + _proof(secret, b"client", theirs, mine))
@@ -212,8 +230,9 @@ _BACKLOG = 4096
 class MeetingServer:
     """Serves meetings of `size` ranks, one after the other, until it is closed. A context manager.
 
-    hosts: the addresses to listen on, "" for all. port: the same on all addresses, 0 for a free one. Raises OSError
-    when the port is not free.
+    hosts: the addresses to listen on, "" for all; or an abstract address of a Unix socket (unix(7)), which begins with
+    "\\0" and serves processes of this user. port: the same on all addresses, 0 for a free one. Raises OSError when the
+    port or the address is not free.
     """
 
     def __init__(self, size: int, hosts: Iterable[str], secret: bytes, port: int = 0) -> None:
@@ -302,6 +321,9 @@ class MeetingServer:
         """Serve one connection. Any error closes it, without an answer."""
         connection.setblocking(False)
         with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError, zlib.error):
+            if not is_same_user(connection):
+                connection.close()
+                return
             reader, writer = await asyncio.open_connection(sock=connection)
             self._writers.add(writer)
             try:
@@ -452,6 +474,13 @@ def raise_file_limit(more: int) -> tuple[int, int]:
 
 
 def _listener(host: str, port: int) -> socket.socket:
+    if host.startswith("\0"):
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(_socket_for(host))
+            listener.bind(host)
+            listener.listen(_BACKLOG)
+            undo.pop_all()
+        return listener
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server((host, port), backlog=_BACKLOG)

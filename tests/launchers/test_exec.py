@@ -15,7 +15,7 @@ import pytest
 from ..helpers import torchrun_script
 from ..helpers.forks import BIN
 from ..helpers.namespace_hosts import Network
-from ..helpers.requirements import need_modules, need_programs
+from ..helpers.requirements import need_modules, need_programs, need_root
 from ..helpers.script_launch import finish
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import MPIRUN, ROOT
@@ -314,6 +314,33 @@ for name in os.listdir("/proc/self/fd"):
         places.append(connection.getpeername())
 os.write(1, f"connected {places.count((host, int(port)))}\\n".encode())
 """
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec"])
+def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
+    network: Network, launcher: str
+) -> None:
+    start = _MPIEXEC if launcher == "mpiexec" else _on_two_hosts(3)
+    need_programs(start[0])
+    twice = ("bash", "-c", '"$@"; "$@"', "bash")
+    shows = ("sh", "-c", 'echo "rank $RANK in $TORCHELASTIC_RUN_ID"')
+    command = (*start, *twice, *EXEC, "--", *twice, *EXEC, "--", *shows)
+    ended = finish(network.hosts[0].command(*command), OPEN_MPI, forks=False)
+    assert ended.code == 0, ended.output
+    found = re.findall(r"rank (\d) in (\w{16})$", ended.output, re.MULTILINE)
+    worlds = {run: sorted(rank for rank, other in found if other == run) for _, run in found}
+    assert list(worlds.values()) == [["0", "1", "2"]] * 4, ended.output
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
+def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(launcher: str) -> None:
+    need_root()
+    need_programs("unshare", *LAUNCHERS[launcher][:1])
+    alone = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /tmp && exec "$@"', "sh")
+    command = (*LAUNCHERS[launcher], *alone, *EXEC, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    ended = finish(command, forks=False)
+    assert ended.code == 0, ended.output
+    assert sorted(re.findall(r"rank \d of \d", ended.output)) == ["rank 0 of 2", "rank 1 of 2"], ended.output
 
 
 def test_the_server_of_pmix_loses_no_process_that_starts_mpi_later(network: Network) -> None:

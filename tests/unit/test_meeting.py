@@ -26,7 +26,15 @@ from dualdist.backends.store import StoreBoard, open_store
 from dualdist.backends.torch import TorchBackend
 from dualdist.errors import ConfigurationError, HorovodInternalError, StallError
 from dualdist.meeting import addresses, mpi, pmi
-from dualdist.meeting.boards import Board, FileBoard, HttpBoard, KnownBoard, LaunchersBoard, ServerAddress
+from dualdist.meeting.boards import (
+    Board,
+    FileBoard,
+    HostBoard,
+    HttpBoard,
+    KnownBoard,
+    LaunchersBoard,
+    ServerAddress,
+)
 from dualdist.meeting.member import Meeting
 from dualdist.meeting.server import TEXT, MeetingServer, connected, reach
 from dualdist.types import Launch, Settings
@@ -52,6 +60,11 @@ def launchers(_: Path) -> Iterator[Callable[[], Board]]:
 @contextlib.contextmanager
 def file(folder: Path) -> Iterator[Callable[[], Board]]:
     yield lambda: FileBoard(LAUNCH, {}, folder / "job")
+
+
+@contextlib.contextmanager
+def host(folder: Path) -> Iterator[Callable[[], Board]]:
+    yield lambda: HostBoard(f"{folder}")
 
 
 class Values(http.server.BaseHTTPRequestHandler):
@@ -95,7 +108,7 @@ def given(_: Path) -> Iterator[Callable[[], Board]]:
     yield lambda: KnownBoard(address, "there", "Look.")
 
 
-@pytest.fixture(params=[launchers, file, horovodruns, store, given])
+@pytest.fixture(params=[launchers, file, host, horovodruns, store, given])
 def board(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Board]]:
     with request.param(tmp_path) as made:
         yield made
@@ -212,6 +225,29 @@ def test_an_address_that_an_earlier_start_has_left_disturbs_nobody(tmp_path: Pat
     left.close()
     test_all_ranks_get_all_texts_at_each_start(lambda: FileBoard(LAUNCH, {}, tmp_path / "job"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_rank_0_of_a_host_is_refused(tmp_path: Path) -> None:
+    first = HostBoard(f"{tmp_path}").serve(SIZE)
+    with pytest.raises(
+        ConfigurationError, match=r"must be free for rank 0, but is not \(Address already in use\)"
+    ):
+        HostBoard(f"{tmp_path}").serve(SIZE)
+    first.close()
+    HostBoard(f"{tmp_path}").serve(SIZE).close()
+
+
+def test_a_process_of_another_user_takes_no_part_in_the_meeting_of_a_host(tmp_path: Path) -> None:
+    need_root()
+    with HostBoard(f"{tmp_path}").serve(SIZE):
+        place = HostBoard(f"{tmp_path}").find(0.0)
+        assert place is not None
+        reach([(place.hosts[0], 0)], place.secret, SECONDS).close()
+        code = (
+            "import os, socket, sys; os.setuid(65534); one = socket.socket(socket.AF_UNIX); one.settimeout(60); "
+            "one.connect('\\0' + sys.argv[1]); assert one.recv(1) == b''"
+        )
+        subprocess.run([sys.executable, "-c", code, f"{tmp_path}"], check=True, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("content", ["a text\n", '{"a": 1}\n', b"\xff\x00"])
