@@ -106,6 +106,8 @@ class DealingSampler(torch.utils.data.Sampler[T_co]):
     torchdata's StatefulDataLoader raises an error with it, because it saves the drawn samples as the position.
     """
 
+    per_rank = False
+    """Tells checkpoints to save rank 0's state: it is right for all, also when other ranks have had fewer samples."""
     dataset: Any
     epoch: int
     seed: int

@@ -1,12 +1,14 @@
 """From live objects to the values of a checkpoint; restoration.py goes the other way.
 
-Data-parallel ranks hold equal objects, so the writer's are saved. An object with `per_rank = True` is saved from every
-rank. One with `collective_state = True` has a collective `state_dict`, which every rank calls.
+Data-parallel ranks hold equal objects, so the writer's are saved. States that differ, and those of an object with
+`per_rank = True`, are saved from every rank. With `per_rank = False` the writer's is saved without a comparison. An
+object with `collective_state = True` has a collective `state_dict`, which every rank calls.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -243,8 +245,19 @@ def is_collective(value: Any) -> bool:
     return is_stateful(value) and getattr(value, "collective_state", False) is True
 
 
+def states_of_ranks(saved: Any) -> list[Any] | None:
+    """Return the states of all ranks in what a file has under one name; None if it has one for all ranks."""
+    is_of_ranks = isinstance(saved, Mapping) and list(saved) == [RANKS] and isinstance(saved[RANKS], list)
+    return saved[RANKS] if is_of_ranks else None
+
+
 def state_of(value: Any) -> Any:
-    """Return `value.state_dict()`; for a module with the names of the bare model, without those of wrappers."""
+    """Return what is saved of `value`: a plain value itself, or its `state_dict()`.
+
+    That of a module has the names of the bare model, without those of wrappers.
+    """
+    if not is_stateful(value):
+        return value
     state = value.state_dict()
     return bare_names(value, state, DistributedDataParallel) if isinstance(value, torch.nn.Module) else state
 
@@ -259,6 +272,10 @@ def check_state(state: Any) -> list[str]:
     for name, value in plain.items():
         with _without_cycles(f"state[{name!r}]"):
             _check_containers(value, f"state[{name!r}]")
+        if states_of_ranks(value) is not None:
+            raise ValueError(
+                f"`state[{name!r}]` must not be a list under the key {RANKS!r} alone, but is. Use another key."
+            )
     if plain and not isinstance(state, MutableMapping):
         raise TypeError(
             f"`state` must be a dictionary that can be changed, since restoring sets {few(list(plain))} in it, but is "
@@ -283,14 +300,58 @@ def collect_own(state: Mapping[str, Any], *, writes: bool) -> dict[str, Any]:
     return own
 
 
-def collect(state: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values to save, before `to_portable` converts them. own: each rank's `collect_own`."""
+def collect_compared(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states and plain values that are the same on all ranks only if the script keeps them so.
+
+    It does so for models and optimizers, whose gradients are averaged.
+    """
+
+    def is_compared(value: Any) -> bool:
+        says = isinstance(getattr(value, RANKS, None), bool) or is_collective(value)
+        return not is_stateful(value) or not (
+            says or isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+        )
+
+    return {name: state_of(state[name]) for name in sorted(state) if is_compared(state[name])}
+
+
+def digest(value: Any, where: str) -> str:
+    """Return the same text for equal values, wherever their tensors are. Raises TypeError as `on_host`."""
+    with _without_cycles(where):
+        text = _described(to_portable(value, where, lambda tensor, where: tensor))
+    return hashlib.blake2b(text.encode()).hexdigest()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        kind = f"{value.dtype} {tuple(value.shape)}"
+        if value.layout is not torch.strided:
+            value = value.to_sparse_coo().coalesce()
+            return f"sparse {kind} {_described([value.indices(), value.values()])}"
+        data = value.int_repr() if value.is_quantized else value
+        bits = data.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return f"{kind} {hashlib.blake2b(bits.numpy().data).hexdigest()}"
+    if not isinstance(value, Mapping | list | tuple | set):
+        return repr(value)
+    pairs = value.items() if isinstance(value, Mapping) else None
+    items = (
+        [": ".join(map(_described, pair)) for pair in pairs] if pairs is not None else map(_described, value)
+    )
+    is_ordered = isinstance(value, list | tuple | OrderedDict)
+    return f"{type(value).__name__}({list(items) if is_ordered else sorted(items)})"
+
+
+def collect(
+    state: Mapping[str, Any], own: Sequence[Mapping[str, Any]], differing: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the values to save, before `to_portable` converts them.
+
+    own: each rank's `collect_own`, and its states of the names `differing`.
+    """
 
     def saved(name: str, value: Any) -> Any:
-        if is_per_rank(value):
+        if is_per_rank(value) or name in differing:
             return {RANKS: [states[name] for states in own]}
-        if own and name in own[0]:
-            return own[0][name]
-        return state_of(value) if is_stateful(value) else value
+        return own[0][name] if own and name in own[0] else state_of(value)
 
     return {name: saved(name, value) for name, value in state.items()}

@@ -23,8 +23,17 @@ from ..checks import mapping
 from ..collectives.objects import if_all_succeed
 from ..errors import CheckpointError
 from ..training.optimizer_state import load_optimizer_state
-from ..world.ranks import rank
-from .contents import RANKS, check_state, cloned, few, fitting_part, is_per_rank, is_stateful, state_of
+from ..world.ranks import rank, size
+from .contents import (
+    check_state,
+    cloned,
+    few,
+    fitting_part,
+    is_per_rank,
+    is_stateful,
+    state_of,
+    states_of_ranks,
+)
 
 # The states of the random number generators of this process: those of Python, NumPy and torch.
 
@@ -41,7 +50,10 @@ class RandomState:
     """
 
     per_rank = True
-    """Makes `dualdist.checkpoint` save the state of every rank. Any object may have this and `load_derived`."""
+    """Makes `dualdist.checkpoint` save the state of every rank. Any object may have this and `load_derived`.
+
+    False: that of rank 0 is saved, and not compared with the others.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return this process's state, in values that `torch.load(weights_only=True)` accepts."""
@@ -145,10 +157,12 @@ class _Restoration:
         problems += [f"it has {few(unexpected)}, which the state does not have"] if unexpected else []
         converted: set[int] = set()
         for name, value in [(name, state[name]) for name in state if name in values]:
-            if not is_stateful(value):
-                self.plain[name] = values[name]
+            saved, load, mismatches = _of_this_rank(value, values[name])
+            if not mismatches and not is_stateful(value):
+                self.plain[name] = saved
                 continue
-            load, mismatches = _fit_object(value, values[name], converted)
+            if not mismatches and load is None:
+                load, mismatches = _fit_object(value, saved, converted)
             problems += [f"`{name}` has {' and '.join(mismatches)}"] if mismatches else []
             if load is not None:
                 kind = next(kind for kind in reversed(_ORDER) if isinstance(value, kind))
@@ -195,8 +209,6 @@ def _fit_object(value: Any, saved: Any, converted: set[int]) -> tuple[Load | Non
     """
     if not isinstance(saved, Mapping):
         return None, [f"a plain {type(saved).__name__} in the file"]
-    if is_per_rank(value):
-        return _fit_per_rank(value, saved)
     if isinstance(value, torch.nn.Module):
         return _fit_module(value, saved, converted)
     mismatches = _group_mismatches(value, saved) if isinstance(value, torch.optim.Optimizer) else []
@@ -228,18 +240,20 @@ def _fit_module(
     return lambda: module.load_state_dict(fitting, strict=not mismatches), mismatches
 
 
-def _fit_per_rank(value: Any, saved: Mapping[str, Any]) -> tuple[Load | None, list[str]]:
-    states = saved.get(RANKS)
-    if not isinstance(states, list) or not states:
-        return None, ["no state for each rank in the file"]
+def _of_this_rank(value: Any, saved: Any) -> tuple[Any, Load | None, list[str]]:
+    """Return what this rank loads of `saved`; what derives it from the states of other ranks; and what does not fit."""
+    states, derive = states_of_ranks(saved), cast(Any, getattr(value, "load_derived", None))
+    if states is None:
+        return saved, None, ["no state for each rank in the file"] if is_per_rank(value) else []
+    if derive is None and len(states) != size():
+        return (
+            saved,
+            None,
+            [f"the states of {len(states)} ranks in the file, not of {size()}, and no load_derived()"],
+        )
     if rank() < len(states):
-        return lambda: value.load_state_dict(cloned(states[rank()])), []
-    derive = getattr(value, "load_derived", None)
-    if derive is None:
-        return None, [
-            f"the states of {len(states)} ranks in the file, none for rank {rank()}, and no load_derived()"
-        ]
-    return lambda: derive(cloned(states), rank()), []
+        return states[rank()], None, []
+    return saved, lambda: derive(cloned(states), rank()), []
 
 
 def _group_mismatches(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -20,11 +21,13 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..training.parallel import DistributedDataParallel
 from ..world.context import current
 from ..world.process_sets import reporting
-from ..world.ranks import rank
+from ..world.ranks import rank, size
 from .catalog import CatalogEntry
-from .contents import check_state, collect, collect_own, few, on_host
+from .contents import check_state, collect, collect_compared, collect_own, digest, few, on_host
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
 from .restoration import load_into
+
+logger = logging.getLogger("dualdist")
 
 T = TypeVar("T")
 
@@ -77,10 +80,12 @@ def from_writer(function: Callable[[], T]) -> T:
 
 def write_state(
     state: Mapping[str, Any],
-    write: Callable[[dict[str, Any]], object],
+    write: Callable[[dict[str, Any]], T],
     check: Callable[[], object] = lambda: None,
-) -> None:
-    """Collect the values of `state` on the writer, and call `write` with them there. Collective over the world.
+) -> T:
+    """Collect the values of `state` on the writer, call `write` with them there, and return its result on every rank.
+
+    Collective over the world. States that differ between ranks are collected from all, after their digests.
 
     check: raises an error if another argument is wrong on this rank.
 
@@ -93,29 +98,57 @@ def write_state(
         return check_state(state)
 
     names, refusal = attempted(checked)
-    own, failure = None, refusal
-    if refusal is None:
-        own, failure = attempted(lambda: on_host(collect_own(state, writes=is_writer()), "state"))
-    gathered = gather_object((names, own, reported(failure, rank()))) or []
+    own: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    taken = dict(state) if refusal is None else {}
 
-    def write_gathered() -> str:
-        for _, _, problem in gathered:
-            if problem is not None:
-                raise CheckpointError(problem)
-        for place, (names, _, _) in enumerate(gathered):
-            if names != gathered[0][0]:
-                return f"ranks 0 and {place} differ in {few(sorted(set(names) ^ set(gathered[0][0])))}"
-        write(collect(state, [own for _, own, _ in gathered]))
-        return ""
+    def take() -> None:
+        own.update(on_host(collect_own(state, writes=is_writer()), "state"))
+        compared = collect_compared(state) if size() > 1 else {}
+        digests.update({name: digest(value, f"state[{name!r}]") for name, value in compared.items()})
+        taken.update(compared)
+
+    def send_and_write(failure: Exception | None) -> tuple[str, list[str], T | None]:
+        shares = gather_object((names, own, digests, reported(failure, rank()))) or []
+        return from_writer(lambda: _write_shares(shares, taken, write))
 
     try:
-        differing = from_writer(write_gathered)
+        mismatch, differing, result = send_and_write(refusal or attempted(take)[1])
+        if differing:
+            states = {name: taken[name] for name in differing if name not in own}
+            sent, failure = attempted(lambda: on_host(collect(states, []), "state"))
+            own.update(sent or {})
+            mismatch, _, result = send_and_write(failure)
     except CheckpointError:
         if refusal is not None:
             raise refusal from None
         raise
+    if mismatch:
+        raise ValueError(f"`state` must have the same names on all ranks, but {mismatch}.")
+    return cast(T, result)
+
+
+def _write_shares(
+    shares: Sequence[Any], taken: Mapping[str, Any], write: Callable[[dict[str, Any]], T]
+) -> tuple[str, list[str], T | None]:
+    """Return how names differ, or which states every rank must send first, or what `write` returns."""
+    names, own, digests, _ = shares[0]
+    for place, (others, _, _, problem) in enumerate(shares):
+        if problem is not None:
+            raise CheckpointError(problem)
+        if others != names:
+            return f"ranks 0 and {place} differ in {few(sorted({*names} ^ {*others}))}", [], None
+    differing = [name for name in digests if any(share[2].get(name) != digests[name] for share in shares)]
+    if not own.keys() >= set(differing):
+        return "", differing, None
     if differing:
-        raise ValueError(f"`state` must have the same names on all ranks, but {differing}.")
+        logger.warning(
+            "%s differs between ranks, so the checkpoint has the state of each, and loads on %d ranks only. An object "
+            "says by `per_rank = True` that this is meant, and by `per_rank = False` that rank 0's serves all.",
+            few([f"`{name}`" for name in differing]),
+            len(shares),
+        )
+    return "", [], write(collect(taken, [share[1] for share in shares], differing))
 
 
 class _FoundFile(NamedTuple):
@@ -208,7 +241,8 @@ def save(
     Args:
         state: for each name an object with `state_dict` and `load_state_dict` (models, optimizers, schedulers,
             GradScaler, AveragedModel, samplers, RandomState), or a value: tensors, numbers, strings, None, and
-            lists, tuples, sets and dictionaries of them.
+            lists, tuples, sets and dictionaries of them. What differs between ranks is saved from each, with a
+            warning, except models and optimizers.
         step, metrics: stored in the manifest.
 
     Raises:
@@ -248,7 +282,8 @@ def load(
         strict: whether names, shapes and parameter groups must all fit. False: what fits is loaded, with a warning.
 
     Returns:
-        For each name the saved value, in host memory: the `state_dict` of an object, or the plain value.
+        For each name the saved value, in host memory: the `state_dict` of an object, or the plain value. Of what
+        differed between ranks: {"per_rank": [...]}, with the values of all ranks.
 
     Raises:
         DamagedCheckpointError: the file is not as it was written, or cannot be loaded without running code in it.

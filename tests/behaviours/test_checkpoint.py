@@ -155,6 +155,50 @@ def test_every_rank_restores_its_own_random_numbers(tmp_path: Path) -> None:
     assert len({tuple(numbers) for numbers in hvd.allgather_object(expected)}) == hvd.size()
 
 
+class Position:
+    """Where this rank is in its own stream of data. Its state is that of an iterable dataset."""
+
+    def __init__(self) -> None:
+        self.read: Any = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+class OfRank0(Position):
+    per_rank = False
+
+
+@everywhere
+def test_states_and_values_that_differ_between_ranks_are_restored_on_each(tmp_path: Path) -> None:
+    rank, last = hvd.rank(), hvd.rank() == hvd.size() - 1
+    state: dict[str, Any] = {"buffer": Position(), "data": Position(), "equal": Position(), "of 0": OfRank0()}
+    state |= {"seen": [rank], "only on 0": Position() if rank == 0 else None}
+    with warned() as messages, CheckpointManager(folder(tmp_path), state) as manager:
+        state["buffer"].read = torch.arange(3.0) if last else torch.zeros(3)
+        state["data"].read = state["of 0"].read = 10 + rank
+        state["equal"].read = {"b": torch.ones(2), "a": {1, 2}} if last else {"a": {2, 1}, "b": torch.ones(2)}
+        manager.save()
+        state["data"].read = state["equal"].read = state["buffer"].read = state["seen"] = None
+        assert manager.restore_latest() is not None
+    assert state["buffer"].read.tolist() == ([0, 1, 2] if last else [0, 0, 0])
+    assert (state["data"].read, state["seen"], state["of 0"].read) == (10 + rank, [rank], 10)
+    assert state["equal"].read["a"] == {1, 2} and (state["only on 0"] is None) == (rank > 0)
+    if hvd.size() > 1 and rank == 0:
+        assert [message.split(" differs between ranks")[0] for message in messages] == [
+            "`buffer`, `data`, `only on 0`, and 1 more"
+        ]
+        assert load_file(tmp_path / "step-000000000.pt")["equal"].keys() == {"read"}
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(path, weights_only=True)
+    return values
+
+
 @everywhere
 def test_a_save_after_restoring_an_older_file_is_the_latest(tmp_path: Path) -> None:
     state: dict[str, Any] = {"value": 0}

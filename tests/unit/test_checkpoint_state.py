@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import ChainMap, Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dualdist.checkpoint import Manifest, RandomState, restoration
-from dualdist.checkpoint.contents import HostCopy, check_state, collect, fitting_part, on_host
+from dualdist.checkpoint.contents import HostCopy, check_state, collect, digest, fitting_part, on_host
 from dualdist.checkpoint.format import MemoryFile, copy_verified, write_checkpoint
 from dualdist.errors import CheckpointError
 
@@ -35,6 +36,7 @@ def apply(state: dict[str, Any], values: dict[str, Any], *, strict: bool = True,
     """Load `values`, read from the file a.pt, into the `state` of one rank."""
     with (
         patch.object(restoration, "rank", lambda: rank),
+        patch.object(restoration, "size", lambda: 1),
         patch.object(restoration, "if_all_succeed", lambda function, error: function()),
     ):
         restoration.load_into(state, values, strict=strict, origin="a.pt")
@@ -375,6 +377,63 @@ def test_a_rank_without_a_saved_state_gets_its_own_repeatable_numbers() -> None:
         seen.append(draws())
     assert seen[1:3] == seen[3:]
     assert len({tuple(numbers) for numbers in seen[:3]}) == 3
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("own", [Picky(1), [1]], ids=["object", "value"])
+def test_states_of_another_number_of_ranks_are_an_error(
+    own: Any, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"data": own}
+    saved = own.state_dict() if isinstance(own, Picky) else own
+    with pytest.raises(CheckpointError) if strict else contextlib.nullcontext() as caught:
+        apply(state, {"data": {"per_rank": [saved, saved]}}, strict=strict)
+    text = caplog.text if caught is None else str(caught.value)
+    assert "`data` has the states of 2 ranks in the file, not of 1, and no load_derived()" in text
+    assert state == {"data": own}
+
+
+def test_a_value_that_looks_like_the_states_of_all_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not be a list under the key 'per_rank' alone"):
+        check_state({"x": {"per_rank": [1]}})
+
+
+EQUAL: list[tuple[Any, Any]] = [
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ({"xy", "yz", "zx"}, {"zx", "yz", "xy"}),
+    (["ab", "ab"], ["ab", "".join(["a", "b"])]),
+    ((torch.ones(2),) * 2, (torch.ones(2), torch.ones(2))),
+    (torch.eye(3)[1], torch.tensor([0.0, 1.0, 0.0])),
+    (torch.arange(6).view(2, 3).t(), torch.tensor([[0, 3], [1, 4], [2, 5]])),
+    (torch.eye(2).to_sparse(), torch.eye(2).to_sparse() * 0.5 + torch.eye(2).to_sparse() * 0.5),
+    (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])),
+    (np.float64(0.5), 0.5),
+    (float("nan"), -float("inf") + float("inf")),
+]
+DIFFERENT: list[tuple[Any, Any]] = [
+    (1, 1.0),
+    (True, 1),
+    ([1, 2], (1, 2)),
+    (["1"], [1]),
+    (["a', 'b"], ["a", "b"]),
+    (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    ({"a": 1}, {"a": 2}),
+    (torch.tensor([3, 0]), torch.tensor([0, 1])),
+    (torch.zeros(2), torch.zeros(2, 1)),
+    (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    (0.0, -0.0),
+    (None, "None"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL, ids=lambda value: repr(value).replace("\n", " "))
+def test_equal_states_have_equal_digests(one: Any, other: Any) -> None:
+    assert digest(one, "x") == digest(other, "x")
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=lambda value: repr(value).replace("\n", " "))
+def test_different_states_have_different_digests(one: Any, other: Any) -> None:
+    assert digest({"x": [one]}, "x") != digest({"x": [other]}, "x")
 
 
 def holding_itself(kind: type) -> Any:
