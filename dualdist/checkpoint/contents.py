@@ -259,7 +259,11 @@ def state_of(value: Any) -> Any:
     if not is_stateful(value):
         return value
     state = value.state_dict()
-    return bare_names(value, state, DistributedDataParallel) if isinstance(value, torch.nn.Module) else state
+    if not isinstance(value, torch.nn.Module):
+        return state
+    return bare_names(
+        value, state, lambda part: "module" if isinstance(part, DistributedDataParallel) else ""
+    )
 
 
 def check_state(state: Any) -> list[str]:

@@ -19,6 +19,7 @@ from ..collectives.join import barrier
 from ..collectives.objects import allgather_object, gather_object, if_all_succeed, on_all_ranks
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..training.parallel import DistributedDataParallel
+from ..training.parameters import bare_names
 from ..world.context import current
 from ..world.process_sets import reporting
 from ..world.ranks import rank, size
@@ -351,21 +352,19 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
             raise CheckpointError(f"`path` must be where a file can be written, but {error}.") from error
 
     on_all_ranks(check, CheckpointError)
-    for name, value in _unwrapped(model).state_dict().items():
+    weights = model.state_dict()
+    for name, part in model.named_modules(remove_duplicate=False):
+        if isinstance(part, AveragedModel):
+            weights.pop(f"{name}.n_averaged".lstrip("."), None)
+    for name, value in bare_names(model, weights, _wrapped_attribute).items():
         whole = value.full_tensor() if is_dtensor(value) else value  # collective for a DTensor
         if is_writer():
-            bare[name.replace(f"{_COMPILED}.", "")] = whole.cpu() if is_dtensor(value) else whole
+            bare[name] = whole.cpu() if is_dtensor(value) else whole
     from_writer(export)
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    while True:
-        if isinstance(model, _WRAPPER_CLASSES):
-            model = model.module
-        elif hasattr(model, _COMPILED):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+def _wrapped_attribute(part: torch.nn.Module) -> str:
+    return "module" if isinstance(part, _WRAPPER_CLASSES) else _COMPILED if hasattr(part, _COMPILED) else ""
 
 
 def _save_safetensors(weights: Mapping[str, torch.Tensor], file: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -232,46 +232,41 @@ class WrappedState(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an OrderedDict with the names of the bare model."""
-        return _renamed(self, [""], self._wrapped_names.__contains__).__reduce_ex__(protocol)
+        return _renamed(self, {PREFIX[:-1]}, self._wrapped_names.__contains__).__reduce_ex__(protocol)
 
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)
 
 
 def bare_names(
-    module: torch.nn.Module, state: Mapping[str, Any], kind: type[torch.nn.Module]
+    module: torch.nn.Module, state: Mapping[str, Any], attribute_of: Callable[[torch.nn.Module], str]
 ) -> Mapping[str, Any]:
     """Return `state`, the state dict of `module`, with the names of the model without its wrappers.
 
-    kind: the class of the wrappers, which may be anywhere in `module`.
+    attribute_of: in which attribute a part of `module` holds what it wraps; "" if it wraps nothing.
     """
-    wrappers = [
-        f"{name}." if name else ""
-        for name, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, kind)
-    ]
-    return _renamed(state, wrappers, lambda name: True) if wrappers else state
+    parts = module.named_modules(remove_duplicate=False)
+    found = [(name, attribute) for name, part in parts if (attribute := attribute_of(part))]
+    return _renamed(state, {".".join(filter(None, path)) for path in found}, lambda name: True)
 
 
 def _renamed(
-    state: Mapping[str, Any], wrappers: Sequence[str], is_wrapped: Callable[[str], bool]
+    state: Mapping[str, Any], hidden: Collection[str], is_wrapped: Callable[[str], bool]
 ) -> OrderedDict[str, Any]:
-    """Return `state` without the "module." of the wrappers at the prefixes `wrappers`, and its metadata likewise.
+    """Return `state` without the last part of the paths `hidden`, such as "0.module", and its metadata likewise.
 
-    is_wrapped: whether a name has such a prefix at all.
+    is_wrapped: whether a name has such a path at all.
     """
 
     def rename(name: str) -> str:
-        for prefix in wrappers:
-            if name.startswith(prefix + PREFIX):
-                return prefix + name[len(prefix + PREFIX) :]
-        return name
+        parts = name.split(".")
+        return ".".join(part for place, part in enumerate(parts, 1) if ".".join(parts[:place]) not in hidden)
 
     made: OrderedDict[str, Any] = OrderedDict(
         (rename(name) if is_wrapped(name) else name, value) for name, value in state.items()
     )
     if hasattr(state, "_metadata"):
-        versions = {rename(f"{name}.")[:-1]: value for name, value in state._metadata.items()}
+        versions = {rename(name): value for name, value in state._metadata.items()}
         made._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
     return made
 

@@ -345,10 +345,23 @@ def test_the_clock_of_rank_0_decides_when_seconds_have_passed(tmp_path: Path) ->
     manager.close()
 
 
-def wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    averaged = torch.optim.swa_utils.AveragedModel(hvd.DistributedDataParallel(model).module)
-    averaged.update_parameters(model)
-    return averaged
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return what torch.compile does, whose import takes seconds: a module with this attribute."""
+    made = torch.nn.Module()
+    made._orig_mod = model
+    return made
+
+
+TorchDataParallel = torch.nn.DataParallel
+Averaged = torch.optim.swa_utils.AveragedModel
+
+
+def wrapped(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return `model` in wrappers, and models of which it is a part in wrappers."""
+    parts: list[Any] = [TorchDataParallel, Averaged, compiled, hvd.DistributedDataParallel]
+    parts += [lambda part: Averaged(compiled(part)), lambda part: compiled(TorchDataParallel(Averaged(part)))]
+    nested = [torch.nn.Sequential(wrap(model[0])) for wrap in parts]  # type: ignore[index]
+    return [model, *nested, *(wrap(model) for wrap in parts), Averaged(nested[1]), compiled(nested[3])]
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -359,7 +372,7 @@ def test_exported_weights_load_without_dualdist(suffix: str, tmp_path: Path) -> 
         with pytest.raises(hvd.CheckpointError, match="Run pip install safetensors"):
             hvd.checkpoint.export_weights(path, model)
         return
-    for source in (model, hvd.DistributedDataParallel(model), wrapped(model)):
+    for source in wrapped(model):
         hvd.checkpoint.export_weights(path, source)
         if hvd.rank() == 0:
             found = read_exported(path)
