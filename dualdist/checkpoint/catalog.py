@@ -71,7 +71,7 @@ class Catalog:
         """Copy the undamaged checkpoint that was saved last into `file`, and return its entry; None if there is none.
 
         best: the one with the best metric instead; None if none has the metric. Logs a warning for each damaged file
-        that it skips. Raises DamagedCheckpointError when all files are damaged.
+        that it skips. When none can be loaded, raises DamagedCheckpointError if one is damaged, else CheckpointError.
         """
         problems, found = self._read(), None
         for entry in self._best_first() if best else self._entries[::-1]:
@@ -82,12 +82,13 @@ class Catalog:
                 found = entry
                 break
             except (CheckpointError, OSError) as error:
-                problems.append(str(error))
+                problems.append(error)
                 self._entries.remove(entry)
         if problems and not self._entries:
-            raise DamagedCheckpointError(
-                f"All {len(problems)} checkpoints are damaged: {' '.join(problems)} Remove them to train from the "
-                "start."
+            is_damaged = any(isinstance(error, DamagedCheckpointError) for error in problems)
+            raise (DamagedCheckpointError if is_damaged else CheckpointError)(
+                f"None of the {len(problems)} checkpoints can be loaded: {' '.join(map(str, problems))} Move them to "
+                "another folder to train from the start."
             )
         for problem in problems:
             logger.warning("Passed over a checkpoint: %s", problem)
@@ -121,6 +122,16 @@ class Catalog:
                 self.remove(entry.path)
                 self._entries.remove(entry)
 
+    def would_lose(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Return those of `metrics` that are NaN, but numbers in the checkpoint of `step`, which they would replace."""
+        entry = next((entry for entry in self._entries if entry.path == self.path_of(step)), None)
+        known = {} if entry is None else entry.manifest.metrics
+        return [
+            name
+            for name, value in metrics.items()
+            if math.isnan(value) > math.isnan(known.get(name, math.nan))
+        ]
+
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of `step`."""
         return self.folder / f"step-{step:09d}{self.suffix}"
@@ -142,9 +153,10 @@ class Catalog:
         except OSError as error:
             logger.warning("Could not remove the old checkpoint %s: %s.", path, error)
 
-    def _read(self) -> list[str]:
-        """List the checkpoints of the folder, and return an error text for each file without a manifest."""
-        found, problems = [], []
+    def _read(self) -> list[Exception]:
+        """List the checkpoints of the folder, and return an error for each file without a manifest."""
+        found: list[CatalogEntry] = []
+        problems: list[Exception] = []
         pattern = re.compile(r"step-\d+" + re.escape(self.suffix))
         for path in sorted(path for path in self.folder.iterdir() if pattern.fullmatch(path.name)):
             try:
@@ -152,7 +164,7 @@ class Catalog:
                     raise DamagedCheckpointError(self.rejected[path])
                 found.append(CatalogEntry(path, read_manifest(self.file_of(path))))
             except (CheckpointError, OSError) as error:
-                problems.append(str(error))
+                problems.append(error)
         self._list(sorted(found, key=lambda entry: entry.manifest.serial))
         return problems
 

@@ -151,7 +151,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[NewFile]:
 
     The block writes to a temporary name in the same folder. Then the file is renamed to `path`. At any moment `path` is
     either what it was before or the complete new file. After an exception the temporary file is removed, if the file
-    system permits. If `path` is a symbolic link, what it leads to is replaced.
+    system permits. If `path` is a symbolic link, what it leads to is replaced. The mode, and if permitted the group and
+    the owner, stay those of the file that is replaced.
 
     durable: the file and its new name are on the disk at the end. False: the system decides when they get there. Then
     they survive their process, but not the machine.
@@ -168,6 +169,12 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[NewFile]:
     file = NewFile(descriptor, durable)
     try:
         try:
+            if path.exists():
+                former = path.stat()
+                for owner in (-1, former.st_uid):
+                    with contextlib.suppress(PermissionError):
+                        os.fchown(descriptor, owner, former.st_gid)
+                os.fchmod(descriptor, stat.S_IMODE(former.st_mode))
             yield file
             file.write_pending()
             if durable:
@@ -276,6 +283,11 @@ def _decode(comment: bytes, path: object) -> Manifest:
         if found["format"] <= FORMAT:
             return Manifest(**found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if comment.endswith(b"\0\0") and comment[-_END_BYTES:].startswith(_END_RECORD):
+            raise CheckpointError(
+                f"`path` must be a checkpoint as dualdist wrote it, but {path} is a file of torch.save instead. Load "
+                "it with torch.load(path, weights_only=True)."
+            ) from error
         raise damaged(path, "it ends without a manifest") from error
     raise CheckpointError(
         f"`path` must be a checkpoint of format {FORMAT} or older, but {path} has format {found['format']} instead. "

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dualdist.checkpoint import Manifest, read_manifest
+from dualdist.checkpoint.catalog import Catalog
 from dualdist.checkpoint.format import MemoryFile, copy_verified, replacing, write_checkpoint
 from dualdist.errors import CheckpointError, DamagedCheckpointError
 
@@ -103,10 +104,27 @@ def test_a_shorter_or_longer_file_is_detected(small: Path) -> None:
         verified(small)
 
 
-def test_a_file_of_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
-    with pytest.raises(DamagedCheckpointError, match="ends without a manifest"):
-        verified(tmp_path / "a.pt")
+def test_a_file_of_torch_save_is_named_as_such_and_not_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "step-000000001.pt"
+    torch.save({"weight": torch.zeros(3)}, path)
+    for read in (verified, read_manifest):
+        with pytest.raises(CheckpointError, match=r"but .* is a file of torch\.save instead") as caught:
+            read(path)
+        assert not isinstance(caught.value, DamagedCheckpointError)
+    text = r"None of the 1 checkpoints can be loaded: .*torch\.save instead.* Move them to another folder"
+    with MemoryFile() as file, pytest.raises(CheckpointError, match=text) as caught:
+        Catalog(tmp_path, 1).find(file)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_a_file_that_is_replaced_keeps_its_mode_and_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write(path, {})
+    path.chmod(0o660)
+    group = 12345 if os.geteuid() == 0 else os.getegid()
+    os.chown(path, -1, group)
+    write(path, VALUES)
+    assert (stat.S_IMODE(path.stat().st_mode), path.stat().st_gid) == (0o660, group)
 
 
 def make_fifo(path: Path) -> None:
