@@ -85,11 +85,10 @@ class Catalog:
                 problems.append(error)
                 self._entries.remove(entry)
         if problems and not self._entries:
-            is_damaged = any(isinstance(error, DamagedCheckpointError) for error in problems)
-            raise (DamagedCheckpointError if is_damaged else CheckpointError)(
-                f"None of the {len(problems)} checkpoints can be loaded: {' '.join(map(str, problems))} Move them to "
-                "another folder to train from the start."
-            )
+            text = f"None of the {len(problems)} checkpoints can be loaded: {' '.join(map(str, problems))}"
+            if any(isinstance(error, DamagedCheckpointError) for error in problems):
+                raise DamagedCheckpointError(f"{text} Move them to another folder to train from the start.")
+            raise CheckpointError(f"{text} Move them to another folder to train from the start.")
         for problem in problems:
             logger.warning("Passed over a checkpoint: %s", problem)
         if not self._entries and any(_ANY_NAME.fullmatch(path.name) for path in self.folder.iterdir()):

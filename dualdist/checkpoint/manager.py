@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing
 import os
@@ -12,15 +13,15 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
 
 from ..agreement.call import ALLGATHER_OBJECT, ALLREDUCE, GATHER_OBJECT
 from ..checks import flag, integer, items, number, wrong
@@ -32,7 +33,7 @@ from ..process_exit import at_exit
 from ..types import Max
 from ..world.process_sets import reporting
 from .catalog import Catalog, CatalogEntry
-from .contents import HostCopy, check_state, on_host
+from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, load_into
 from .save_and_load import (
@@ -92,93 +93,128 @@ def check_best(best: Any) -> None:
 class SignalWatch:
     """Records the last of the signals `numbers` that this process received, instead of ending.
 
-    Launchers and schedulers often signal a rank's children, too. Forked processes have the former handlers. But workers
-    of a DataLoader that are started during the watch outlive the signals, because the rank needs them for its step.
+    Launchers and schedulers often signal a rank's children, too. They have the former handlers. But daemonic processes
+    of multiprocessing that start during the watch, such as workers of a DataLoader or a Pool, outlive the signals until
+    this process terminates them or ends the watch, because the rank needs them for its step.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """Install the handlers. Only the main thread can do that."""
         self.received = 0
         """The number of the received signal; 0: none."""
+        self.started_before = multiprocessing.active_children()
         self.previous: dict[int, Any] = {signum: signal.signal(signum, self._note) for signum in numbers}
         """The former handlers; empty after `end`."""
-        if not numbers:
-            return
-        # Only this process has the second end, so the first one is readable when the watch or this process has ended.
-        self.watched, self._watching = multiprocessing.Pipe(duplex=False)
-        _watches.append(self)
-        DataLoader.__iter__ = _start_workers  # type: ignore[method-assign]
-        atexit.register(self._ignore)  # runs before that of multiprocessing, which ends workers by SIGTERM
+        self.ends: dict[BaseProcess, Connection] = {}
+        """Pipes to the processes. Only this process has these ends, so a closed one, or its own end, can be noticed."""
+        if numbers:
+            _watches.append(self)
+            _all_watched.update(numbers)
+            BaseProcess.start = _start  # type: ignore[assignment, method-assign]
+            atexit.register(self._ignore)
 
     def end(self) -> None:
-        """Install the former handlers again."""
+        """Install the former signal handlers again."""
         if not self.previous:
             return
         for signum, handler in self.previous.items():
             signal.signal(signum, handler)
         self.previous = {}
-        self._watching.close()
+        self.release()
         _watches.remove(self)
-        if not _watches:
-            DataLoader.__iter__ = _iterate  # type: ignore[method-assign]
         atexit.unregister(self._ignore)
+
+    def release(self) -> None:
+        """Let the signals end the children, too, also those that they have got already."""
+        for end in self.ends.values():
+            end.close()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received = signum
 
     def _ignore(self) -> None:
-        self._watching.close()
+        self.release()
         # Python removes its handlers long before a process with torch has ended.
         for signum in self.previous:
             signal.signal(signum, signal.SIG_IGN)
 
 
-_iterate = DataLoader.__iter__
+_start_process = BaseProcess.start
 
 
-def _start_workers(loader: DataLoader[Any]) -> Any:
-    """Iterate over `loader`. Workers that this starts outlive the signals: blocked at first, then handled."""
-    method = (
-        (loader.multiprocessing_context or multiprocessing).get_start_method() if loader.num_workers else ""
-    )
-    if method not in ("", "fork"):
-        resource_tracker.ensure_running()  # it unblocks signals when it starts
-    if method == "forkserver":
-        forkserver.ensure_running()  # its other children must not inherit the mask
-    watch, prepare = _watches[-1], loader.worker_init_fn
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watch.previous)
-    loader.worker_init_fn = partial(_outlive_signals, tuple(watch.previous), watch.watched, prepare)
+def _start(process: BaseProcess) -> None:
+    """Start `process` with the watched signals blocked until it runs. In a daemonic one, `_take_signals` gets them."""
+    numbers = {signum for watch in _watches for signum in watch.previous}
+    is_default = not isinstance(process, ForkProcess | SpawnProcess | ForkServerProcess)
+    forks = isinstance(process, ForkProcess) or (is_default and multiprocessing.get_start_method() == "fork")
+    if not numbers and forks:
+        return _start_process(process)
+    own = vars(process).get("run")
+    run = own or functools.partial(type(process).run, process)
+    watched = None
+    if numbers and process.daemon:
+        ends = _watches[-1].ends
+        for child in ends.keys() - set(multiprocessing.active_children()):
+            ends.pop(child).close()
+        watched, ends[process] = multiprocessing.Pipe(duplex=False)
+    vars(process)["run"] = functools.partial(_run, run, tuple(_all_watched), watched)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        return _iterate(loader)
+        if not forks:
+            resource_tracker.ensure_running()  # it unblocks signals when it starts
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        _start_process(process)
     finally:
-        loader.worker_init_fn = prepare
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        vars(process).pop("run")
+        vars(process).update({"run": own} if own else {})
+    if watched is not None:
+        watched.close()
+        vars(process)["terminate"] = functools.partial(_terminate, ends[process], process.terminate)
 
 
-def _outlive_signals(numbers: Sequence[int], watched: Connection, prepare: Any, worker: int) -> None:
-    """Let `numbers` end this worker only when the watch that `watched` belongs to has ended; then call `prepare`."""
+def _terminate(end: Connection, terminate: Callable[[], None]) -> None:
+    end.close()
+    terminate()
 
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if watched.poll():
+
+def _run(run: Callable[[], object], numbers: Sequence[int], watched: Connection | None) -> None:
+    """Run a child process, in which `numbers` are blocked, since it or the server that forks was started so."""
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, numbers)
+    if watched is not None:
+        os.register_at_fork(after_in_child=unblock)
+        threading.Thread(target=_take_signals, args=(numbers, watched), daemon=True).start()
+    else:
+        unblock()
+    run()
+
+
+def _take_signals(numbers: Sequence[int], watched: Connection) -> None:
+    """Let `numbers` end this process only when the process that has started it terminates it or needs it no longer."""
+    taken = 0
+    while True:
+        found = signal.sigtimedwait(numbers, 1) if taken else signal.sigwaitinfo(numbers)
+        taken = found.si_signo if found is not None else taken
+        if not watched.poll():
+            continue
+        if torch.utils.data.get_worker_info() is not None:
             os._exit(0)  # as torch's handler (torch/csrc/DataLoader.cpp, handler_SIGTERM)
-
-    if threading.current_thread() is threading.main_thread():  # else the worker is a thread
-        for signum in numbers:
-            signal.signal(signum, handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-    if prepare is not None:
-        prepare(worker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [taken])
+        signal.raise_signal(taken)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [taken])
+        taken = 0
 
 
 _watches: list[SignalWatch] = []
 """Those of this process whose handlers are installed."""
+_all_watched: set[int] = set()
+"""The signals of all watches so far."""
 _forking = threading.local()
 
 
 def _before_fork() -> None:
     # A signal must not reach the child before its handlers are the former ones.
-    numbers = {signum for watch in _watches for signum in watch.previous}
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _all_watched)
 
 
 def _after_fork() -> None:
@@ -202,15 +238,17 @@ EX_TEMPFAIL = 75
 class CheckpointManager:
     """Saves a training run into a folder at intervals, and restores it from there.
 
-        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler, "epoch": 0}
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler, "epochs": 0}
         with hvd.checkpoint.CheckpointManager("checkpoints", state, every_steps=500) as manager:
             manager.restore_latest()
-            for state["epoch"] in range(state["epoch"], epochs):
-                sampler.set_epoch(state["epoch"])
+            for epoch in range(state["epochs"], epochs):
+                sampler.set_epoch(epoch)
                 for images, labels in loader:
                     ...
                     sampler.advance(len(images))
                     manager.step()
+                state["epochs"] = epoch + 1
+            manager.save()
 
     Rank 0 writes and reads; the others need not see the folder. All methods are collective: every rank must call
     them, in the same order. An error of the writer is raised on every rank, and names the newest complete checkpoint.
@@ -341,11 +379,14 @@ class CheckpointManager:
                     self.steps,
                     self._exit_code,
                 )
+            self._signals.release()
             raise Preempted(self._exit_code, preempted)
         return due
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Save now, for example at the end of an epoch with its `metrics`. Replaces a checkpoint of the same step.
+
+        A metric that is NaN never replaces a number: then the older checkpoint stays, with a warning.
 
         Raises CheckpointError on every rank when this save, or the asynchronous one before it, has failed.
         """
@@ -414,12 +455,13 @@ class CheckpointManager:
             # After Preempted the handlers stay: the launcher may send the signal again while this process ends. After
             # other errors the ranks may be out of step, so nothing collective runs: a running save ends by itself.
             if signum := self._signals.received:
+                ended = [child.name for child in self._signals.started_before if not child.is_alive()]
                 logger.error(
-                    "This rank failed before the save for signal %d (%s), so its last steps are not saved. If the "
-                    "signal has ended a process that it needs: workers of DataLoaders outlive it if they start after "
-                    "the manager is made.",
+                    "This rank failed before the save for signal %d (%s), so its last steps are not saved.%s",
                     signum,
                     signal.strsignal(signum),
+                    f" {few(ended)} started before the manager was made, so the signal may have ended what the rank "
+                    "needs. Make the manager first." * bool(ended),
                 )
             self._signals.end()
 
@@ -454,14 +496,22 @@ class CheckpointManager:
         collected: list[Any] = []
         """On the writer: the values to write, and their manifest."""
 
-        def collect(values: Mapping[str, Any]) -> None:
+        def collect(values: Mapping[str, Any]) -> bool:
+            if lost := self._catalog.would_lose(self.steps, metrics):
+                logger.warning(
+                    "The checkpoint of step %d was not replaced: %s is a number there, but NaN now. Was it computed of "
+                    "no batches?",
+                    self.steps,
+                    few(lost),
+                )
+                return False
             collected.append(self._copy.take(values, "state") if asynchronous else on_host(values, "state"))
             collected.append(make_manifest(self.steps, metrics, self._catalog.next_serial))
             if self._shards is None:
                 self._write(asynchronous, self._catalog.write, *collected)
+            return True
 
-        write_state(self._everything(), collect)
-        if self._shards is not None:
+        if write_state(self._everything(), collect) and self._shards is not None:
             finish = self._shards.write(self.steps, asynchronous=asynchronous)
             self._write(asynchronous, finish, *(collected or (None, None)))
         self._saved_step = self.steps

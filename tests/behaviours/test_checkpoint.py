@@ -232,6 +232,21 @@ def test_the_best_is_kept_and_restored(tmp_path: Path) -> None:
 
 
 @everywhere
+def test_a_metric_that_is_nan_does_not_replace_a_number(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"value": 1}
+    with warned() as messages, CheckpointManager(folder(tmp_path), state, best=("loss", "min")) as manager:
+        manager.save({"loss": 0.5})
+        state["value"] = 2
+        manager.save({"loss": float("nan")})
+        assert manager.restore_best() is not None and state["value"] == 1
+        state["value"] = 3
+        manager.save({"loss": 0.75})
+        assert manager.restore_latest() is not None and state["value"] == 3
+    text = "The checkpoint of step 0 was not replaced: loss is a number there, but NaN now."
+    assert [message.startswith(text) for message in messages] == [True] * (hvd.rank() == 0)
+
+
+@everywhere
 def test_a_step_waits_only_for_the_copy_and_the_file_holds_the_copied_values(tmp_path: Path) -> None:
     go, weight = threading.Event(), torch.ones(3)
 
@@ -292,34 +307,62 @@ def test_forked_processes_end_by_a_signal_while_a_manager_is_open(tmp_path: Path
                         signal.SIG_DFL,
                         signal.SIG_IGN,
                     ]
-                    assert pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, ())) == set()
             assert manager.step() is False  # no signal of a child has reached the manager
     finally:
         signal.signal(signal.SIGUSR1, previous)
 
 
+class IteratingLoader(DataLoader[Any]):
+    """Starts its iterator by itself, as torchdata's StatefulDataLoader."""
+
+    def __iter__(self) -> Any:
+        return self._get_iterator()
+
+
+def signal_all(processes: list[Any], *numbers: signal.Signals) -> None:
+    for number in numbers:
+        for process in processes:
+            os.kill(process.pid, number)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @everywhere
-def test_workers_of_a_loader_outlive_the_signal_until_the_manager_is_closed(
+def test_workers_outlive_signals_until_they_are_terminated_or_the_manager_is_closed(
     method: str, tmp_path: Path
 ) -> None:
     data: Any = range(100)
-    loader = DataLoader(data, num_workers=1, multiprocessing_context=method, persistent_workers=True)
+    loader = IteratingLoader(data, num_workers=1, multiprocessing_context=method, persistent_workers=True)
     with CheckpointManager(folder(tmp_path), {}) as manager:
         batches = iter(loader)
-        if method == "forkserver":  # it starts workers without a mask
-            assert [next(batches).item() for _ in range(2)] == [0, 1]
-        workers = multiprocessing.active_children()
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
-            for worker in workers:
-                assert worker.pid is not None
-                os.kill(worker.pid, number)
-        assert [batch.item() for batch in batches] == list(range(2 * (method == "forkserver"), 100))
-        assert manager.step() is False
+        other = FORK.Process(target=signal.pause, daemon=True)
+        other.start()
+        workers = [child for child in multiprocessing.active_children() if child is not other]
+        signal_all([*workers, other], signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)
+        assert [batch.item() for batch in batches] == list(range(100))
+        assert other.is_alive() and manager.step() is False
+        other.terminate()
+        other.join(SECONDS)
+        assert other.exitcode == -signal.SIGTERM
     for worker in workers:
         worker.terminate()
         worker.join(SECONDS)
         assert worker.exitcode == 0
+
+
+@everywhere
+def test_workers_that_are_older_than_the_manager_are_named_when_the_signal_ends_them(tmp_path: Path) -> None:
+    older = FORK.Process(target=signal.pause, name="Older", daemon=True)
+    older.start()
+    with warned() as messages, pytest.raises(ZeroDivisionError), CheckpointManager(folder(tmp_path), {}):
+        signal_all([older], signal.SIGTERM)
+        older.join(SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+    assert "Older started before the manager was made" in messages[0]
+    with warned() as messages, pytest.raises(ZeroDivisionError), CheckpointManager(folder(tmp_path), {}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+    assert messages[0].endswith("so its last steps are not saved.")
 
 
 @everywhere

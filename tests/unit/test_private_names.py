@@ -27,7 +27,7 @@ PRIVATE_NAMES = {
         _current_autograd_node
         _current_graph_task_id _ddp_params_and_buffers_to_ignore _dynamo _enabled _execution_engine
         _foreach_copy_ _fsdp_flattened _get_accelerator _get_data_parallel_params _get_default_store
-        _in_backward_optimizers _load_from_state_dict _metadata _modules _orig_mod _parameters
+        _in_backward_optimizers _load_from_state_dict _metadata _modules _parameters
         _post_accumulate_grad_hooks
         _profiler_enabled _pytree _record_function_with_args_enter _register_fused_optim
         _set_default_timeout _set_params_and_buffers_to_ignore_for_model _set_pg_timeout _shutdown
@@ -105,8 +105,8 @@ PATCHES = (
     ),
     Patch(
         "checkpoint/manager.py",
-        "DataLoader.__iter__ = ",
-        "while signals are watched, they must not end the workers, too",
+        "BaseProcess.start = ",
+        "while signals are watched, they must not end the daemonic processes, too",
     ),
     Patch(
         "cli/parity_recorder.py",
