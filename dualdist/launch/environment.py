@@ -151,8 +151,9 @@ def agent_variables(run_id: str, env: Mapping[str, str]) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    return found | {name: value for name, value in settings.items() if not env.get(name)}
+    if not env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    return found
 
 
 def add_copies(variables: Mapping[str, str], env: MutableMapping[str, str]) -> None:

@@ -412,7 +412,8 @@ def test_a_horovod_script_runs_with_compat(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
-        "print('sum', hvd.__name__, int(hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)))\n"
+        "total = int(hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum))\n"
+        "print(f'sum {hvd.__name__} {total}\\n', end='')\n"
     )
     ended = finish([*LAUNCHERS["dualdist run"], *EXEC, "--compat", str(script)], forks=False)
     assert ended.code == 0, ended.output
