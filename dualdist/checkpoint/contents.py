@@ -334,7 +334,8 @@ def _described(value: Any) -> str:
             return f"sparse {kind} {_described([value.indices(), value.values()])}"
         data = value.int_repr() if value.is_quantized else value
         bits = data.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return f"{kind} {hashlib.blake2b(bits.numpy().data).hexdigest()}"
+        # A copy, because numpy() keeps the memory of a tensor from being resized.
+        return f"{kind} {hashlib.blake2b(bits.clone().numpy().data).hexdigest()}"
     if not isinstance(value, Mapping | list | tuple | set):
         return repr(value)
     pairs = value.items() if isinstance(value, Mapping) else None

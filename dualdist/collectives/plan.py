@@ -166,13 +166,13 @@ def check_tensors(tensors: Any, *, grouped: bool) -> list[torch.Tensor]:
     given = items("tensors", tensors, rule, fix)
     if not given:
         raise ValueError("`tensors` must hold at least one tensor, but is empty instead. Skip the call.")
-    for place, tensor in enumerate(given):
-        check_tensor(tensor, f"tensors[{place}]")
-    devices = {str(tensor.device) for tensor in given}
+    devices = {str(tensor.device) for tensor in given if isinstance(tensor, torch.Tensor)}
     if len(devices) > 1:
         raise ValueError(
             f"`tensors` must be on one device, but are on {sorted(devices)} instead. Move them to one."
         )
+    for place, tensor in enumerate(given):
+        check_tensor(tensor, f"tensors[{place}]")
     return given
 
 

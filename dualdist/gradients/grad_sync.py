@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import operator
 import pickle
 import sys
@@ -360,6 +361,8 @@ class GradSync(Combiner):
             return
         awaiting = (sync for sync in _syncs() if sync._arrivals.awaits_end())
         together = sorted(awaiting, key=lambda sync: sync._number)
+        if any(sync._sends_late and not sync._has_observed for sync in together):
+            gc.collect()  # the older GradSync, for which this one sends late, may be garbage
         for sync in together:
             if sync._is_shared or not sync._has_observed:
                 sync._is_shared = any(tensor._use_count() > _MOST_USES for tensor in sync._tensors)

@@ -127,3 +127,23 @@ def test_a_backward_does_not_search_the_heap(style: str) -> None:
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
     del kept
+
+
+@everywhere
+def test_a_wrapper_that_is_garbage_does_not_delay_what_the_next_one_sends() -> None:
+    gc.disable()
+    try:
+        for _ in range(2):
+            model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+            wrapped: Any = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+            wrapped.cycle = [wrapped]
+            seen: list[int] = []
+            last = model[2].weight
+            model[0].weight.register_hook(lambda _, seen=seen, last=last: seen.append(last.grad.data_ptr()))
+            for _ in range(3):
+                wrapped.zero_grad()
+                wrapped(torch.ones(1, 4)).sum().backward()
+                seen.append(last.grad.data_ptr())
+            assert len(set(seen[2:])) == 1, "a gradient moved to its bucket only at the end of backward"
+    finally:
+        gc.enable()

@@ -257,6 +257,7 @@ ACCEPTED: Mapping[str, Accepted] = MappingProxyType(
         "metrics.Sum.process_set": accept("unregistered", "it may be registered later"),
         "metrics.ConfusionMatrix.process_set": accept("unregistered", "it may be registered later"),
         "num_classes": accept("whole", "a number of classes"),
+        "ignore_index": accept("none whole negative huge", "any integer"),
         "group": accept("none", "all ranks"),
         "length": accept("none", "no check"),
         "outputs": accept("", "a tensor with one row"),
