@@ -496,12 +496,14 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
         self._expected = length
 
 
-def _parts(whole: Any, *names: str) -> Iterator[Any]:
+def _parts(whole: Any, *names: str, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Yield a sampler, dataset or loader, and what is in it in attributes of these names, at any depth."""
     yield whole
+    outer += (whole,)
     for name in names:
-        if (part := getattr(whole, name, None)) is not None:
-            yield from _parts(part, *names)
+        part = getattr(whole, name, None)
+        if part is not None and all(part is not known for known in outer):
+            yield from _parts(part, *names, outer=outer)
 
 
 @contextlib.contextmanager

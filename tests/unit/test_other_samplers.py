@@ -207,6 +207,14 @@ def test_what_is_already_sharded_is_refused() -> None:
                 wrap(sampler, 2, 0)
 
 
+def test_a_dataset_and_its_sampler_may_refer_to_each_other() -> None:
+    data: Any = Stream(4)
+    inner: Any = Stream(4)
+    data.sampler, inner.sampler, inner.dataset = inner, inner, data
+    for wrap in (DistributedSamplerWrapper, split_by_rank):
+        assert list(wrap(data, 2, 0)) == [0, 2]
+
+
 class Stream(IterableDataset[int]):
     def __init__(self, length: int) -> None:
         self.length = length
