@@ -1,8 +1,9 @@
 """From live objects to the values of a checkpoint; restoration.py goes the other way.
 
 Data-parallel ranks hold equal objects, so the writer's are saved. States that differ, and those of an object with
-`per_rank = True`, are saved from every rank. With `per_rank = False` the writer's is saved without a comparison. An
-object with `collective_state = True` has a collective `state_dict`, which every rank calls.
+`per_rank = True`, are saved from every rank. With `per_rank = False` the writer's is saved without a comparison. Values
+that are floats alone are, too: a rank's own loss must not bind a file to a number of ranks. An object with
+`collective_state = True` has a collective `state_dict`, which every rank calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import accelerator
@@ -311,12 +313,22 @@ def collect_compared(state: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def is_compared(value: Any) -> bool:
+        if not is_stateful(value):
+            return not _has_only_floats(value)
         says = isinstance(getattr(value, RANKS, None), bool) or is_collective(value)
-        return not is_stateful(value) or not (
-            says or isinstance(value, torch.nn.Module | torch.optim.Optimizer)
-        )
+        return not (says or isinstance(value, torch.nn.Module | torch.optim.Optimizer))
 
     return {name: state_of(state[name]) for name in sorted(state) if is_compared(state[name])}
+
+
+def _has_only_floats(value: Any) -> bool:
+    """Return whether `value` is a float, or has no other values, as losses, times and lists of them."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    if isinstance(value, Mapping | list | tuple | set):
+        items = value.values() if isinstance(value, Mapping) else value
+        return bool(items) and all(map(_has_only_floats, items))
+    return isinstance(value, float | np.floating)
 
 
 def digest(value: Any, where: str) -> str:

@@ -25,6 +25,7 @@ from ..errors import CheckpointError
 from ..training.optimizer_state import load_optimizer_state
 from ..world.ranks import rank, size
 from .contents import (
+    RANKS,
     check_state,
     cloned,
     few,
@@ -52,7 +53,7 @@ class RandomState:
     per_rank = True
     """Makes `dualdist.checkpoint` save the state of every rank. Any object may have this and `load_derived`.
 
-    False: that of rank 0 is saved, and not compared with the others.
+    False: that of rank 0 is saved and loaded, and not compared with the others.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,12 +246,11 @@ def _of_this_rank(value: Any, saved: Any) -> tuple[Any, Load | None, list[str]]:
     states, derive = states_of_ranks(saved), cast(Any, getattr(value, "load_derived", None))
     if states is None:
         return saved, None, ["no state for each rank in the file"] if is_per_rank(value) else []
+    if getattr(value, RANKS, None) is False:
+        return states[0], None, []
     if derive is None and len(states) != size():
-        return (
-            saved,
-            None,
-            [f"the states of {len(states)} ranks in the file, not of {size()}, and no load_derived()"],
-        )
+        fix = ", and neither load_derived() nor per_rank = False" * is_stateful(value)
+        return saved, None, [f"the states of {len(states)} ranks in the file, not of {size()}{fix}"]
     if rank() < len(states):
         return states[rank()], None, []
     return saved, lambda: derive(cloned(states), rank()), []

@@ -243,7 +243,7 @@ def save(
         state: for each name an object with `state_dict` and `load_state_dict` (models, optimizers, schedulers,
             GradScaler, AveragedModel, samplers, RandomState), or a value: tensors, numbers, strings, None, and
             lists, tuples, sets and dictionaries of them. What differs between ranks is saved from each, with a
-            warning, except models and optimizers.
+            warning, except models, optimizers and values of floats alone, such as losses: rank 0's are saved.
         step, metrics: stored in the manifest.
 
     Raises:

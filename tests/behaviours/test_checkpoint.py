@@ -173,19 +173,25 @@ class OfRank0(Position):
 
 
 @everywhere
-def test_states_and_values_that_differ_between_ranks_are_restored_on_each(tmp_path: Path) -> None:
+def test_what_differs_between_ranks_is_restored_on_each_except_for_losses_and_times(tmp_path: Path) -> None:
     rank, last = hvd.rank(), hvd.rank() == hvd.size() - 1
     state: dict[str, Any] = {"buffer": Position(), "data": Position(), "equal": Position(), "of 0": OfRank0()}
     state |= {"seen": [rank], "only on 0": Position() if rank == 0 else None}
+    state |= {
+        "history": [{"loss": 2.0 + rank, "seconds": np.float32(rank)}],
+        "loss": torch.tensor(rank + 0.5),
+    }
     with warned() as messages, CheckpointManager(folder(tmp_path), state) as manager:
         state["buffer"].read = torch.arange(3.0) if last else torch.zeros(3)
         state["data"].read = state["of 0"].read = 10 + rank
         state["equal"].read = {"b": torch.ones(2), "a": {1, 2}} if last else {"a": {2, 1}, "b": torch.ones(2)}
         manager.save()
         state["data"].read = state["equal"].read = state["buffer"].read = state["seen"] = None
+        state["history"] = state["loss"] = None
         assert manager.restore_latest() is not None
     assert state["buffer"].read.tolist() == ([0, 1, 2] if last else [0, 0, 0])
     assert (state["data"].read, state["seen"], state["of 0"].read) == (10 + rank, [rank], 10)
+    assert (state["history"], state["loss"].item()) == ([{"loss": 2.0, "seconds": 0.0}], 0.5)
     assert state["equal"].read["a"] == {1, 2} and (state["only on 0"] is None) == (rank > 0)
     if hvd.size() > 1 and rank == 0:
         assert [message.split(" differs between ranks")[0] for message in messages] == [

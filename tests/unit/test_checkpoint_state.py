@@ -389,8 +389,18 @@ def test_states_of_another_number_of_ranks_are_an_error(
     with pytest.raises(CheckpointError) if strict else contextlib.nullcontext() as caught:
         apply(state, {"data": {"per_rank": [saved, saved]}}, strict=strict)
     text = caplog.text if caught is None else str(caught.value)
-    assert "`data` has the states of 2 ranks in the file, not of 1, and no load_derived()" in text
+    assert "`data` has the states of 2 ranks in the file, not of 1" in text
+    assert ("neither load_derived() nor per_rank = False" in text) == isinstance(own, Picky)
     assert state == {"data": own}
+
+
+def test_an_object_that_says_so_after_the_save_gets_rank_0s_state_on_any_number_of_ranks() -> None:
+    own: Any = Picky(1)
+    own.per_rank = False
+    with pytest.raises(CheckpointError, match="the reason"):
+        apply({"data": own}, {"data": {"per_rank": [{"value": [2]}, {"value": [1]}]}}, rank=1)
+    apply({"data": own}, {"data": {"per_rank": [{"value": [1]}, {"value": [2]}]}})
+    assert own.value == [1]
 
 
 def test_a_value_that_looks_like_the_states_of_all_ranks_is_refused() -> None:
