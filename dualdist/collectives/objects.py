@@ -53,13 +53,10 @@ def _pickler() -> type[pickle.Pickler]:
 
     class CompactPickler(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            kind = type(obj)
             # A parameter is pickled by its `data`, and a wrapper of tensors by these.
             if isinstance(obj, torch.Tensor) and not isinstance(obj, torch.nn.Parameter):
-                if (
-                    kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-                    and (own := compact(obj)) is not obj
-                ):
+                is_wrapper = type(obj).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+                if not is_wrapper and (own := compact(obj)) is not obj:
                     return own.__reduce_ex__(4)
             return super().reducer_override(obj) if has_cloudpickle else NotImplemented
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..agreement.call import DATA_PARALLEL, OPTIMIZER
+from ..agreement.call import DATA_PARALLEL
 from ..agreement.matching import Verdict
 from ..backends.base import Backend, Group
 from ..compiling import not_compiled
@@ -75,11 +75,13 @@ class GradSync(Combiner):
         self._tensors: list[torch.Tensor] = []
         """The parameters themselves; none after `release`."""
         self._unhooked: set[int] = set()
-        """Parameters without a hook."""
+        """Parameters that lack a hook."""
         self._hooks: list[dict[int, Any]] = []
         """All hooks on the complete gradients of each parameter that has one of ours."""
         self._hook_counts = (0, 0)
         """What `_count_hooks` returned when `watch` last looked at each parameter."""
+        self._first = -1
+        """The parameter whose gradient arrived first in the last backward. It has one more hook: `watch`."""
         self._arrivals = Arrivals(
             self._params,
             self._pass_counts,
@@ -130,6 +132,7 @@ class GradSync(Combiner):
         self._pass_counts += [0] * len(added)
         self._reducer.leave_out(range(len(self._params) - len(added), len(self._params)))
         self._reducer.given = self._indices = frozenset(range(len(self._params)))
+        self._first = len(self._params) - 1  # mostly; `_end` looks
         self.watch()
         self._reducer.lay_out(self._params)
         self._start_over()
@@ -153,11 +156,12 @@ class GradSync(Combiner):
 
     def _register_hooks(self) -> set[int]:
         """Do so where `requires_grad` has become True, or the script has removed them; return the latter parameters."""
-        lost: set[int] = set()
-        if is_changed := self._count_hooks() != self._hook_counts:
-            for index, param in enumerate(self._params):
-                if param.hooks and param.hooks[0].id not in (param.tensor._post_accumulate_grad_hooks or ()):
-                    lost.add(index)
+        is_changed = self._count_hooks() != self._hook_counts
+        lost = {
+            index
+            for index, param in enumerate(self._params if is_changed else ())
+            if param.hooks and param.hooks[0].id not in (param.tensor._post_accumulate_grad_hooks or ())
+        }
         self._unhooked |= lost
         found = [index for index in self._unhooked if self._tensors[index].requires_grad]
         for index in found:
@@ -183,7 +187,7 @@ class GradSync(Combiner):
         if not self._averages:  # averaging equal averages again changes nothing
             before = not_compiled(functools.partial(self._before_gradient, index))
             param.hooks.append(tensor.register_hook(before))
-        elif self.kind is OPTIMIZER and index == len(self._params) - 1:  # mostly the first one of a backward
+        elif index == self._first:
             param.hooks.append(tensor.register_hook(self.watch))
 
     def release(self) -> None:
@@ -255,6 +259,8 @@ class GradSync(Combiner):
                 "True instead. Use torch.autograd.grad(loss, parameters, create_graph=True), and then backward()."
             )
         self.watch()
+        if not self._is_shared and self._tensors[first]._use_count() > _MOST_USES:
+            self.share()
         given = {index for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
         grad = self._tensors[first].grad
         # Backward adds to a gradient in place, which counts its version up.
@@ -377,6 +383,10 @@ class GradSync(Combiner):
         if arrived := self._arrivals.take_arrived():
             self._reducer.mark_ready(arrived, at_end=True)
         arrived, has_one_task = list(self._arrivals.arrived), self._arrivals.has_one_task
+        if arrived and arrived[0] != self._first:
+            self._first = arrived[0]
+            self._unhooked.add(self._first)
+        self.watch()
         if any(self._pass_counts[index] >= self.passes for index in self._arrivals.handled):
             if (
                 all(self._params[index].tensor.grad is None for index in self._arrivals.handled)

@@ -89,9 +89,8 @@ def broadcast_optimizer_state(
     root_rank, template, all_kinds = if_all_succeed(exchange, RuntimeError)
     if isinstance(optimizer, SynchronizedOptimizer) and not template["state"]:
         # torch may lose a sparse gradient that it adds to a dense one with rows of one number (seen in 2.15).
-        tables: list[Any] = layers_with(
-            optimizer._combiner.params(), torch.nn.Embedding, torch.nn.EmbeddingBag
-        )
+        params = optimizer._combiner.params()
+        tables: list[Any] = layers_with(params, torch.nn.Embedding, torch.nn.EmbeddingBag)
         optimizer._combiner.fill({id(table.weight) for table in tables if table.sparse})
     bound = current().backend.device
     kind = None if bound is None else bound.type

@@ -227,12 +227,9 @@ class DistributedDataParallel(torch.nn.Module):
             TorchDataParallel._active_ddp_module = outer
         if self._buffer_hook is not None:
             self._sync_buffers(after_forward=True)
-        leaves = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
-        for leaf in () if torch.compiler.is_compiling() else leaves:
+        for leaf in () if torch.compiler.is_compiling() else tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(
-                    self._combiner.watch
-                )  # a script may remove hooks before backward
+                leaf.grad_fn.register_prehook(self._combiner.watch)  # hooks may be removed before backward
         return outputs
 
     @not_compiled

@@ -244,19 +244,26 @@ def test_a_hook_that_reads_all_gradients_reads_those_of_this_rank() -> None:
 @pytest.mark.world_kinds("torch-gloo", "torch-mpi")
 @pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("begin", [0, 2], ids=["first", "later"])
 @everywhere
-def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(as_views: bool, to_none: bool) -> None:
+def test_ddp_of_torch_beside_the_optimizer_gives_the_same_averages(
+    begin: int, as_views: bool, to_none: bool
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_views)
+    wrapped: nn.Module = model
     reference = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
     reference.load_state_dict(model.state_dict())
     alone = torch.optim.SGD(reference.parameters(), lr=0.1)
     for number in range(6):
         inputs = torch.randn(hvd.size(), 8, 40, generator=torch.Generator().manual_seed(number))
+        if number == begin:
+            wrapped = nn.parallel.DistributedDataParallel(
+                model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_views
+            )
         optimizer.zero_grad(set_to_none=to_none)
         wrapped(inputs[hvd.rank()]).square().mean().backward()
         alone.zero_grad()

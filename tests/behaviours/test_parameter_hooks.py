@@ -128,6 +128,51 @@ def test_what_backward_adds_after_hooks_were_removed_is_combined_by_the_step() -
             torch.testing.assert_close(param.detach(), torch.full((3,), 1.0 - number * (hvd.size() + 1)))
 
 
+@pytest.mark.parametrize("how", ["cleared", "dict"])
+@pytest.mark.parametrize("when", ["in backward", "between backwards"])
+@pytest.mark.parametrize("style", ["optimizer", "module"])
+@everywhere
+def test_hooks_that_are_removed_in_a_backward_or_between_two_are_registered_again(
+    style: str, when: str, how: str
+) -> None:
+    """Also if backward does not reach the last parameter."""
+    params = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(4))
+    model: Any = Product(params[:3])
+    optimizer: Any = torch.optim.SGD(params, lr=0.5)
+    if style == "module":
+        model.last = params[3]
+        model = hvd.DistributedDataParallel(model)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(hvd.rank() + 1.0)["sum"].backward()
+        handle = params[1].register_hook(lambda _: remove_hooks(params[:2], how, []))
+        if step == 0 or when != "in backward":
+            handle.remove()
+        if step and when == "between backwards":
+            remove_hooks(params, how, [])
+        model(hvd.rank() + 1.0)["sum"].backward()
+        handle.remove()
+        optimizer.step()
+        for param in params[:3]:
+            torch.testing.assert_close(param.grad, torch.full((3,), hvd.size() + 1.0))
+
+
+@everywhere
+def test_hooks_that_are_removed_before_a_compiled_backward_are_registered_again() -> None:
+    params = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(2))
+    wrapped = hvd.DistributedDataParallel(Product(params))
+    model: Any = torch.compile(wrapped, backend="eager")
+    for _ in range(3):
+        model.zero_grad()
+        output = model(hvd.rank() + 1.0)["sum"]
+        remove_hooks(params, "cleared", [])
+        output.backward()
+        for param in params:
+            torch.testing.assert_close(param.grad, torch.full((3,), (hvd.size() + 1) / 2))
+
+
 class Product(nn.Module):
     """Returns a dictionary, as models of many libraries do."""
 

@@ -146,10 +146,7 @@ class Buffer(Block):
                 "instead. Move it to the CPU, or use the backend nccl or gloo."
             )
         self._tensor = wire = plain(tensor)
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # another thread, which is in neither, may write it
+        with torch.inference_mode(False), torch.no_grad():  # a thread in neither may write it
             if wire.is_conj() or wire.is_neg():
                 wire = wire.resolve_conj().resolve_neg()
             if how is not None and how.dtype != wire.dtype:
