@@ -291,11 +291,20 @@ def find_launcher_process(variable: str) -> LauncherProcess:
         return LauncherProcess(pid, _start_time(pid))
 
 
+_IDS = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+_WITH_IDS = ("OMPI_", "PMIX_", "JSM_", "SLURM_")
+"""How the variables of launchers begin that set some of `_IDS`. Another launcher may run several jobs inside theirs."""
+
+
 def job_digest(launch: Launch, env: Mapping[str, str]) -> str:
     """Return a text that is the same for all processes of this job on this host, and different for other jobs."""
-    names = ("PMIX_SERVER_URI", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    source = launch.sources.get("rank", "")
+    names = () if source in env and not source.startswith(_WITH_IDS) else _IDS
     job = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(names)]
-    job = job or [f"{part}" for part in find_launcher_process(launch.sources["rank"])]
+    if not job:
+        if os.readlink("/proc/self") != f"{os.getpid()}":
+            raise ProcessLookupError  # /proc has the process IDs of another namespace
+        job = [f"{part}" for part in find_launcher_process(source)]
     return hashlib.sha256("\n".join([launch.launcher, *job]).encode()).hexdigest()[:24]
 
 
@@ -319,9 +328,10 @@ class HostBoard(Board):
         "network with all, or set MASTER_ADDR and MASTER_PORT for every process."
     )
 
+    fix = "Look at rank 0's output."
+
     def __init__(self, name: str) -> None:
         self._address, self.where = f"\0{name}", f"the Unix socket @{name}"
-        self.fix = "Look at rank 0's output."
 
     def serve(self, size: int) -> MeetingServer:
         try:
@@ -333,7 +343,8 @@ class HostBoard(Board):
             ) from error
 
     def find(self, seconds: float) -> ServerAddress | None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # another user's process may listen there, and accept nobody
             nobody = probe.connect_ex(self._address)
         return None if nobody else ServerAddress([self._address], [0], b"")
 

@@ -29,7 +29,7 @@ from ..launch import detect, is_one_host
 from ..process_exit import at_exit
 from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
-from .server import peer_of
+from .server import own_peer, unix_listener
 
 logger = logging.getLogger("dualdist")
 
@@ -39,8 +39,6 @@ logger = logging.getLogger("dualdist")
 # file, and the kernel removes it with the process.
 
 _CONNECT_SECONDS = 1.0
-_BACKLOG = 4096
-"""How many times others can connect to a rank. It accepts none, and each rank of the host may try several times."""
 
 _own: list[socket.socket] = []
 """The sockets of this process."""
@@ -51,17 +49,15 @@ def announce(launch: Launch, env: Mapping[str, str]) -> None:
     if launch.local_rank is None:
         return
     # OSError: this or another process of this rank has announced it, or the system is not Linux.
-    with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(_address(launch, env, launch.local_rank))
-        listener.listen(_BACKLOG)
-        _own.append(listener)
-        undo.pop_all()
+    with contextlib.suppress(OSError):
+        _own.append(unix_listener(_address(launch, env, launch.local_rank)))
 
 
 def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
     """Return the local ranks of this host that have not begun to start, have ended or are stopped. Local."""
-    return [rank for rank in range(launch.local_size or 0) if not _runs(_address(launch, env, rank))]
+    with contextlib.suppress(OSError):  # its launcher is not visible: nobody has announced itself
+        return [rank for rank in range(launch.local_size or 0) if not _runs(_address(launch, env, rank))]
+    return []
 
 
 def _address(launch: Launch, env: Mapping[str, str], local_rank: int) -> str:
@@ -73,9 +69,9 @@ def _runs(address: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
         probe.settimeout(_CONNECT_SECONDS)
         probe.connect(address)
-        process, user = peer_of(probe)
+        process = own_peer(probe)
         # A process that was forked from a dead rank keeps its socket.
-        return user == os.getuid() and process_status(process)[0] not in "TtZX"
+        return process is not None and process_status(process)[0] not in "TtZX"
     return False
 
 

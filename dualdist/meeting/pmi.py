@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -43,11 +44,10 @@ class ProcessManager(ABC):
 
     @abstractmethod
     def get(self, rank: int, key: str, seconds: float) -> str | None:
-        """Return what `rank` has put, None if that is not known yet. Raises TimeoutError."""
+        """Return what `rank` has put, None if that is not known yet. Raises TimeoutError.
 
-    @abstractmethod
-    def get_own(self, rank: int, key: str) -> str | None:
-        """Return what this process, `rank`, or an earlier one in its place has put. None if they have not."""
+        seconds: to wait for it. 0: return what an earlier program in the place of this one, `rank`, has put.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -62,7 +62,9 @@ def process_manager(env: Mapping[str, str]) -> type[ProcessManager] | None:
     """Return the class for the process manager of this process, None if it has none."""
     if env.get(_NAMESPACE):
         return Pmix
-    return Pmi1 if env.get(_DESCRIPTOR) else None
+    # Slurm's own PMI answers one "init" of a place, which it leaves to MPI. Its steps meet without it.
+    is_slurms = env.get("PMI_JOBID") == "{SLURM_JOB_ID}.{SLURM_STEP_ID}".format_map(defaultdict(str, env))
+    return Pmi1 if env.get(_DESCRIPTOR) and not is_slurms else None
 
 
 @contextlib.contextmanager
@@ -93,8 +95,8 @@ class PmiBoard(PublishedBoard):
         """seconds: to wait for the other processes."""
         super().__init__(launch, env)
         self._rank, self._manager, self._seconds = launch.rank, manager, seconds
-        numbers = itertools.count()
-        self._number = next(n for n in numbers if manager.get_own(self._rank, _key_of(self._rank, n)) is None)
+        own = (_key_of(self._rank, number) for number in itertools.count())
+        self._number = next(n for n, key in enumerate(own) if manager.get(self._rank, key, 0.0) is None)
         if self._rank != 0:
             self.write("-")
 
@@ -143,12 +145,10 @@ class Pmi1(ProcessManager):
         self._ask(f"put kvsname={self._space} key={key} value={text}", seconds)
         self._meet(seconds)
 
-    def get(self, rank: int, key: str, seconds: float) -> str:
-        self._meet(seconds)
-        return self._ask(f"get kvsname={self._space} key={key}", seconds)["value"]
-
-    def get_own(self, rank: int, key: str) -> str | None:
-        return self._ask(f"get kvsname={self._space} key={key}", _MANAGER_SECONDS, may_fail=True).get("value")
+    def get(self, rank: int, key: str, seconds: float) -> str | None:
+        if seconds:
+            self._meet(seconds)
+        return self._ask(f"get kvsname={self._space} key={key}", seconds or _MANAGER_SECONDS).get("value")
 
     def close(self) -> None:
         self._socket.setblocking(True)
@@ -161,8 +161,7 @@ class Pmi1(ProcessManager):
             self._ask("barrier_in", seconds)
             self._has_met = True
 
-    def _ask(self, command: str, seconds: float, *, may_fail: bool = False) -> dict[str, str]:
-        """Return the manager's answer. may_fail: instead of an error, return an empty one."""
+    def _ask(self, command: str, seconds: float) -> dict[str, str]:
         self._socket.settimeout(max(1e-3, seconds))
         try:
             self._socket.sendall(f"cmd={command}\n".encode())
@@ -178,7 +177,7 @@ class Pmi1(ProcessManager):
         line, _, self._unread = self._unread.partition(b"\n")
         answer = dict(part.split("=", 1) for part in line.decode().split() if "=" in part)
         if answer.get("rc", "0") != "0":
-            if may_fail:
+            if command.startswith("get "):  # the key is absent
                 return {}
             raise ConfigurationError(
                 f"The process manager must accept {command!r}, but answers {line!r}. {_INSTEAD}"
@@ -195,7 +194,7 @@ _STORE = "PMIX_MCA_gds"
 """Where a client keeps data. Only with "hash" can a second one start in the same process, with the same value."""
 _LIBRARIES = ("libpmix.so.2", "libpmix.so")
 _KEY_BYTES, _SIZE_KEY = 512, "pmix.job.size"
-_BOOL, _STRING, _UINT32 = 1, 3, 14
+_STRING, _UINT32 = 3, 14
 _ABSENT = (-24, -46)
 """PMIX_ERR_TIMEOUT and PMIX_ERR_NOT_FOUND, of a key that a process has not put yet."""
 _EVERYBODY = ctypes.c_uint8(3)
@@ -211,12 +210,7 @@ class _Process(ctypes.Structure):
 
 
 class _Data(ctypes.Union):
-    _fields_ = (
-        ("string", ctypes.c_char_p),
-        ("uint32", ctypes.c_uint32),
-        ("flag", ctypes.c_bool),
-        ("other", ctypes.c_char * 64),
-    )
+    _fields_ = (("string", ctypes.c_char_p), ("uint32", ctypes.c_uint32), ("other", ctypes.c_char * 64))
 
 
 class _Value(ctypes.Structure):
@@ -226,7 +220,7 @@ class _Value(ctypes.Structure):
 
 
 class _Info(ctypes.Structure):
-    """pmix_info_t."""
+    """pmix_info_t. Without a value, it means "true"."""
 
     _fields_ = (("key", ctypes.c_char * _KEY_BYTES), ("flags", ctypes.c_uint32), ("value", _Value))
 
@@ -256,24 +250,16 @@ class Pmix(ProcessManager):
         self._check("PMIx_Commit")
 
     def get(self, rank: int, key: str, seconds: float) -> str | None:
-        return in_time(lambda: _text(self._get(rank, key)), seconds)
-
-    def get_own(self, rank: int, key: str) -> str | None:
         # Without "immediate", the server waits for a key that is absent.
-        return _text(self._get(rank, key, _Info(b"pmix.immediate", 0, _Value(_BOOL, _Data(flag=True)))))
+        value = in_time(lambda: self._get(rank, key, not seconds), seconds or _MANAGER_SECONDS)
+        return None if value is None else str(value.data.string.decode())
 
-    def _get(self, rank: int, key: str, *how: _Info) -> _Value | None:
+    def _get(self, rank: int, key: str, immediate: bool = False) -> _Value | None:
         process, found = _Process(self._own.namespace, rank), ctypes.POINTER(_Value)()
-        options = (_Info * len(how))(*how)
-        arguments = (
-            ctypes.byref(process),
-            _key(key),
-            options,
-            ctypes.c_size_t(len(how)),
-            ctypes.byref(found),
-        )
-        status = self._check("PMIx_Get", *arguments, allowed=_ABSENT)
-        return None if status else found.contents
+        how = _Info(b"pmix.immediate") if immediate else None
+        options = (how and ctypes.byref(how), ctypes.c_size_t(immediate))
+        arguments = (ctypes.byref(process), _key(key), *options, ctypes.byref(found))
+        return None if self._check("PMIx_Get", *arguments, allowed=_ABSENT) else found.contents
 
     def _check(self, name: str, *arguments: Any, allowed: Sequence[int] = ()) -> int:
         status = int(getattr(self._library, name)(*arguments))
@@ -282,10 +268,6 @@ class Pmix(ProcessManager):
                 f"{name} must succeed where a launcher serves PMIx, but returns {status}. {_INSTEAD}"
             )
         return status
-
-
-def _text(value: _Value | None) -> str | None:
-    return None if value is None else str(value.data.string.decode())
 
 
 @contextlib.contextmanager

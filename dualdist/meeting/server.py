@@ -119,30 +119,25 @@ def _address(host: str, seconds: float) -> str:
 
 def _socket_for(host: str) -> socket.socket:
     if host.startswith("\0"):
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        return socket.socket(socket.AF_UNIX)
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-_PEER = struct.Struct("3i")
-"""Process ID, user and group of the process at the other end of a Unix socket (SO_PEERCRED)."""
+def own_peer(connection: socket.socket) -> int | None:
+    """Return the process ID at the other end of a Unix socket (unix(7)); None if another user's process is there."""
+    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process if user == os.geteuid() else None
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process ID and the user at the other end of a Unix socket, as unix(7) has them."""
-    process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return process, user
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the other end is of this process's user, or of another host or network."""
-    return connection.family != socket.AF_UNIX or peer_of(connection)[1] == os.getuid()
+def _is_foreign(connection: socket.socket) -> bool:
+    return connection.family == socket.AF_UNIX and own_peer(connection) is None
 
 
 def _prove(connection: socket.socket, secret: bytes) -> None:
     """Prove to the server at the other end, and let it prove, that both know `secret`. Raises OSError."""
-    if not is_same_user(connection) or _read(connection, len(_GREETING)) != _GREETING:
+    if _is_foreign(connection) or _read(connection, len(_GREETING)) != _GREETING:
         raise ConnectionError("another program answers there")
     theirs, mine = _read(connection, _CHALLENGE), secrets.token_bytes(_CHALLENGE)
     connection.sendall(mine + _proof(secret, b"client", theirs, mine))
@@ -321,7 +316,7 @@ class MeetingServer:
         """Serve one connection. Any error closes it, without an answer."""
         connection.setblocking(False)
         with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, ValueError, zlib.error):
-            if not is_same_user(connection):
+            if _is_foreign(connection):
                 connection.close()
                 return
             reader, writer = await asyncio.open_connection(sock=connection)
@@ -473,14 +468,19 @@ def raise_file_limit(more: int) -> tuple[int, int]:
     return needed, allowed
 
 
+def unix_listener(address: str) -> socket.socket:
+    """Return a socket that listens at an abstract address (unix(7)). Raises OSError if another one does."""
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        undo.pop_all()
+    return listener
+
+
 def _listener(host: str, port: int) -> socket.socket:
     if host.startswith("\0"):
-        with contextlib.ExitStack() as undo:
-            listener = undo.enter_context(_socket_for(host))
-            listener.bind(host)
-            listener.listen(_BACKLOG)
-            undo.pop_all()
-        return listener
+        return unix_listener(host)
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server((host, port), backlog=_BACKLOG)

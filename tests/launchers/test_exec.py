@@ -73,11 +73,15 @@ def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
     assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
 
 
-def test_a_step_of_slurm_with_pmix_leaves_mpi_to_the_script(slurm: Slurm) -> None:
+@pytest.mark.parametrize("kind", ["pmi2", "pmix"])
+def test_a_step_of_slurm_leaves_mpi_to_the_script(slurm: Slurm, kind: str, tmp_path: Path) -> None:
     need_modules("mpi4py")
-    command = ("srun", "--mpi=pmix", "-N", "2", "-n", "3", *EXEC, torchrun_script.__file__, "mpi")
-    interface = {"OMPI_MCA_btl_tcp_if_include": "lo"}
-    ended = finish(command, {**slurm.environment, **OPEN_MPI, **interface}, forks=False)
+    command = ("srun", f"--mpi={kind}", "-N", "2", "-n", "3", *EXEC, torchrun_script.__file__, "mpi")
+    if kind == "pmi2":  # Debian's Open MPI has PMIx alone
+        library = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
+    else:
+        library = {**OPEN_MPI, "OMPI_MCA_btl_tcp_if_include": "lo"}
+    ended = finish(command, {**slurm.environment, **library}, forks=False)
     assert ended.code == 0, ended.output
     assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
 
@@ -316,20 +320,34 @@ os.write(1, f"connected {places.count((host, int(port)))}\\n".encode())
 """
 
 
+_TWICE = ("bash", "-c", '"$@"; "$@"', "bash")
+_SHOWS = ("sh", "-c", 'echo "rank $RANK in $TORCHELASTIC_RUN_ID"')
+
+
+def _worlds(output: str) -> list[list[str]]:
+    """Return the ranks of each world, of which `_SHOWS` has printed them."""
+    found = re.findall(r"rank (\d) in (\w{16})$", output, re.MULTILINE)
+    return [sorted(rank for rank, other in found if other == run) for run in dict(map(reversed, found))]
+
+
+@pytest.mark.parametrize("kind", ["pmi2", "pmix"])
+def test_programs_meet_in_turn_in_a_step_of_slurm(slurm: Slurm, kind: str) -> None:
+    command = ("srun", f"--mpi={kind}", "-N", "2", "-n", "3", *_TWICE, *EXEC, "--", *_SHOWS)
+    ended = finish(command, slurm.environment, forks=False)
+    assert ended.code == 0, ended.output
+    assert _worlds(ended.output) == [["0", "1", "2"]] * 2, ended.output
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec"])
 def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
     network: Network, launcher: str
 ) -> None:
     start = _MPIEXEC if launcher == "mpiexec" else _on_two_hosts(3)
     need_programs(start[0])
-    twice = ("bash", "-c", '"$@"; "$@"', "bash")
-    shows = ("sh", "-c", 'echo "rank $RANK in $TORCHELASTIC_RUN_ID"')
-    command = (*start, *twice, *EXEC, "--", *twice, *EXEC, "--", *shows)
+    command = (*start, *_TWICE, *EXEC, "--", *_TWICE, *EXEC, "--", *_SHOWS)
     ended = finish(network.hosts[0].command(*command), OPEN_MPI, forks=False)
     assert ended.code == 0, ended.output
-    found = re.findall(r"rank (\d) in (\w{16})$", ended.output, re.MULTILINE)
-    worlds = {run: sorted(rank for rank, other in found if other == run) for _, run in found}
-    assert list(worlds.values()) == [["0", "1", "2"]] * 4, ended.output
+    assert _worlds(ended.output) == [["0", "1", "2"]] * 4, ended.output
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
@@ -444,9 +462,11 @@ def test_a_trainer_of_lightning_joins_all_processes(
     assert len({weights for _, weights in found}) == 1  # they start with other ones
 
 
-def test_jobs_that_start_at_the_same_time_do_not_meet() -> None:
-    need_programs("mpirun")
-    command = [*_MPIRUN, *EXEC, "--", "sh", "-c", 'echo "$RANK $MASTER_PORT $TORCHELASTIC_RUN_ID"']
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
+def test_jobs_that_start_at_the_same_time_do_not_meet(launcher: str) -> None:
+    need_programs(*LAUNCHERS[launcher][:1])
+    shows = ("sh", "-c", 'echo "$RANK $MASTER_PORT $TORCHELASTIC_RUN_ID"')
+    command = ("env", "SLURM_JOB_ID=5", *LAUNCHERS[launcher], *EXEC, "--", *shows)  # an allocation's
     jobs = [
         subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         for _ in range(4)

@@ -36,7 +36,7 @@ from dualdist.meeting.boards import (
     ServerAddress,
 )
 from dualdist.meeting.member import Meeting
-from dualdist.meeting.server import TEXT, MeetingServer, connected, reach
+from dualdist.meeting.server import TEXT, MeetingServer, connected, reach, unix_listener
 from dualdist.types import Launch, Settings
 
 from ..helpers.ports import free_ports
@@ -248,6 +248,27 @@ def test_a_process_of_another_user_takes_no_part_in_the_meeting_of_a_host(tmp_pa
             "one.connect('\\0' + sys.argv[1]); assert one.recv(1) == b''"
         )
         subprocess.run([sys.executable, "-c", code, f"{tmp_path}"], check=True, timeout=SECONDS)
+
+
+def test_a_process_that_accepts_nobody_holds_up_no_rank_of_a_host(tmp_path: Path) -> None:
+    with unix_listener(f"\0{tmp_path}") as listener, contextlib.ExitStack() as stack:
+        listener.listen(0)
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{tmp_path}")  # nobody else has room
+        assert "rank 0, which did not arrive" in error_of(lambda: HostBoard(f"{tmp_path}"), 0.0, 1)
+
+
+def test_process_ids_of_another_namespace_identify_no_job() -> None:
+    need_root()
+    need_programs("unshare")
+    code = (
+        "from dualdist.meeting.boards import one_host_board; from dualdist.types import Launch; "
+        "one_host_board(Launch('x', sources={'rank': 'A_RANK'}), {})"
+    )
+    # Beneath a shell, which would be taken for the first process of the host: both have the number 1.
+    command = ("unshare", "--pid", "--fork", "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
+    assert ended.returncode == 1
+    assert "The process that set A_RANK must be visible" in ended.stderr
 
 
 @pytest.mark.parametrize("content", ["a text\n", '{"a": 1}\n', b"\xff\x00"])
