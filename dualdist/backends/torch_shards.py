@@ -376,12 +376,15 @@ def _to_load(
 class Loading:
     """What this rank loads from a folder: first `PartGroup.read` overwrites `described`, and then `parts`."""
 
-    def __init__(self, folder: Path, objects: Objects) -> None:
-        """Raises CheckpointError if `folder` has no metadata of DCP."""
+    def __init__(self, folder: Path, objects: Objects, *, partial: bool) -> None:
+        """partial: ignore what is not of `objects`. Raises CheckpointError if `folder` has no metadata of DCP."""
         try:
             self._saved: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         except OSError as error:
             raise CheckpointError(f"`path` must be a checkpoint of DCP, but {error}.") from error
+        if partial:
+            named = tuple(f"{name}." for name in objects)
+            self._saved = {key: entry for key, entry in self._saved.items() if key.startswith(named)}
         self._objects = objects
         self._own, groups = parts_of(objects)
         self._optimizers = [

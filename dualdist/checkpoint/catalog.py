@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
 import math
 import operator
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,14 @@ logger = logging.getLogger("dualdist")
 
 _ANY_NAME = re.compile(r"step-\d+(\.pt)?")
 """The names of the checkpoints of all kinds of catalogs."""
+_OWNER = ".dualdist-owner"
+"""The file that names the job which saves into the folder."""
+_STARTED = datetime.datetime.now(datetime.timezone.utc).isoformat()
+
+
+def this_job() -> str:
+    """Return what other jobs call this one. It differs between any two starts of a process."""
+    return f"process {os.getpid()} on {socket.gethostname()}, started {_STARTED}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Catalog:
 
     Damaged files stay for inspection, but are not among its entries.
 
-    keep: how many of the newest checkpoints to keep, besides the best. None: all.
+    keep: how many of the newest checkpoints to keep, besides the `keep_best` best. None: all.
     best: the metric that decides which checkpoint is best, and whether "max" or "min" of it is good.
     durable: as for `replacing`.
     """
@@ -47,12 +58,19 @@ class Catalog:
     """The setting of CheckpointManager that has such a catalog."""
 
     def __init__(
-        self, folder: Path, keep: int | None, best: tuple[str, str] | None = None, *, durable: bool = True
+        self,
+        folder: Path,
+        keep: int | None,
+        best: tuple[str, str] | None = None,
+        keep_best: int = 1,
+        *,
+        durable: bool = True,
     ) -> None:
         self.folder = folder.absolute()  # the program may change its working directory
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         self._best = best
         self._durable = durable
+        self._is_claimed = False
         self._entries: list[CatalogEntry] = []
         self.rejected: dict[Path, str] = {}
         """Checkpoints that `find` passes over, because a rank has found them to be damaged, and why."""
@@ -100,6 +118,21 @@ class Catalog:
             )
         return found
 
+    def claim(self, job: str) -> None:
+        """Note in the folder that `job` saves there. Raises CheckpointError if another one does since."""
+        note = self.folder / _OWNER
+        with contextlib.suppress(OSError):  # the folder is read-only, for example: the save reports it
+            owner = note.read_text(errors="replace") if note.exists() else ""
+            if self._is_claimed and owner not in ("", job):
+                raise CheckpointError(
+                    f"`directory` must be the folder of one job, but another one saves into {self.folder}, too: "
+                    f"{owner}. End one of them, or give it another folder."
+                )
+            if owner != job:
+                note.unlink(missing_ok=True)  # it may be another user's
+                note.write_text(job)
+            self._is_claimed = True
+
     def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
         """Write the checkpoint of `manifest.step`, and remove those beyond the number to keep.
 
@@ -110,13 +143,11 @@ class Catalog:
         try:
             self.place(path, values, manifest)
         except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint of step {manifest.step} was not saved: {error}. {self.newest()}"
-            ) from error
+            raise self.not_saved(manifest.step, f"{error}.") from error
         self.rejected.pop(path, None)
         self._list([*(known for known in self._entries if known.path != path), CatalogEntry(path, manifest)])
         if self._keep is not None:
-            kept = self._entries[-self._keep :] + self._best_first()[:1]
+            kept = self._entries[-self._keep :] + self._best_first()[: self._keep_best]
             for entry in [known for known in self._entries if known not in kept]:
                 self.remove(entry.path)
                 self._entries.remove(entry)
@@ -179,6 +210,10 @@ class Catalog:
         rated = [(entry.manifest.metrics.get(metric, math.nan), entry) for entry in self._entries[::-1]]
         rated = [(value, entry) for value, entry in rated if not math.isnan(value)]
         return [entry for _, entry in sorted(rated, key=operator.itemgetter(0), reverse=mode == "max")]
+
+    def not_saved(self, step: int | None, reason: str) -> CheckpointError:
+        """Return the error of a save, which names the newest complete checkpoint."""
+        return CheckpointError(f"The checkpoint of step {step} was not saved: {reason} {self.newest()}")
 
     def newest(self) -> str:
         """Return, as a sentence, which complete checkpoint is the newest."""

@@ -32,7 +32,7 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..process_exit import at_exit
 from ..types import Max
 from ..world.process_sets import reporting
-from .catalog import Catalog, CatalogEntry
+from .catalog import Catalog, CatalogEntry, this_job
 from .contents import HostCopy, check_state, few, on_host
 from .format import Manifest, MemoryFile, make_manifest
 from .restoration import RandomState, load_into
@@ -255,12 +255,14 @@ class CheckpointManager:
     The run may catch it and continue: the next save tries again.
 
     Args:
-        directory: made if it does not exist. It belongs to this run; two runs must not write into it at the same time.
+        directory: made if it does not exist. It belongs to this run: after the first save of another job there, the
+            next save of this one is an error.
         state: as for `checkpoint.save`. Restoring sets the plain values in it.
-        keep: how many of the newest checkpoints to keep, besides the best. None: all.
+        keep: how many of the newest checkpoints to keep, besides the `keep_best` best ones. None: all.
         every_steps: save after every so many steps. every_seconds: save when so much time has passed since the last
             save, by rank 0's clock. None: do not.
         best: a metric and "max" or "min", such as ("val_accuracy", "max"): the best checkpoint by it is never removed.
+        keep_best: how many of the best ones are not removed. Of equal ones, the later is better.
         asynchronous: a save waits only until the state is copied to host memory, and writes it during the next steps.
             Its errors are raised by the next call. The next save waits for it. The writer holds one copy of the state.
         signals: signals that ask the run to end. The manager finishes the step, saves the state, and `step()` raises
@@ -287,6 +289,7 @@ class CheckpointManager:
         every_seconds: float | None = None,
         best: tuple[str, str] | None = None,
         *,
+        keep_best: int = 1,
         asynchronous: bool = False,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         exit_code: int = EX_TEMPFAIL,
@@ -311,6 +314,10 @@ class CheckpointManager:
                 number("every_seconds", every_seconds, above=0)
             integer("agree_every", agree_every, least=1)
             check_best(best)
+            if integer("keep_best", keep_best, least=1) > 1 and best is None:
+                raise ValueError(
+                    f"`keep_best` must be 1 without `best`, but is {keep_best} instead. Pass the metric as `best`."
+                )
             integer("exit_code", exit_code, least=0, below=256)
             names = check_state(state)
             if flag("random_state", random_state):
@@ -341,8 +348,8 @@ class CheckpointManager:
         self._asynchronous, self._exit_code = asynchronous, exit_code
         self._agrees = asynchronous or bool(signals) or every_seconds is not None
         """Whether one rank may know of an event that the others do not see: a signal, a failed save, a late one."""
-        self._catalog = (FolderCatalog if sharded else Catalog)(Path(directory), keep, best)
-        from_writer(self._open)
+        self._catalog = (FolderCatalog if sharded else Catalog)(Path(directory), keep, best, keep_best)
+        self._job = from_writer(self._open)
         self._shards = Shards(state, self._catalog) if isinstance(self._catalog, FolderCatalog) else None
         self._signals = SignalWatch(signals)
         self._saved_step: int | None = None
@@ -405,20 +412,20 @@ class CheckpointManager:
             self._saved_step = None  # the next save tries again
             raise
 
-    def restore_latest(self, *, strict: bool = True) -> Manifest | None:
+    def restore_latest(self, *, strict: bool = True, partial: bool = False) -> Manifest | None:
         """Load the checkpoint that was saved last, and return its manifest; None when there is none yet.
 
         Rank 0 chooses it. Files that are damaged, or that cannot be loaded without running code in them, are skipped
-        with a warning that names them. strict: as for `checkpoint.load`. Raises DamagedCheckpointError when all files
-        are damaged, CheckpointError when the chosen one does not fit.
+        with a warning that names them. strict, partial: as for `checkpoint.load`. Raises DamagedCheckpointError when
+        all files are damaged, CheckpointError when the chosen one does not fit.
         """
-        return self._restore(self._catalog.find, strict)
+        return self._restore(self._catalog.find, strict, partial)
 
-    def restore_best(self, *, strict: bool = True) -> Manifest | None:
+    def restore_best(self, *, strict: bool = True, partial: bool = False) -> Manifest | None:
         """Load the best checkpoint; return None when none has the metric. Otherwise as `restore_latest`."""
-        return self._restore(lambda file: self._catalog.find(file, best=True), strict)
+        return self._restore(lambda file: self._catalog.find(file, best=True), strict, partial)
 
-    def restore(self, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    def restore(self, path: str | os.PathLike[str], *, strict: bool = True, partial: bool = False) -> None:
         """Load the checkpoint `path`, inside or outside the folder, and continue to count from its step.
 
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`. With `sharded`,
@@ -427,10 +434,10 @@ class CheckpointManager:
         """
         if self._shards is not None and from_writer(lambda: is_foreign(path)):
             self.wait()
-            self._shards.fit(Path(path), strict=strict)()
+            self._shards.fit(Path(path), strict=strict, partial=partial)()
         else:
             part = "" if self._shards is None else REST
-            self._restore(lambda file: read_into(path, file, part), strict, skips=False)
+            self._restore(lambda file: read_into(path, file, part), strict, partial, skips=False)
         self._saved_step = None
 
     def close(self) -> None:
@@ -465,9 +472,10 @@ class CheckpointManager:
                 )
             self._signals.end()
 
-    def _open(self) -> None:
+    def _open(self) -> str:
         try:
             self._catalog.open()
+            return this_job()
         except OSError as error:
             raise CheckpointError(f"`directory` must be a folder that can be used, but {error}.") from error
 
@@ -497,6 +505,7 @@ class CheckpointManager:
         """On the writer: the values to write, and their manifest."""
 
         def collect(values: Mapping[str, Any]) -> bool:
+            self._catalog.claim(self._job)
             if lost := self._catalog.would_lose(self.steps, metrics):
                 logger.warning(
                     "The checkpoint of step %d was not replaced: %s is a number there, but NaN now. Was it computed of "
@@ -538,10 +547,15 @@ class CheckpointManager:
         return ChainMap(state, self._random)  # type: ignore[arg-type]
 
     def _restore(
-        self, find: Callable[[MemoryFile], CatalogEntry | None], strict: bool, *, skips: bool = True
+        self,
+        find: Callable[[MemoryFile], CatalogEntry | None],
+        strict: bool,
+        partial: bool,
+        *,
+        skips: bool = True,
     ) -> Manifest | None:
         with reporting(ALLGATHER_OBJECT):
-            strict = flag("strict", strict)
+            strict, partial = flag("strict", strict), flag("partial", partial)
         self.wait()
         while (found := receive_checkpoint(find if is_writer() else None)) is not None:
             _, entry, values = found
@@ -553,9 +567,11 @@ class CheckpointManager:
             self._catalog.rejected[entry.path] = problem
         else:
             return None
-        load_parts = None if self._shards is None else self._shards.fit(entry.path, strict=strict)
+        load_parts = None
+        if self._shards is not None:
+            load_parts = self._shards.fit(entry.path, strict=strict, partial=partial)
         everything = self._everything()
-        load_into(everything, values, strict=strict, origin=entry.path)
+        load_into(everything, values, strict=strict, partial=partial, origin=entry.path)
         plain = {name: value for name, value in everything.maps[0].items() if value is not self._state[name]}
         if plain:
             cast("MutableMapping[str, Any]", self._state).update(plain)

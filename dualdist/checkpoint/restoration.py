@@ -110,14 +110,24 @@ _ADDED_TO_GROUPS = {
 Load = Callable[[], object]
 
 
-def load_into(state: Mapping[str, Any], values: Mapping[str, Any], *, strict: bool, origin: object) -> None:
+def load_into(
+    state: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    strict: bool,
+    partial: bool = False,
+    origin: object,
+) -> None:
     """Load the objects of `state` from `values`, and set its plain values. Collective over the world.
 
-    strict: False loads what fits, and warns about the rest. origin: the file, for messages.
+    strict: False loads what fits, and warns about the rest. partial: ignore names that only `values` has. origin: the
+    file, for messages.
 
     Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
     except modules when the `load_state_dict` of a module or an optimizer raised.
     """
+    if partial:
+        values = {name: value for name, value in values.items() if name in state}
     own = if_all_succeed(lambda: _Restoration(state, values, strict, origin), CheckpointError)
     try:
         for kind in _ORDER:
@@ -196,8 +206,8 @@ def report_mismatches(problems: Sequence[str], origin: object, *, strict: bool) 
     """If there are `problems`, raise CheckpointError if `strict`, else warn of them."""
     if problems and strict:
         raise CheckpointError(
-            f"Checkpoint {origin} must fit the state, but does not: {'; '.join(problems)}. Pass strict=False to load "
-            "what fits."
+            f"Checkpoint {origin} must fit the state, but does not: {'; '.join(problems)}. Pass partial=True to "
+            "ignore names that only the file has, or strict=False to load what fits."
         )
     if problems:
         logger.warning("Checkpoint %s does not fit completely: %s.", origin, "; ".join(problems))

@@ -270,7 +270,11 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], state: Mapping[str, Any] | None = None, *, strict: bool = True
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    partial: bool = False,
 ) -> dict[str, Any]:
     """Return the values in the file `path`, which `save` or a manager has written, and load them into `state`.
 
@@ -281,6 +285,7 @@ def load(
     Args:
         state: as for `save`. Its objects load their states, and its plain values are set. None: nothing is changed.
         strict: whether names, shapes and parameter groups must all fit. False: what fits is loaded, with a warning.
+        partial: whether to ignore names in the file that `state` does not have, such as the optimizer's.
 
     Returns:
         For each name the saved value, in host memory: the `state_dict` of an object, or the plain value. Of what
@@ -292,12 +297,12 @@ def load(
             the `load_state_dict` of a module or an optimizer raised. All errors are raised on every rank.
     """
     with reporting(ALLGATHER_OBJECT):
-        strict = flag("strict", strict)
+        strict, partial = flag("strict", strict), flag("partial", partial)
     found = receive_checkpoint((lambda file: read_into(path, file)) if is_writer() else None)
     assert found is not None  # else `find` has raised
     _, _, values = found
     if state is not None:
-        load_into(state, values, strict=strict, origin=path)
+        load_into(state, values, strict=strict, partial=partial, origin=path)
     return values
 
 

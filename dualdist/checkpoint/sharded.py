@@ -67,7 +67,10 @@ class FolderCatalog(Catalog):
     def begin(self, step: int) -> Path:
         """Make a folder for the parts of the next checkpoint that `write` completes, and return it."""
         self._unfinished = temporary_name(self.path_of(step))
-        self._unfinished.mkdir()
+        try:
+            self._unfinished.mkdir()
+        except OSError as error:
+            raise self.not_saved(step, f"{error}.") from error
         return self._unfinished
 
     def place(self, path: Path, values: Mapping[str, Any], manifest: Manifest) -> None:
@@ -183,9 +186,7 @@ class Shards:
         if manifest is not None:
             whole = {name: crc for own, _ in gathered for name, crc in (own or {}).items()}
             if (problem := next((text for _, text in gathered if text), None)) is not None:
-                failure = CheckpointError(
-                    f"The checkpoint of step {manifest.step} was not saved: {problem} {self._catalog.newest()}"
-                )
+                failure = self._catalog.not_saved(manifest.step, problem)
             else:
                 _, failure = attempted(
                     lambda: self._catalog.write({**(values or {}), _CHECKSUMS: whole}, manifest)
@@ -215,15 +216,15 @@ class Shards:
         _, failure = attempted(compare)
         return next(filter(None, self._group.gather(reported(failure, self._rank))), None)
 
-    def fit(self, folder: Path, *, strict: bool) -> Callable[[], None]:
+    def fit(self, folder: Path, *, strict: bool, partial: bool) -> Callable[[], None]:
         """Return what loads the parts of this rank from `folder`. Both are collective over the world.
 
-        Raises CheckpointError on every rank if `folder` has others and `strict`.
+        strict, partial: as for `load_into`. Raises CheckpointError on every rank if `folder` does not fit.
         """
         made: list[Loading] = []
 
         def look() -> list[str]:
-            made.append(self._torch.Loading(folder, self._objects))
+            made.append(self._torch.Loading(folder, self._objects, partial=partial))
             return made[0].names
 
         known = set().union(*outcomes(look))

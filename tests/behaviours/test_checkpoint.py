@@ -46,6 +46,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path if hvd.rank() == 0 else Path("/dev/null/not-here")
 
 
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps whose checkpoints are in `folder`, which has nothing else but a note of the job."""
+    return [int(name[5:14]) for name in sorted({*os.listdir(folder)} - {".dualdist-owner"})]
+
+
 def record(path: Path, style: str) -> None:
     state = make_state(style)
     train(state, SAVED_STEPS)
@@ -129,7 +134,7 @@ def test_the_last_checkpoint_is_restored_inside_an_epoch(asynchronous: bool, tmp
         assert manager.restore_latest() is None
         train(state, 7, manager.step)
     if hvd.rank() == 0:
-        assert sorted(os.listdir(tmp_path)) == ["step-000000004.pt", "step-000000006.pt"]
+        assert steps_in(tmp_path) == [4, 6]
     fresh = make_state("ddp", seed=3)
     with CheckpointManager(folder(tmp_path), fresh, every_steps=2) as manager:
         manifest = manager.restore_latest()
@@ -231,10 +236,52 @@ def test_the_best_is_kept_and_restored(tmp_path: Path) -> None:
             state["value"] = accuracy
             manager.save({"accuracy": accuracy})
         if hvd.rank() == 0:
-            assert sorted(os.listdir(tmp_path)) == ["step-000000003.pt", "step-000000005.pt"]
+            assert steps_in(tmp_path) == [3, 5]
         assert manager.restore_best() is not None
         assert (state["value"], manager.steps) == (0.75, 3)
         assert manager.restore_latest() is not None and state["value"] == 0.25
+
+
+@everywhere
+def test_several_of_the_best_are_kept_also_after_a_rollback(tmp_path: Path) -> None:
+    options: Any = {"keep": 1, "best": ("accuracy", "max"), "keep_best": 2}
+    with CheckpointManager(folder(tmp_path), {"value": 0}, **options) as manager:
+
+        def save(*accuracies: float) -> list[int]:
+            for accuracy in accuracies:
+                manager.step()
+                manager.save({"accuracy": accuracy})
+            return steps_in(tmp_path) if hvd.rank() == 0 else []
+
+        kept = [save(0.75, 0.75, 0.75), save(float("nan"), 0.25, 0.5)]  # of equal ones, the later is better
+        manager.restore(folder(tmp_path) / "step-000000002.pt")
+        kept += [save(0.125), save(0.25)]  # step 3 again
+    assert kept == ([[2, 3], [2, 3, 6], [2, 3, 6], [2, 4, 6]] if hvd.rank() == 0 else [[]] * 4)
+
+
+@everywhere
+def test_the_model_alone_is_loaded_strictly(tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"model": torch.nn.Linear(2, 1), "epochs": 3}
+    whole["optimizer"] = torch.optim.SGD(whole["model"].parameters(), lr=0.5)
+    with CheckpointManager(folder(tmp_path), whole, every_steps=1) as manager:
+        manager.step()
+    path, model = folder(tmp_path) / "step-000000001.pt", torch.nn.Linear(2, 1)
+    with pytest.raises(hvd.CheckpointError, match=r"it has `.*, which the state does not have"):
+        load(path, {"model": model})
+    with warned() as messages:
+        load(path, {"model": model}, partial=True)
+    assert torch.equal(model.weight, whole["model"].weight) and not messages
+    model = torch.nn.Linear(2, 1)
+    with CheckpointManager(folder(tmp_path), {"model": model}, random_state=False) as manager:
+        assert manager.restore_latest(partial=True) is not None and manager.steps == 1
+    assert torch.equal(model.weight, whole["model"].weight)
+    for state, text in (
+        ({"model": torch.nn.Sequential(model)}, r"`model` has 2 missing .* and 2 unexpected"),
+        ({"model": torch.nn.Linear(3, 1)}, r"`model` has 1 of another shape"),
+        ({"model": model, "ema": model}, r"it has no `ema`"),
+    ):
+        with pytest.raises(hvd.CheckpointError, match=text):
+            load(path, state, partial=True)
 
 
 @everywhere

@@ -131,7 +131,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_run_can_continue(
     manager.close()
     assert manager.restore_latest() is not None and manager.steps == 6
     if hvd.rank() == 0:
-        assert sorted(os.listdir(tmp_path)) == ["step-000000002.pt", "step-000000006.pt"]
+        assert sorted(os.listdir(tmp_path))[1:] == ["step-000000002.pt", "step-000000006.pt"]
 
 
 @everywhere
@@ -273,6 +273,38 @@ def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
             manager.step()
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@everywhere
+def test_a_second_job_in_the_folder_is_an_error_of_the_first_on_every_rank(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def managed(job: str) -> CheckpointManager:
+        with monkeypatch.context() as patch:
+            patch.setattr("dualdist.checkpoint.manager.this_job", lambda: job)
+            return CheckpointManager(tmp_path, {"epoch": 0}, keep=None, signals=(), sharded=sharded)
+
+    def save(manager: CheckpointManager, step: int) -> None:
+        manager.steps = step
+        manager.save()
+
+    first, second = managed("the first"), managed("the second")
+    save(first, 1)
+    assert second.restore_latest() is not None
+    save(first, 2)  # the other one has only read
+    save(second, 3)
+    for _ in range(2):
+        with pytest.raises(
+            hvd.CheckpointError, match=rf"another one saves into {tmp_path}, too: the second\."
+        ):
+            save(first, 4)
+    save(second, 5)
+    third = managed("the first")  # as when a job is started again
+    save(third, 6)
+    save(first, 7)
+    for manager in (first, second, third):
+        manager.close()
+
+
 @everywhere
 def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
     last = hvd.rank() == hvd.size() - 1
@@ -282,6 +314,9 @@ def test_options_that_are_wrong_or_differ_are_an_error_on_every_rank(tmp_path: P
         CheckpointManager(folder(tmp_path), {}, keep=0 if last else 1)
     with pytest.raises((ValueError, hvd.CheckpointError), match="`directory` must be a path, but is 'a"):
         CheckpointManager("a\0b" if last else folder(tmp_path), {})
+    for options in ({"keep_best": 2}, {"keep_best": 0, "best": ("accuracy", "max")}):
+        with pytest.raises((ValueError, hvd.CheckpointError), match="`keep_best` must be "):
+            CheckpointManager(folder(tmp_path), {}, **options)
     for best in ("accuracy", ("accuracy", "high"), ("accuracy",), 3):
         with pytest.raises(
             (ValueError, hvd.CheckpointError), match="`best` must be a metric and 'max' or 'min'"

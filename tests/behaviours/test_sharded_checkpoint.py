@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import os
@@ -55,6 +56,11 @@ def step(state: dict[str, Any], manager: CheckpointManager, steps: int) -> None:
 
 def managed(folder: Path, state: dict[str, Any], **options: Any) -> CheckpointManager:
     return CheckpointManager(folder, state, **{"every_steps": 1, "sharded": True, "signals": (), **options})
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in `folder` but that of the note of the job."""
+    return sorted({path.name for path in folder.iterdir()} - {".dualdist-owner"})
 
 
 @contextlib.contextmanager
@@ -260,7 +266,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
             manager.steps = number
             manager.save({"accuracy": -abs(number - 1.0)})
         hvd.barrier()
-        assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:09d}" for n in (1, 3, 4)]
+        assert names_in(tmp_path) == [f"step-{n:09d}" for n in (1, 3, 4)]
         best = manager.restore_best()
         assert best is not None and best.step == 1
 
@@ -475,6 +481,22 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 
 
 @everywhere
+def test_the_model_alone_is_loaded_strictly(tmp_path: Path) -> None:
+    saved, loaded = sharded_run(), sharded_run(seed=1)
+    with managed(tmp_path, saved) as manager:
+        step(saved, manager, 1)
+    for extra, text in (([], ""), (["a"], "1 missing")):
+        loaded["model"].extend(nn.Linear(1, 1, bias=False) for _ in extra)
+        only = managed(tmp_path, {"model": loaded["model"]}, random_state=False)
+        with only as manager:
+            with pytest.raises(hvd.CheckpointError, match="unexpected"):
+                manager.restore_latest()
+            with pytest.raises(hvd.CheckpointError, match=text) if text else contextlib.nullcontext():
+                manager.restore_latest(partial=True)
+        assert weights(loaded["model"])[: len(weights(saved["model"]))] == weights(saved["model"])
+
+
+@everywhere
 def test_a_hyperparameter_gets_the_kind_that_was_saved(tmp_path: Path) -> None:
     for rate, other in ((0.02, torch.tensor(0.01)), (torch.tensor(0.02), 0.01)):
         folder, saved, loaded = tmp_path / f"{type(rate).__name__}", sharded_run(), sharded_run(seed=1)
@@ -531,12 +553,28 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(asynchronous: bool, tmp_path
         ):
             manager.save()
             manager.wait()
-        assert [path.name for path in tmp_path.iterdir()] == ["step-000000000"]
+        assert names_in(tmp_path) == ["step-000000000"]
         hvd.barrier()
         manager.save()
         manager.wait()
         manager.restore_latest()
         assert state["epoch"] == 1
+
+
+@everywhere
+def test_a_folder_that_cannot_be_written_any_more_names_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *arguments: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with managed(tmp_path, sharded_run()) as manager:
+        manager.save()
+        manager.steps = 1
+        text = r"of step 1 was not saved: .*Read-only.*is that of step 0, "
+        with monkeypatch.context() as patch, pytest.raises(hvd.CheckpointError, match=text):
+            patch.setattr(Path, "mkdir", refuse)
+            manager.save()
 
 
 @everywhere
@@ -558,7 +596,7 @@ def test_a_step_that_is_saved_again_is_never_lost(tmp_path: Path, monkeypatch: p
                 hvd.CheckpointError, match=r"not saved.*Stale.*complete checkpoint is that of"
             ):
                 manager.save({"loss": 1.0})
-        assert [path.name for path in tmp_path.iterdir()] == [placed.name]
+        assert names_in(tmp_path) == [placed.name]
         hvd.barrier()
         if hvd.rank() == 0:  # as a kill between the two renames
             rename(placed, tmp_path / f".{placed.name}.0123abcd.dualdist-tmp")
@@ -576,12 +614,12 @@ def test_what_one_rank_cannot_copy_is_an_error_on_all(tmp_path: Path) -> None:
         with pytest.raises(hvd.CheckpointError, match=rf"Rank {last} failed: .*lock"):
             manager.save()
         hvd.barrier()
-        assert not list(tmp_path.iterdir())
+        assert not names_in(tmp_path)
         group["extra"] = None
         hvd.barrier()
         manager.save()
         manager.wait()
-        assert [path.name for path in tmp_path.iterdir()] == ["step-000000000"]
+        assert names_in(tmp_path) == ["step-000000000"]
 
 
 @pytest.mark.ranks(2, 3)
@@ -608,7 +646,7 @@ def test_sharded_models_need_a_manager_for_them(tmp_path: Path) -> None:
         with pytest.raises(hvd.CheckpointError, match="must have the model of `optimizer`"):
             manager.save()
         hvd.barrier()
-        assert not list(tmp_path.iterdir())
+        assert not names_in(tmp_path)
 
 
 @everywhere

@@ -171,7 +171,7 @@ def resumed(
         )
 
     assert forked(second) == ENDED
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(path.name for path in folder.glob("*step-*"))
     steps, restored = int(shared.get(0)), int(shared.get(1))
     return Run(faulty, asynchronous, ended_by, steps, restored, shared.get(2) == expected, names)
 

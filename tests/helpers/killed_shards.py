@@ -163,7 +163,7 @@ def killed(
             shared.set(1, max(abs(one - other) for one, other in pairs))
 
     assert forked(ranks, folder / "meeting again", again) == [0] * ranks
-    left = sorted(path.name for path in (folder / "saved").iterdir())
+    left = sorted(path.name for path in (folder / "saved").glob("*step-*"))
     return Run(asynchronous, victim, ended, int(shared.get(0)), ranks, shared.get(1), left)
 
 

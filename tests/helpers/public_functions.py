@@ -287,7 +287,7 @@ def on_manager(method: str, **valid: Any) -> Callable[..., None]:
     def call(**arguments: Any) -> None:
         def act(manager: Any, folder: str) -> None:
             manager.save({"x": 1.0})
-            path = {"path": next(Path(folder).iterdir(), folder)} if method == "restore" else {}
+            path = {"path": next(Path(folder).glob("step*"), folder)} if method == "restore" else {}
             getattr(manager, method)(**{**path, **valid, **arguments})
 
         managed(act)

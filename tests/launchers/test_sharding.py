@@ -85,7 +85,7 @@ def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path, run: Run
     second = run("-np", "4", sys.executable, *flags, "--steps", "10", "--shards", "2")
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     assert re.fullmatch(rb"step 10: loss [345]\.\d+ on 4 processes, 2 shards\n", second.written(0))
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.glob("step*"))
     assert names == [f"step-{step:09d}" for step in (6, 8, 10)]
 
 

@@ -236,7 +236,8 @@ def test_a_strict_error_lists_all_mismatches_and_changes_nothing() -> None:
         "it has no `epoch`; it has `ema`, which the state does not have; "
         "`model` has 2 unexpected (more.weight, more.bias) and 7 of another shape (0.weight: (4, 2) instead of (3, 2), "
         "0.bias: (4,) instead of (3,), 1.weight: (4,) instead of (3,), and 4 more); "
-        "`optimizer` has groups of [2] parameters instead of [1]. Pass strict=False to load what fits."
+        "`optimizer` has groups of [2] parameters instead of [1]. Pass partial=True to ignore names "
+        "that only the file has, or strict=False to load what fits."
     )
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before, strict=True))
 
