@@ -45,6 +45,8 @@ Objects = Mapping[str, torch.nn.Module | torch.optim.Optimizer]
 Parts = dict[str, Any]
 Groups = dict[str, list[Parts]]
 """The groups of each optimizer, with the names of their parameters under "params"."""
+State = dict[tuple[str, Any], Any]
+"""By "param" and the name of a parameter: its state. By "state" or "" and another key: what is there, or beside it."""
 _OF_PARAMS = ("params", "param_names")
 """What a group has that belongs to its parameters, and is not loaded."""
 
@@ -87,12 +89,8 @@ class PartGroup:
     def read(self, folder: Path, parts: Parts) -> None:
         """Overwrite `parts` with those in `folder`, which has all of them. Collective."""
         with _reported(f"to read its part of {folder}"):
-            dcp.load(
-                parts,
-                storage_reader=dcp.FileSystemReader(folder),
-                planner=_Planner(),
-                process_group=self._group,
-            )
+            reader = dcp.FileSystemReader(folder)
+            dcp.load(parts, storage_reader=reader, planner=_Planner(), process_group=self._group)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -119,19 +117,15 @@ def _stateful(optimizer: torch.optim.Optimizer, **methods: Callable[..., Any]) -
     return SimpleNamespace(state={None: None}, param_groups=optimizer.param_groups, **methods)
 
 
-def _named_state(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module
-) -> tuple[Parts, dict[tuple[Any, ...], Any], list[Parts]]:
-    """Return the state of each parameter by its name, all other state by its keys, and the groups with names."""
+def _named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> tuple[State, list[Parts]]:
+    """Return what `optimizer` has beside its groups, and the groups with names."""
     own = optimizer.state_dict()
     of_params = {key: value for key, value in own["state"].items() if isinstance(key, int)}
-    others: dict[tuple[Any, ...], Any] = {
-        ("state", key): value for key, value in own["state"].items() if key not in of_params
-    }
-    others |= {(key,): value for key, value in own.items() if key not in ("state", "param_groups")}
+    others: State = {("state", key): value for key, value in own["state"].items() if key not in of_params}
+    others |= {("", key): value for key, value in own.items() if key not in ("state", "param_groups")}
     given = {"state": of_params, "param_groups": [dict(group) for group in own["param_groups"]]}
     named: Any = get_optimizer_state_dict(model, (_stateful(optimizer, state_dict=lambda: given),))
-    return named["state"], others, named["param_groups"]
+    return {("param", name): value for name, value in named["state"].items()} | others, named["param_groups"]
 
 
 def _flattened(value: Any, name: str, flat: Parts) -> Any:
@@ -166,18 +160,18 @@ def parts_of(objects: Objects) -> tuple[Parts, Groups]:
     groups: Groups = {}
     for name, optimizer in _optimizers(objects):
         model, module = _model_of(name, optimizer, objects)
-        states, others, groups[name] = _named_state(optimizer, module)
-        states = {param: _flattened(value, f"{name}.state.{param}", parts) for param, value in states.items()}
+        state, groups[name] = _named_state(optimizer, module)
+        for (kind, key), value in state.items():
+            state[kind, key] = _flattened(value, f"{name}.{'state.' if kind else ''}{key}", parts)
         unusual = [
             key
-            for param, containers in states.items()
+            for (kind, param), containers in state.items()
+            if kind == "param" and isinstance(like := models[model].get(param), DTensor)
             for key in tree_leaves(containers)
             if isinstance(part := parts[key], torch.Tensor)
-            and isinstance(like := models[model].get(param), DTensor)
-            if isinstance(part, DTensor) != _is_divided(key, part.shape, like)
+            and isinstance(part, DTensor) != _is_divided(key, part.shape, like)
         ]
-        names = {keys: ".".join(map(str, (name, *keys))) for keys in others}
-        structure = states, [(keys, _flattened(others[keys], names[keys], parts)) for keys in others], unusual
+        structure = state, unusual
         # Ranks with equal structures write one of them.
         parts[f"{name}.structure.{zlib.crc32(repr(structure).encode()):08x}"] = structure
     return parts, groups
@@ -240,15 +234,13 @@ class _SavedOptimizer:
         self.params = {param: None for group in groups for param in group["params"]}
         self.saved = {key.removeprefix(f"{name}."): saved[key] for key in saved if key.startswith(f"{name}.")}
         self._by_number = "param_groups.0.params" in self.saved
-        self.described = {
-            f"{name}.{key}": _place(self.saved[key]) for key in filter(self._describes, self.saved)
-        }
+        described = filter(self._describes, self.saved)
+        self.described = {f"{name}.{key}": _place(self.saved[key]) for key in described}
         """The structure and the hyperparameters, which are read first."""
         self.options: dict[str, Parts] = {}
         """The hyperparameters of each parameter."""
-        self._states: Parts = {}
-        """The containers in the state of each parameter, with the names of their parts."""
-        self._others: list[tuple[tuple[Any, ...], Any]] = []
+        self._state: State = {}
+        """The containers in the state, with the names of their parts."""
         self._unusual: list[str] = []
         """The parts that are not divided as others of their shape."""
 
@@ -266,9 +258,8 @@ class _SavedOptimizer:
         for name in self.described:
             kind, _, rest = name.removeprefix(f"{self.name}.").partition(".")
             if kind == "structure":
-                states, others, unusual = described[name]
-                self._states |= states
-                self._others += others
+                state, unusual = described[name]
+                self._state |= state
                 self._unusual += unusual
             else:
                 place = rest.partition(".")[0] if self._by_number else _owner(rest, self.params)
@@ -284,7 +275,7 @@ class _SavedOptimizer:
         for key in self.saved:
             kind, _, rest = key.partition(".")
             if kind == "state" and (param := _owner(rest, self.params)):
-                place = self._states.setdefault(param, {})
+                place = self._state.setdefault(("param", param), {})
                 *names, last = rest.removeprefix(f"{param}.").split(".")
                 for name in names:
                     place = place.setdefault(name, {})
@@ -293,65 +284,65 @@ class _SavedOptimizer:
     def differences(self, known: Set[str]) -> dict[str, list[str]]:
         """Return what does not match. known: as for `Loading.compare`."""
         prefix = f"{self.name}.param_groups."
-        found: dict[str, list[str]] = {"missing": [], "of one group with different values": []}
-        for group in self._groups:
-            own = [self.options[param] for param in group["params"] if param in self.options]
-            for param in group["params"]:
-                if param not in self.options:
-                    found["missing"] += [f"{prefix}{param}.{key}" for key in group if key not in _OF_PARAMS]
-                elif self.options[param] != own[0]:
-                    found["of one group with different values"].append(prefix + param)
-        others = {f"{self.name}.state.{param}" for param in self.options}
-        tensors = [key for key, entry in self.saved.items() if _is_tensor(entry)]
-        others |= {f"{self.name}.{key}" for key in tensors if key.startswith("state.")}
-        others -= set(tree_leaves([containers for _, containers in self._others]))
-        return {**found, "unexpected": [name for name in others if not _owner(name, known)]}
+        keys = [f"state.{param}" for param in self.options]
+        keys += [key for key, entry in self.saved.items() if key.startswith("state.") and _is_tensor(entry)]
+        others = tree_leaves([found for (kind, _), found in self._state.items() if kind != "param"])
+        names = {f"{self.name}.{key}" for key in keys} - set(others)
+        mixed = [
+            prefix + param
+            for group in self._groups
+            for param in group["params"]
+            if self.options.get(param) not in (None, self._options_of(group))
+        ]
+        return {
+            "missing": [prefix + param for param in self.params if param not in self.options],
+            "of one group with different values": mixed,
+            "unexpected": [name for name in names if not _owner(name, known)],
+        }
 
-    def places(self, own: Parts, params: Parts, misfits: Set[str]) -> Parts:
+    def places(self, own: Parts, params: Parts) -> Parts:
         """Return what DCP is to overwrite with the state: the part in `own` if it is like the saved one.
 
-        params: the parts of the model. misfits: those with another shape in the folder; their state is not loaded.
+        params: the parts of the model whose state is loaded.
         """
         mesh = next((part.device_mesh for part in params.values() if isinstance(part, DTensor)), None)
-        fitting = self.params.keys() - misfits
-        self._states = {param: found for param, found in self._states.items() if param in fitting}
+        for name in [name for kind, name in self._state if kind == "param" and name not in params]:
+            del self._state["param", name]
         places: Parts = {}
-        states = [(params[param], found) for param, found in self._states.items()]
-        for param, containers in [*states, *((None, found) for _, found in self._others)]:
+        for (kind, key), containers in self._state.items():
+            param = params[key] if kind == "param" else None
             for name in tree_leaves(containers):
-                entry, mine = self.saved[name.removeprefix(f"{self.name}.")], own.get(name)
+                entry = self.saved[name.removeprefix(f"{self.name}.")]
                 is_usual = name not in self._unusual
                 is_divided = _is_tensor(entry) and _is_divided(name, entry.size, param) == is_usual
                 new = _place(entry, param, mesh) if is_divided else _place(entry)
-                places[name] = mine if _is_like(mine, new) else new
+                mine: Any = own.get(name)
+                is_like = _is_tensor(entry) and type(mine) is type(new) and mine.dtype == new.dtype
+                places[name] = mine if is_like and mine.shape == new.shape else new
         return places
+
+    def _options_of(self, group: Parts) -> Parts:
+        return next((self.options[param] for param in group["params"] if param in self.options), {})
 
     def state_dict(self, read: Parts) -> dict[str, Any]:
         """Return what the optimizer is to load, with the names of its parameters."""
         groups = []
         for group in self._groups:
-            options = next((self.options[param] for param in group["params"] if param in self.options), {})
+            options = self._options_of(group)
             moved = {
                 key: part.to(getattr(group.get(key), "device", "cpu"), copy=True)
                 for key, part in options.items()
                 if isinstance(part, torch.Tensor)
             }
             groups.append(group | options | moved)
-        states = {("state", param): containers for param, containers in self._states.items()}
         loaded: dict[str, Any] = {"state": {}, "param_groups": groups}
-        for keys, containers in [*states.items(), *self._others]:
-            place = loaded["state"] if len(keys) > 1 else loaded
-            place[keys[-1]] = tree_map(read.__getitem__, containers)
+        for (kind, key), containers in self._state.items():
+            (loaded["state"] if kind else loaded)[key] = tree_map(read.__getitem__, containers)
         return loaded
 
 
 def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, TensorStorageMetadata)
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    are_tensors = isinstance(one, torch.Tensor) and type(one) is type(other)
-    return are_tensors and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _to_load(
@@ -401,16 +392,12 @@ class Loading:
         states = [f"{each.name}.state.{param}" for each in self._optimizers for param in each.params]
         return [*self._of_models, *states]
 
-    def options(self) -> Iterator[tuple[str, torch.optim.Optimizer, set[str]]]:
-        """Take in `described`, and yield the name of each optimizer, and which hyperparameters the folder has of it."""
-        for each in self._optimizers:
-            each.describe(self.described)
-            yield each.name, each.optimizer, set().union(*each.options.values())
+    def compare(
+        self, known: Set[str], misfits: Callable[[torch.optim.Optimizer, Set[str]], list[str]]
+    ) -> list[str]:
+        """Take in `described`, choose the `parts`, and return what does not match.
 
-    def compare(self, known: Set[str], excluded: Container[str]) -> list[str]:
-        """Choose the `parts`, and return what does not match.
-
-        known: the `names` of all ranks. excluded: the names of optimizers that are not to be loaded.
+        known: the `names` of all ranks. misfits: returns what is wrong with the hyperparameters for an optimizer.
         """
         own = self._of_models
         tensors = {name: entry.size for name, entry in self._saved.items() if _is_tensor(entry)}
@@ -428,21 +415,24 @@ class Loading:
             "of another shape": list(shapes.values()),
         }
         self.parts = {name: own[name] for name in (own.keys() & self._saved.keys()) - others - shapes.keys()}
-        self._optimizers = [each for each in self._optimizers if each.name not in excluded]
-        for each in self._optimizers:
+        problems, optimizers, self._optimizers = [], self._optimizers, []
+        for each in optimizers:
+            each.describe(self.described)
+            if wrong := misfits(each.optimizer, set().union(*each.options.values())):
+                problems.append(f"`{each.name}` has {' and '.join(wrong)}")
+                continue
+            self._optimizers.append(each)
             for kind, found in each.differences(known).items():
                 kinds.setdefault(kind, []).extend(sorted(found))
             model, _ = _model_of(each.name, each.optimizer, self._objects)
-            params: Parts = {param: own.get(f"{model}.{param}") for param in each.params}
-            misfits = {param for param in params if f"{model}.{param}" in shapes}
-            self.parts |= each.places(self._own, params, misfits)
-        return [f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found]
+            names = {param: f"{model}.{param}" for param in each.params}
+            params = {param: own.get(name) for param, name in names.items() if name not in shapes}
+            self.parts |= each.places(self._own, params)
+        texts = [f"{len(found)} {kind} ({', '.join(found[:3])})" for kind, found in kinds.items() if found]
+        return [*problems, *([f"it has {' and '.join(texts)} parts"] if texts else [])]
 
-    def finish(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], bool]]:
-        """Load the `parts` into the models, and yield each optimizer and what it is to load.
-
-        The last is whether the folder has its parameters in another dtype.
-        """
+    def finish(self, load: Callable[[torch.optim.Optimizer, dict[str, Any]], object]) -> None:
+        """Load the `parts`, the state of optimizers by `load`, which keeps its dtypes."""
         loaded = self._of_models | self.parts
         for name, value in self._objects.items():
             if isinstance(value, torch.nn.Module):
@@ -450,6 +440,9 @@ class Loading:
                 set_model_state_dict(value, {key.removeprefix(f"{name}."): loaded[key] for key in keys})
         for each in filter(lambda each: each.saved, self._optimizers):
             name, model = _model_of(each.name, each.optimizer, self._objects)
+            state = _to_load(each.optimizer, model, each.state_dict(self.parts))
             keys = [key for param in each.params if (key := f"{name}.{param}") in self.parts]
-            converts = any(self._saved[key].properties.dtype != self._own[key].dtype for key in keys)
-            yield each.optimizer, _to_load(each.optimizer, model, each.state_dict(self.parts)), converts
+            if any(self._saved[key].properties.dtype != self._own[key].dtype for key in keys):
+                each.optimizer.load_state_dict(state)  # torch converts the state as its parameters
+            else:
+                load(each.optimizer, state)

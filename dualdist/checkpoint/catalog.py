@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ class CatalogEntry:
     manifest: Manifest
 
 
+Find = Callable[[MemoryFile], CatalogEntry | None]
+"""Copies a checkpoint into the file and returns its entry, or returns None."""
+
+
 class Catalog:
     """The checkpoints of one folder, in the order in which they were saved. Only the processes that write use it.
 
@@ -47,8 +51,8 @@ class Catalog:
 
     Damaged files stay for inspection, but are not among its entries.
 
-    keep: how many of the newest checkpoints to keep, besides the `keep_best` best. None: all.
-    best: the metric that decides which checkpoint is best, and whether "max" or "min" of it is good.
+    keep: how many of the newest checkpoints to keep, besides the best. None: all.
+    best: the metric that decides which checkpoints are best, whether "max" or "min" is good, and how many to keep.
     durable: as for `replacing`.
     """
 
@@ -61,15 +65,12 @@ class Catalog:
         self,
         folder: Path,
         keep: int | None,
-        best: tuple[str, str] | None = None,
-        keep_best: int = 1,
+        best: tuple[str, str, int] | None = None,
         *,
         durable: bool = True,
     ) -> None:
         self.folder = folder.absolute()  # the program may change its working directory
-        self._keep, self._keep_best = keep, keep_best
-        self._best = best
-        self._durable = durable
+        self._keep, self._best, self._durable = keep, best, durable
         self._is_claimed = False
         self._entries: list[CatalogEntry] = []
         self.rejected: dict[Path, str] = {}
@@ -147,20 +148,15 @@ class Catalog:
         self.rejected.pop(path, None)
         self._list([*(known for known in self._entries if known.path != path), CatalogEntry(path, manifest)])
         if self._keep is not None:
-            kept = self._entries[-self._keep :] + self._best_first()[: self._keep_best]
+            kept = self._entries[-self._keep :] + self._best_first()[: self._best[2] if self._best else 0]
             for entry in [known for known in self._entries if known not in kept]:
                 self.remove(entry.path)
                 self._entries.remove(entry)
 
     def would_lose(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Return those of `metrics` that are NaN, but numbers in the checkpoint of `step`, which they would replace."""
-        entry = next((entry for entry in self._entries if entry.path == self.path_of(step)), None)
-        known = {} if entry is None else entry.manifest.metrics
-        return [
-            name
-            for name, value in metrics.items()
-            if math.isnan(value) > math.isnan(known.get(name, math.nan))
-        ]
+        known = {entry.path: entry.manifest.metrics for entry in self._entries}.get(self.path_of(step), {})
+        return [name for name in known if math.isnan(metrics.get(name, 0)) and not math.isnan(known[name])]
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of `step`."""
@@ -206,7 +202,7 @@ class Catalog:
         """Return the checkpoints that have the metric, the best first. Of equal ones, the later one is first."""
         if self._best is None:
             return []
-        metric, mode = self._best
+        metric, mode, _ = self._best
         rated = [(entry.manifest.metrics.get(metric, math.nan), entry) for entry in self._entries[::-1]]
         rated = [(value, entry) for value, entry in rated if not math.isnan(value)]
         return [entry for _, entry in sorted(rated, key=operator.itemgetter(0), reverse=mode == "max")]

@@ -247,7 +247,7 @@ def is_collective(value: Any) -> bool:
     return is_stateful(value) and getattr(value, "collective_state", False) is True
 
 
-def states_of_ranks(saved: Any) -> list[Any] | None:
+def rank_states(saved: Any) -> list[Any] | None:
     """Return the states of all ranks in what a file has under one name; None if it has one for all ranks."""
     is_of_ranks = isinstance(saved, Mapping) and list(saved) == [RANKS] and isinstance(saved[RANKS], list)
     return saved[RANKS] if is_of_ranks else None
@@ -258,9 +258,7 @@ def state_of(value: Any) -> Any:
 
     That of a module has the names of the bare model, without those of wrappers.
     """
-    if not is_stateful(value):
-        return value
-    state = value.state_dict()
+    state = value.state_dict() if is_stateful(value) else value
     if not isinstance(value, torch.nn.Module):
         return state
     return bare_names(
@@ -278,7 +276,7 @@ def check_state(state: Any) -> list[str]:
     for name, value in plain.items():
         with _without_cycles(f"state[{name!r}]"):
             _check_containers(value, f"state[{name!r}]")
-        if states_of_ranks(value) is not None:
+        if rank_states(value) is not None:
             raise ValueError(
                 f"`state[{name!r}]` must not be a list under the key {RANKS!r} alone, but is. Use another key."
             )
@@ -295,14 +293,12 @@ def collect_own(state: Mapping[str, Any], *, writes: bool) -> dict[str, Any]:
 
     writes: whether this rank is the writer. Only the writer keeps states that are equal on all ranks.
     """
-    own = {}
+    own: dict[str, Any] = {}
     for name in sorted(state):  # so that all ranks make the same calls
         value = state[name]
-        if is_per_rank(value):
-            own[name] = value.state_dict()
-        elif is_collective(value):
+        if is_per_rank(value) or is_collective(value):
             taken = value.state_dict()
-            own |= {name: taken} if writes else {}
+            own |= {name: taken} if writes or is_per_rank(value) else {}
     return own
 
 
@@ -311,14 +307,13 @@ def collect_compared(state: Mapping[str, Any]) -> dict[str, Any]:
 
     It does so for models and optimizers, whose gradients are averaged.
     """
-
-    def is_compared(value: Any) -> bool:
-        if not is_stateful(value):
-            return not _has_only_floats(value)
-        says = isinstance(getattr(value, RANKS, None), bool) or is_collective(value)
-        return not (says or isinstance(value, torch.nn.Module | torch.optim.Optimizer))
-
-    return {name: state_of(state[name]) for name in sorted(state) if is_compared(state[name])}
+    return {
+        name: state_of(value)
+        for name, value in sorted(state.items())
+        if not isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+        if not isinstance(getattr(value, RANKS, None), bool) and not is_collective(value)
+        if is_stateful(value) or not _has_only_floats(value)
+    }
 
 
 def _has_only_floats(value: Any) -> bool:
@@ -350,12 +345,9 @@ def _described(value: Any) -> str:
         return f"{kind} {hashlib.blake2b(bits.clone().numpy().data).hexdigest()}"
     if not isinstance(value, Mapping | list | tuple | set):
         return repr(value)
-    pairs = value.items() if isinstance(value, Mapping) else None
-    items = (
-        [": ".join(map(_described, pair)) for pair in pairs] if pairs is not None else map(_described, value)
-    )
+    items = list(map(_described, value.items() if isinstance(value, Mapping) else value))
     is_ordered = isinstance(value, list | tuple | OrderedDict)
-    return f"{type(value).__name__}({list(items) if is_ordered else sorted(items)})"
+    return f"{type(value).__name__}({items if is_ordered else sorted(items)})"
 
 
 def collect(

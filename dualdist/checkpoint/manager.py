@@ -32,9 +32,9 @@ from ..errors import CheckpointError, DamagedCheckpointError
 from ..process_exit import at_exit
 from ..types import Max
 from ..world.process_sets import reporting
-from .catalog import Catalog, CatalogEntry, this_job
+from .catalog import Catalog, Find, this_job
 from .contents import HostCopy, check_state, few, on_host
-from .format import Manifest, MemoryFile, make_manifest
+from .format import Manifest, make_manifest
 from .restoration import RandomState, load_into
 from .save_and_load import (
     checked_metrics,
@@ -315,9 +315,7 @@ class CheckpointManager:
             integer("agree_every", agree_every, least=1)
             check_best(best)
             if integer("keep_best", keep_best, least=1) > 1 and best is None:
-                raise ValueError(
-                    f"`keep_best` must be 1 without `best`, but is {keep_best} instead. Pass the metric as `best`."
-                )
+                raise wrong("keep_best", "1 without `best`", keep_best, "Pass the metric as `best`.")
             integer("exit_code", exit_code, least=0, below=256)
             names = check_state(state)
             if flag("random_state", random_state):
@@ -348,7 +346,8 @@ class CheckpointManager:
         self._asynchronous, self._exit_code = asynchronous, exit_code
         self._agrees = asynchronous or bool(signals) or every_seconds is not None
         """Whether one rank may know of an event that the others do not see: a signal, a failed save, a late one."""
-        self._catalog = (FolderCatalog if sharded else Catalog)(Path(directory), keep, best, keep_best)
+        rated = best and (*best, keep_best)
+        self._catalog = (FolderCatalog if sharded else Catalog)(Path(directory), keep, rated)
         self._job = from_writer(self._open)
         self._shards = Shards(state, self._catalog) if isinstance(self._catalog, FolderCatalog) else None
         self._signals = SignalWatch(signals)
@@ -546,20 +545,14 @@ class CheckpointManager:
             state = {name: value for name, value in state.items() if not is_sharded(value)}
         return ChainMap(state, self._random)  # type: ignore[arg-type]
 
-    def _restore(
-        self,
-        find: Callable[[MemoryFile], CatalogEntry | None],
-        strict: bool,
-        partial: bool,
-        *,
-        skips: bool = True,
-    ) -> Manifest | None:
+    def _restore(self, find: Find, strict: bool, partial: bool, skips: bool = True) -> Manifest | None:
         with reporting(ALLGATHER_OBJECT):
             strict, partial = flag("strict", strict), flag("partial", partial)
+        shards = self._shards
         self.wait()
         while (found := receive_checkpoint(find if is_writer() else None)) is not None:
             _, entry, values = found
-            problem = None if self._shards is None else self._shards.verify(entry.path, values)
+            problem = None if shards is None else shards.verify(entry.path, values)
             if problem is None:
                 break
             if not skips:
@@ -567,9 +560,7 @@ class CheckpointManager:
             self._catalog.rejected[entry.path] = problem
         else:
             return None
-        load_parts = None
-        if self._shards is not None:
-            load_parts = self._shards.fit(entry.path, strict=strict, partial=partial)
+        load_parts = None if shards is None else shards.fit(entry.path, strict=strict, partial=partial)
         everything = self._everything()
         load_into(everything, values, strict=strict, partial=partial, origin=entry.path)
         plain = {name: value for name, value in everything.maps[0].items() if value is not self._state[name]}

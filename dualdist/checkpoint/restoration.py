@@ -32,8 +32,8 @@ from .contents import (
     fitting_part,
     is_per_rank,
     is_stateful,
+    rank_states,
     state_of,
-    states_of_ranks,
 )
 
 # The states of the random number generators of this process: those of Python, NumPy and torch.
@@ -96,15 +96,7 @@ def _seed(state: dict[str, Any], rank: int) -> int:
 
 logger = logging.getLogger("dualdist")
 
-_ADDED_TO_GROUPS = {
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
-    "swa_lr",
-    "param_names",
-}
+_ADDED_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
 """Options that schedulers of torch.optim and named parameters add to the groups of any optimizer."""
 
 Load = Callable[[], object]
@@ -120,15 +112,13 @@ def load_into(
 ) -> None:
     """Load the objects of `state` from `values`, and set its plain values. Collective over the world.
 
-    strict: False loads what fits, and warns about the rest. partial: ignore names that only `values` has. origin: the
+    strict: False loads what fits, and warns about the rest. partial: ignore names that only the file has. origin: the
     file, for messages.
 
     Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
     except modules when the `load_state_dict` of a module or an optimizer raised.
     """
-    if partial:
-        values = {name: value for name, value in values.items() if name in state}
-    own = if_all_succeed(lambda: _Restoration(state, values, strict, origin), CheckpointError)
+    own = if_all_succeed(lambda: _Restoration(state, values, strict, partial, origin), CheckpointError)
     try:
         for kind in _ORDER:
             if_all_succeed(functools.partial(own.load, kind), CheckpointError)
@@ -153,7 +143,7 @@ class _Restoration:
     """How one rank loads its objects and values."""
 
     def __init__(
-        self, state: Mapping[str, Any], values: Mapping[str, Any], strict: bool, origin: object
+        self, state: Mapping[str, Any], values: Mapping[str, Any], strict: bool, partial: bool, origin: object
     ) -> None:
         """Find what fits, without a change. If not everything fits: raise CheckpointError if `strict`, else warn."""
         self.plain: dict[str, Any] = {}
@@ -163,7 +153,7 @@ class _Restoration:
         self._former: dict[str, Any] = {}
         check_state(state)
         missing = [f"`{name}`" for name in state if name not in values]
-        unexpected = [f"`{name}`" for name in values if name not in state]
+        unexpected = [f"`{name}`" for name in values if name not in state and not partial]
         problems = [f"it has no {few(missing)}"] if missing else []
         problems += [f"it has {few(unexpected)}, which the state does not have"] if unexpected else []
         converted: set[int] = set()
@@ -253,7 +243,7 @@ def _fit_module(
 
 def _of_this_rank(value: Any, saved: Any) -> tuple[Any, Load | None, list[str]]:
     """Return what this rank loads of `saved`; what derives it from the states of other ranks; and what does not fit."""
-    states, derive = states_of_ranks(saved), cast(Any, getattr(value, "load_derived", None))
+    states, derive = rank_states(saved), cast(Any, getattr(value, "load_derived", None))
     if states is None:
         return saved, None, ["no state for each rank in the file"] if is_per_rank(value) else []
     if getattr(value, RANKS, None) is False:
@@ -278,7 +268,7 @@ def _group_mismatches(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
 def option_mismatches(optimizer: torch.optim.Optimizer, saved: Set[str]) -> list[str]:
     """Return what is wrong if the hyperparameters `saved` are those of another class than that of `optimizer`."""
     # Another version of torch may have more or fewer options. Unknown and missing ones together mean another class.
-    known = {option for group in optimizer.param_groups for option in group} | _ADDED_TO_GROUPS
+    known = {option for group in optimizer.param_groups for option in group} | _ADDED_OPTIONS
     unknown = sorted(saved - known)
     missing = sorted(set(optimizer.defaults) - saved)
     if unknown and missing:

@@ -23,7 +23,7 @@ from ..training.parameters import bare_names
 from ..world.context import current
 from ..world.process_sets import reporting
 from ..world.ranks import rank, size
-from .catalog import CatalogEntry
+from .catalog import CatalogEntry, Find
 from .contents import check_state, collect, collect_compared, collect_own, digest, few, on_host
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
 from .restoration import load_into
@@ -161,14 +161,12 @@ class _FoundFile(NamedTuple):
 _PIECE_BYTES = 32 << 20
 
 
-def receive_checkpoint(
-    find: Callable[[MemoryFile], CatalogEntry | None] | None,
-) -> tuple[int, CatalogEntry, dict[str, Any]] | None:
+def receive_checkpoint(find: Find | None) -> tuple[int, CatalogEntry, dict[str, Any]] | None:
     """Load on every rank the checkpoint that one finds, the newest if several do. Collective over the world.
 
     Each host holds the file in memory once.
 
-    find: copies a checkpoint into the file and returns its entry, or returns None; None on ranks that do not look.
+    find: None on ranks that do not look.
 
     Returns the rank that has found it, its entry and its values; None when no rank has found any. Errors as for
     `outcomes`, and DamagedCheckpointError when it cannot be loaded on this rank.

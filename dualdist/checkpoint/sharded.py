@@ -230,26 +230,11 @@ class Shards:
         known = set().union(*outcomes(look))
         (loading,) = made
         self._group.read(folder, loading.described)
-
-        def compare() -> None:
-            problems = {
-                name: f"`{name}` has {text}"
-                for name, optimizer, options in loading.options()
-                for text in option_mismatches(optimizer, options)
-            }
-            if mismatches := loading.compare(known, problems.keys()):
-                problems[""] = f"it has {' and '.join(mismatches)} parts"
-            report_mismatches(list(problems.values()), folder, strict=strict)
-
-        outcomes(compare)
+        outcomes(lambda: report_mismatches(loading.compare(known, option_mismatches), folder, strict=strict))
 
         def load() -> None:
             self._group.read(folder, loading.parts)
-            for optimizer, state, converts in loading.finish():
-                if converts:
-                    optimizer.load_state_dict(state)
-                else:
-                    load_optimizer_state(optimizer, state)
+            loading.finish(load_optimizer_state)
 
         return load
 
@@ -259,12 +244,8 @@ class Shards:
 
     def _own(self, names: Any) -> list[str]:
         """Return the names of the files that this rank has written, or reads when there were more ranks."""
-        numbers = {name: re.match(r"__(\d+)_", name) for name in names}
-        return [
-            name
-            for name, found in numbers.items()
-            if int(found[1] if found else 0) % self._size == self._rank
-        ]
+        numbers = {name: int((re.match(r"__(\d+)_", name) or [0, 0])[1]) for name in names}
+        return [name for name, number in numbers.items() if number % self._size == self._rank]
 
 
 def is_sharded(value: Any) -> bool:

@@ -234,7 +234,7 @@ def test_what_a_checkpoint_has_no_state_for_gets_none(tmp_path: Path) -> None:
         manager.save()
     with managed(tmp_path, {"net": large, "optimizer": optimizers[1]}) as manager, warned() as messages:
         manager.restore_latest(strict=False)
-    assert "22 missing (net.1.bias" in messages[0]
+    assert "4 missing (net.1.bias" in messages[0]
     assert set(optimizers[1].state) == set(large[0].parameters())
     assert [float(state["step"]) for state in optimizers[1].state.values()] == [1, 1]
 
@@ -390,7 +390,7 @@ def test_hyperparameters_with_other_characters_in_their_names_are_loaded(tmp_pat
     dcp.save({"net": net, "sgd": sgd}, checkpoint_id=tmp_path / "theirs")
     dcp.save({"net": net}, checkpoint_id=tmp_path / "weights")
     with managed(tmp_path / "new", {"net": fresh, "sgd": empty}) as manager:
-        with pytest.raises(hvd.CheckpointError, match=r"missing \(sgd\.param_groups\.bias\.dampening"):
+        with pytest.raises(hvd.CheckpointError, match=r"missing \(sgd\.param_groups\.bias, "):
             manager.restore(tmp_path / "weights")
         manager.restore(tmp_path / "theirs")
     (group,) = empty.param_groups
