@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..agreement.call import DATA_PARALLEL, remember_call_site
 from ..backends.torch_interface import (
@@ -227,9 +227,6 @@ class DistributedDataParallel(torch.nn.Module):
             TorchDataParallel._active_ddp_module = outer
         if self._buffer_hook is not None:
             self._sync_buffers(after_forward=True)
-        for leaf in () if torch.compiler.is_compiling() else tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(self._combiner.watch)  # hooks may be removed before backward
         return outputs
 
     @not_compiled
