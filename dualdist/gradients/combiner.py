@@ -162,7 +162,10 @@ class Combiner:
         """Prepare for `step()`, after gradients are combined. Local."""
 
     def fill(self, kept: Set[int]) -> None:
-        """Give zeros to parameters without a required gradient, except those whose `id` is in `kept`. Local."""
+        """Give zeros to parameters that require a gradient and have none. Local.
+
+        kept: the `id` of parameters that get none.
+        """
         for param in self.params() if self.fills else ():
             if param.grad is None and param.requires_grad and id(param) not in kept:
                 param.grad = torch.zeros_like(param, dtype=getattr(param, "grad_dtype", None))

@@ -155,7 +155,10 @@ class GradSync(Combiner):
                     self._pass_counts[index] = 1
 
     def _register_hooks(self) -> set[int]:
-        """Do so where `requires_grad` has become True, or the script has removed them; return the latter parameters."""
+        """Register hooks where `requires_grad` has become True, or where the script has removed them.
+
+        Returns the parameters, by index, from which it had removed them.
+        """
         is_changed = self._count_hooks() != self._hook_counts
         lost = {
             index
