@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from .helpers.forks import use_forks
+from .helpers.time_table import TimeTable
 from .helpers.world import WORLDS, World
 from .selection import NEW_INTERPRETERS, is_core, is_left_out, worlds_of
 
@@ -49,11 +50,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run every test, in more worlds, and start those of users as new interpreters; see tests/selection.py",
     )
+    parser.addoption(
+        "--times", action="store_true", help="show what each file takes; see tests/helpers/time_table.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.programs is None:
         config.option.programs = 50 if config.option.all else 25
+    if config.option.times:
+        config.pluginmanager.register(TimeTable())
     config.addinivalue_line(
         "markers", "core: the tests that a contributor runs first; see tests/selection.py"
     )
