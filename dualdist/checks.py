@@ -92,12 +92,8 @@ def number(
         return value
     rule = _range("a finite number", least, None, most, above)
     result = converted(name, value, float, rule, fix, without=bool | str | bytes)
-    in_range = (
-        (least is None or result >= least)
-        and (most is None or result <= most)
-        and (above is None or result > above)
-    )
-    if not (math.isfinite(result) and in_range):
+    is_low = (least is not None and result < least) or (above is not None and result <= above)
+    if is_low or (most is not None and result > most) or not math.isfinite(result):
         raise wrong(name, rule, value, fix)
     return result
 

@@ -22,6 +22,8 @@ Errors that a script may catch have the same classes as in Horovod: `HorovodInte
 
 from __future__ import annotations
 
+import logging
+
 __all__ = (
     "BackendUnavailableError",
     "CheckpointError",
@@ -36,6 +38,9 @@ __all__ = (
     "StallError",
     "WorldMismatchError",
 )
+
+logger = logging.getLogger("dualdist")
+"""Reports what is no error."""
 
 
 class ConfigurationError(ValueError):

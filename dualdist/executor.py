@@ -81,8 +81,7 @@ class Worker:
 CHECK_SECONDS = 0.1
 """How often to ask whether a member is lost."""
 _SETTLE_SECONDS = 1.0
-"""How long a collective may still take when a member is lost. It may have sent all its data, and the transport's own
-error is the better one."""
+"""How long a collective may still take when a member is lost: the transport's own error is the better one."""
 
 
 class Patience:

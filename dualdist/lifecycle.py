@@ -27,8 +27,7 @@ from .world.process_sets import ProcessSet, forget_world, is_communicator, regis
 
 # `init(comm=)`: a world of some of the launched processes, as in Horovod under mpirun.
 #
-# The members meet through their own communicator. Several worlds can exist side by side, such as those of
-# MPI.COMM_WORLD.Split.
+# The members meet through their own communicator. Several worlds can exist side by side, as after Split.
 
 
 @contextlib.contextmanager
@@ -190,10 +189,8 @@ def _check_joined(**given: str | int | None) -> None:
     }
     for name, value in given.items():
         if value not in (None, own[name]):
-            rule, fix = (
-                f"{own[name]!r}, as in the world that is joined",
-                "Call shutdown() before you join another one.",
-            )
+            rule = f"{own[name]!r}, as in the world that is joined"
+            fix = "Call shutdown() before you join another one."
             raise wrong(name, rule, value, fix, ConfigurationError)
 
 

@@ -66,12 +66,8 @@ def _user_frame() -> FrameType:
 @functools.cache
 def is_internal(file: str) -> bool:
     """Return whether `file` belongs to dualdist or torch, or has no source."""
-    return (
-        os.path.realpath(file).startswith(_OURS)  # `dualdist parity` runs through a link
-        or _TORCH in file
-        or file.endswith(f"{os.sep}contextlib.py")
-        or file.startswith("<")
-    )
+    is_library = _TORCH in file or file.endswith(f"{os.sep}contextlib.py") or file.startswith("<")
+    return is_library or os.path.realpath(file).startswith(_OURS)  # `dualdist parity` runs through a link
 
 
 # The kinds of calls: one row per kind, with what the agreement, the timeline and ranks in `join` need to know.

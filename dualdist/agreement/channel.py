@@ -46,8 +46,7 @@ StandIn = Callable[[Call, Group, Verdict], None]
 """What a rank that has called `join` runs when the other ranks call a collective."""
 
 _WAIT_SECONDS = 0.5
-"""How long a thread waits at a time. A signal that arrives just before a wait, or in another thread, does not interrupt
-it: its handler runs between two waits."""
+"""How long a thread waits at a time. A signal may not interrupt a wait: its handler then runs after it."""
 
 
 class Request(Generic[T]):
@@ -236,8 +235,7 @@ class Channel:
 
         Raises CollectiveMismatchError when the members' arguments differ, or when all wait for different calls;
         StallError when a member does not make the call in time, HorovodInternalError when the backend failed. This
-        method, `submit`, `fail` and `join` raise RuntimeError in a signal handler that has interrupted one of them in
-        the same thread.
+        method, `submit`, `fail` and `join` raise RuntimeError in a signal handler that has interrupted one of them.
         """
         return in_turn(call, self._run_or_enqueue, Request(ACTIVE, call, execute))
 

@@ -145,8 +145,7 @@ class AddressExchange:
     def failure(self, missing: Iterable[int], cause: OSError | RuntimeError) -> HorovodInternalError:
         """Return the error of a member that cannot connect to those at `missing`, after sending it to the others.
 
-        If another member has failed already, return its error instead. Raises HorovodInternalError if `cause` is the
-        consequence of the end of a rank during the start.
+        If another has failed already, return its error. Raises HorovodInternalError if `cause` is the end of a rank.
         """
         self._check_start(cause)
         ranks = sorted(self._ranks[place] for place in missing)
@@ -212,16 +211,11 @@ class Connections:
                 store, f"connections/{name}", self.ranks, self.rank, limit, check_start
             )
             self._connect(exchange, address)
-        self._rounds = [
-            (
-                min(distance, self.size - distance),
-                self._peers[(self.rank - distance) % self.size],
-                self._peers[(self.rank + distance) % self.size],
-            )
-            for distance in _powers_of_two(self.size)
-            if self.rank >= 0
-        ]
+        self._rounds: list[tuple[int, _Peer, _Peer]] = []
         """For each round of an exchange: of how many members to send, to which peer, and from which peer to receive."""
+        for distance in _powers_of_two(self.size) if self.rank >= 0 else ():
+            target, source = (self._peers[(self.rank + step) % self.size] for step in (-distance, distance))
+            self._rounds.append((min(distance, self.size - distance), target, source))
 
     def allgather_messages(self, message: bytes, seconds: float | None = None) -> list[bytes]:
         """Return every member's `message`, in rank order. Collective over the members.

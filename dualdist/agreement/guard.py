@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import ParamSpec, TypeVar
 
 from ..checks import add_note, shown_ranks
-from ..errors import HorovodInternalError, StallError
+from ..errors import HorovodInternalError, StallError, logger
 from .call import Call
 from .connections import Connections
-from .watch import GAVE_UP, WatchedChannel, logger
+from .watch import GAVE_UP, WatchedChannel
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -52,8 +52,7 @@ def run_calls_of_others() -> None:
 def in_turn(call: Call, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return `step(*args, **kwargs)`, which makes `call`. Raises RuntimeError if this thread is in another call.
 
-    A signal handler runs in the main thread, inside the call that it interrupts. A second call there would wait for the
-    first one, and the first one for the handler.
+    A signal handler runs inside the call that it interrupts: this one and a second one would wait for each other.
     """
     thread = _this_thread.state
     interrupted = thread.call
@@ -151,8 +150,7 @@ class Guard:
     def check_peers(self, watched: WatchedChannel) -> None:
         """If a peer has died, end the collectives in progress and let every later call raise. Local.
 
-        The host may wait for its device, in no call, and the device for that peer. A peer must be lost in two checks: a
-        call that waits for it has time to raise first.
+        The host may wait for its device, and that for a peer. It must be lost in two checks: a call can raise first.
         """
         had_lost, self._has_lost_peer = self._has_lost_peer, self._connections.has_lost_peer()
         call = watched.last_call

@@ -306,8 +306,7 @@ def _failures(standings: Sequence[Standing], ranks: Sequence[int]) -> list[Outco
 def _remove(failure: Outcome, pending: Sequence[EntriesByIndex], ends: bool) -> None:
     """Remove from `pending` what cannot be matched otherwise because of `failure`.
 
-    ends: whether the failure ends now. If not, later calls of its member wait: those without a name would be matched
-    with the wrong ones.
+    ends: whether the failure ends now. If not, later calls of its member wait: some would match the wrong ones.
     """
     for place, index in enumerate(failure.entries):
         if index is None:

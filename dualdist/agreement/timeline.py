@@ -9,15 +9,13 @@ small enough to be sent with the agreement spends its time in NEGOTIATE_ALLREDUC
 and each agreement is one cycle. A mark has the time of its own rank's clock; if that lies outside the span, the mark is
 moved to the nearer end. On a GPU a span ends when the collective is queued, not when it has finished.
 
-While torch's profiler runs, it gets the same as named ranges on each rank, without a file. The range of a bucket is the
-wait for it.
+While torch's profiler runs, it gets ranges on each rank, without a file; that of a bucket is the wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -28,15 +26,12 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ..backends.base import Backend, Work
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, logger
 from .call import GRADIENTS, Call, Data
 
 # A Chrome trace on disk, which is valid JSON after every write.
 #
-# Each write overwrites the closing bracket of the JSON list and appends a new one. So the file of a process that is
-# killed can still be read.
-
-logger = logging.getLogger("dualdist")
+# Each write overwrites the closing bracket of the list and appends another, for a process that is killed.
 
 
 class TraceFile:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import math
 import operator
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
+from ..errors import logger
 from .call import Record
 
 NUMBERS = ("rank", "size", "start", "seconds", "calls", "bytes_reduced")
@@ -30,7 +30,6 @@ _MOST_DIFFERENCE = 0.05
 _MAIN = threading.main_thread().ident
 """Lets the hot path know the main thread without a call of Python."""
 
-logger = logging.getLogger("dualdist")
 
 Report = dict[str, Any]
 

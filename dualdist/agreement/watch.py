@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hmac
 import json
-import logging
 import math
 import secrets
 import select
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..checks import shown_ranks
+from ..errors import logger
 from ..types import Settings
 from .call import LONGEST_TEXT, Call, Record
 from .usage import Report, Usage, combined, lines, shares
@@ -133,8 +133,7 @@ class StatusServer:
 def ask(contact: Contact, question: Any, seconds: float) -> Any:
     """Return the answer to `question`, which must arrive within `seconds`.
 
-    Raises ConnectionError when nobody answers questions there, because the process has ended, and another OSError,
-    such as TimeoutError, when no answer arrives.
+    Raises ConnectionError when the process has ended, another OSError, such as TimeoutError, without an answer.
     """
     deadline = time.monotonic() + seconds
     answer = bytearray()
@@ -222,8 +221,6 @@ class Survey:
         rows = [f"  {shown_ranks(ranks)}: {doing.text}" for doing, ranks in groups.items()]
         return "\n".join([f"missing ranks: {missing}.", *rows])
 
-
-logger = logging.getLogger("dualdist")
 
 _STALLED_SECONDS = 5.0
 """How long to wait for the other ranks' answers when a call has stalled."""
@@ -427,8 +424,7 @@ class StallWatch:
     ) -> WatchedChannel:
         """Add a channel, whose members have the global ranks `ranks`.
 
-        pending: returns the calls that have begun. Without it, calls are not agreed on one by one, and are recorded
-            here.
+        pending: returns the calls that have begun. Without it, calls are not agreed on, and recorded here.
         """
         channel = self.channels[name] = WatchedChannel(self, name, ranks, pending)
         return channel
@@ -537,13 +533,9 @@ class StallWatch:
                 for other in list(self.channels.values())
                 if other is not channel and (wait := other.wait) is not None and not other.gave_up
             )
+            position = channel.position((kind, call_name))
             interrupted = self.interrupted.get(channel.process_set)
-            return (
-                channel.position((kind, call_name)),
-                next(elsewhere, ""),
-                self._suspended_seconds(),
-                interrupted,
-            )
+            return position, next(elsewhere, ""), self._suspended_seconds(), interrupted
         return None
 
     def _check_repeatedly(self) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import logging
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from .. import checks
 from ..agreement.connections import Connections
 from ..checkpoint.for_elastic import Commits
 from ..collectives.objects import on_all_ranks
-from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt
+from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, HostsUpdatedInterrupt, logger
 from ..launch import ELASTIC_DIR
 from ..lifecycle import init, shutdown
 from ..meeting.boards import LauncherProcess, find_launcher_process
@@ -31,7 +30,6 @@ from .state import ObjectState, State, commits_made
 
 # What `run` does in addition under launchers that end all processes after a failure and start new ones.
 
-logger = logging.getLogger("dualdist")
 
 _numbers = itertools.count()
 """Numbers the `run`s of a program, since each has its own commits."""
@@ -81,8 +79,7 @@ class _Lifeline:
     def rejoin(self) -> None:
         """Leave the world, and join it again with the same processes. Collective.
 
-        Raises HorovodInternalError when one of them has ended. The launcher restarts all processes when it notices
-        that, or when this process ends.
+        Raises HorovodInternalError when one of them has ended. The launcher then restarts all processes.
         """
         arguments = current().arguments
         shutdown()
@@ -180,8 +177,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     If process sets were added after `init()`, add them again in a reset callback. Any other exception ends the
     process, and so does the tenth HorovodInternalError in a row without a commit in between.
 
-    Collective: every rank must call it, after `init()`, with a `State` as first argument. The docstring of this package
-    lists the failures that it can recover from.
+    Collective, after `init()`, with a `State` as first argument. dualdist.elastic lists what it recovers from.
 
     Raises ConfigurationError if the launcher can change the hosts of the job, but the backend cannot join a new world.
     """
@@ -191,9 +187,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         _check_state(state)
-        if not current().launch.restarts:
-            return run_fn(func, _rejoin)(state, *args, **kwargs)
-        with restarting(state) as rejoin:
+        rejoining = restarting(state) if current().launch.restarts else contextlib.nullcontext(_rejoin)
+        with rejoining as rejoin:
             return run_fn(func, rejoin)(state, *args, **kwargs)
 
     return wrapper

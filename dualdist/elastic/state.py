@@ -12,7 +12,6 @@ desynchronises ranks:
 from __future__ import annotations
 
 import copy
-import logging
 import queue
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -26,7 +25,7 @@ from ..agreement.call import BROADCAST_OBJECT
 from ..checkpoint.for_elastic import is_collective, is_per_rank, is_stateful
 from ..checks import flag, instance, integer, mapping
 from ..collectives.objects import broadcast_object, if_all_succeed
-from ..errors import HostsUpdatedInterrupt
+from ..errors import HostsUpdatedInterrupt, logger
 from ..samplers import DealingSampler, checked_epoch
 from ..training.optimizer_state import broadcast_optimizer_state, load_optimizer_state
 from ..training.parameters import broadcast_parameters, is_extra_state
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from ..checkpoint.for_elastic import Commits
 
 # The samples of each rank when the number of ranks may change in the middle of an epoch.
-
-logger = logging.getLogger("dualdist")
 
 
 class ElasticSampler(DealingSampler[int]):
@@ -112,9 +109,8 @@ class ElasticSampler(DealingSampler[int]):
 
 # How each kind of object in a TorchState is saved, restored and shared (horovod/torch/elastic/state.py).
 #
-# An object with `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler, is shared by these methods, so
-# that it stays the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the
-# optimizer.)
+# An object with `state_dict` and `load_state_dict`, such as a scheduler, is shared by these methods, so that it stays
+# the same object on every rank. (Horovod pickles it: a scheduler on rank 1 then changes a copy of the optimizer.)
 
 
 class StateHandler:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import hashlib
-import logging
 import os
 import pickle
 import zlib
@@ -32,7 +31,7 @@ from ..agreement.usage import write
 from ..agreement.watch import Contact, StallWatch
 from ..backends import choose
 from ..backends.base import Backend, Exchange, Group
-from ..errors import NotInitializedError, WorldMismatchError
+from ..errors import NotInitializedError, WorldMismatchError, logger
 from ..launch import DeviceView, choose_devices, launch_from, nodes, topology
 from ..launch.environment import add_copies, remove_copies, torchrun_variables
 from ..meeting import mpi
@@ -46,8 +45,6 @@ from .dump import Dump
 #
 # torchrun, `dualdist run` and `spawn` set OMP_NUM_THREADS. mpirun, srun and horovodrun do not, so each of their
 # processes starts one thread per CPU.
-
-logger = logging.getLogger("dualdist")
 
 
 class CpuThreads(NamedTuple):
@@ -297,8 +294,7 @@ class Context:
     def _export(self, variables: Mapping[str, str]) -> None:
         """Set those of `variables` that are absent or empty in the environment until this process leaves the world.
 
-        For frameworks and scripts that look for torchrun's variables. Users often export MASTER_ADDR and MASTER_PORT
-        alone, so the others are set, too.
+        For frameworks and scripts that look for torchrun's variables. Users often export MASTER_* alone.
         """
         added = {name: value for name, value in variables.items() if not os.environ.get(name)}
         add_copies(added, os.environ)
@@ -388,15 +384,15 @@ def join_world(
     _context = Context(started, launch, settings, stand_in)
     process_exit.world_has_failed = False
     atexit.register(leave_world)  # torch 2.13 aborts if a gloo group still exists when Python ends
-    if _context.backend.rank == 0:
+    if started.rank == 0:
         logger.info(
             "dualdist runs on %s (%s), %s; %d processes, rank from %s; rank 0 is at %s.",
-            _context.backend.name,
-            _context.backend.transport,
+            started.name,
+            started.transport,
             chosen.reason,
-            _context.backend.size,
+            started.size,
             launch.sources.get("rank", launch.launcher),
-            _context.backend.address,
+            started.address,
         )
     return _context
 

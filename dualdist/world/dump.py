@@ -11,7 +11,6 @@ import faulthandler
 import functools
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -28,9 +27,8 @@ from typing import Any
 
 from ..agreement.call import LONGEST_TEXT, Record, is_internal
 from ..agreement.watch import ASKED, GAVE_UP, StallWatch
+from ..errors import logger
 from ..executor import in_thread
-
-logger = logging.getLogger("dualdist")
 
 Place = tuple[str, int, str]
 """File, line and function."""

@@ -239,9 +239,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     context = current()
     with reporting(REMOVE_PROCESS_SET):
-        instance(
-            "process_set", process_set, ProcessSet, "a ProcessSet", "Pass what add_process_set() returned."
-        )
+        fix = "Pass what add_process_set() returned."
+        instance("process_set", process_set, ProcessSet, "a ProcessSet", fix)
     set_id = process_set.process_set_id
     if set_id is None or set_id <= 0 or context.process_sets.get(set_id) is not process_set:
         return False
@@ -296,8 +295,7 @@ def checked_process_set(
     """Return the process set that the argument `name` means. registered: it must be in use.
 
     Collective over its members if it is a mesh dimension or a group of torch whose ranks have no process set yet.
-    Raises TypeError, ValueError if this rank is not in the group, or BackendUnavailableError if the backend cannot
-    connect its ranks.
+    Raises TypeError, ValueError if this rank is not in the group, BackendUnavailableError if it cannot be connected.
     """
     ranks = ranks_of_torch_group(process_set)
     if ranks is not None:

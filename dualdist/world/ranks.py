@@ -16,67 +16,43 @@ from .context import current_or_inherited, is_initialized
 
 
 def rank() -> int:
-    """Return the rank of this process in the world, from 0. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return the rank of this process in the world, from 0. Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.rank
 
 
 def size() -> int:
-    """Return the number of processes in the world. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return the number of processes in the world. Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.size
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its node, from 0. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return the rank of this process on its node, from 0. Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.local_rank
 
 
 def local_size() -> int:
-    """Return the number of processes on this node. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return the number of processes on this node. Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.local_size
 
 
 def cross_rank() -> int:
-    """Return this process's index among those with the same local rank. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return the index among processes of this local rank. Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of processes with this local rank, one per node. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return the number of processes of this local rank. Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().world.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether every node runs the same number of processes. Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return whether all nodes run equally many processes. Local. Raises NotInitializedError before `init()`."""
     world = current_or_inherited().world
     return world.local_size * world.cross_size == world.size
 
 
 def backend_name() -> str:
-    """Return which backend runs: "torch", "horovod" or "local". Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return which backend runs: "torch", "horovod" or "local". Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().backend.name
 
 
@@ -89,10 +65,7 @@ def transport_name() -> str:
 
 
 def launcher_name() -> str:
-    """Return what started this process, such as "torchrun". Local.
-
-    Raises NotInitializedError before `init()`.
-    """
+    """Return what started this process, such as "torchrun". Local. Raises NotInitializedError before `init()`."""
     return current_or_inherited().launch.launcher
 
 
