@@ -136,13 +136,8 @@ def choose(asked: str | None, transport: str | None, launch: Launch, env: Mappin
             return choice(name, f"{name} already runs in this process")
     if transport is None and not launch.by_launcher and launch.init_method is None:
         return choice("local", "a single process")
-    if _launcher_starts_horovod(launch, env):
+    # A launcher that starts MPI needs a Horovod that was built with MPI.
+    starts_horovod = launch.starts_horovod and is_installed()
+    if starts_horovod and (not launch.starts_mpi or load("horovod").can_start(launch, env)):
         return choice("horovod", f"started by {launch.launcher} with Horovod installed")
     return choice(DEFAULT_BACKEND, f"started by {launch.launcher}")
-
-
-def _launcher_starts_horovod(launch: Launch, env: Mapping[str, str]) -> bool:
-    """Return whether the launcher is one of Horovod's. One that starts MPI needs a Horovod that was built with MPI."""
-    if not launch.starts_horovod or not is_installed():
-        return False
-    return not launch.starts_mpi or load("horovod").can_start(launch, env)

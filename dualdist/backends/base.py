@@ -57,8 +57,7 @@ _GROUPS = 3
 def allow_open_files(size: int) -> None:
     """Raise this process's limit of open files if a world of `size` ranks needs more. Local.
 
-    Rank 0 has one more connection to each rank while the world starts. Raises ConfigurationError if the hard limit is
-    too low.
+    While the world starts, rank 0 has one more for each rank. Raises ConfigurationError if the limit is too low.
     """
     needed, allowed = server.raise_file_limit((_GROUPS + 1) * size)
     if allowed < needed - server.SPARE_FILES:
@@ -142,18 +141,8 @@ class Group(ABC):
 
     # Gloo, NCCL and the MPI group of this package reduce these (c10d's GENERATE_ALL_TYPES in ProcessGroupGloo.cpp and
     # ncclDataType in NCCLUtils.cpp). None of them reduces int16.
-    reduce_dtypes = frozenset(
-        {
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.uint8,
-            torch.int8,
-            torch.int32,
-            torch.int64,
-        }
-    )
+    _floats = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    reduce_dtypes = frozenset({*_floats, torch.uint8, torch.int8, torch.int32, torch.int64})
     """The dtypes that `allreduce_` supports. The caller converts all others."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -163,11 +152,9 @@ class Group(ABC):
         """The index of this process in `ranks`; -1 when it is not a member."""
         self.size = len(self.ranks)
         self.has_lost_member: Callable[[], bool] = lambda: False
-        """Whether a member has ended, or cannot make collectives any more. The owner of the group sets this function.
-        For transports that do not notice it themselves."""
+        """Whether a member has ended, or cannot go on. The owner sets it, for transports that do not notice it."""
         self.find_cause: Callable[[], str] = lambda: ""
-        """Return the ranks that have ended first, and say so to the others. The owner sets it. For a transport that
-        ends the process itself."""
+        """Return the ranks that have ended first, and say so to the others. For a transport that ends the process."""
 
     @abstractmethod
     def wire_device(self, device: torch.device) -> torch.device:
@@ -334,8 +321,7 @@ class Backend(ABC):
 
         exchange: of `ranks`.
 
-        Raises StallError if a rank does not arrive in time, and BackendUnavailableError if the backend cannot connect
-        `ranks`.
+        Raises StallError if a rank does not arrive, BackendUnavailableError if the backend cannot connect `ranks`.
         """
 
     def new_members_groups(self, ranks: Sequence[int], count: int, exchange: Exchange) -> list[Group]:

@@ -89,10 +89,10 @@ def _launchers_board(launch: Launch, env: Mapping[str, str]) -> Board:
     if launch.starts_mpi and process_manager(env):
         export_environment()
         return given_board(replace(launch, init_method="env://"), os.environ)
-    raise no_board(
-        launch,
-        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)",
+    how = (
+        "install mpi4py (pip install mpi4py) and use a launcher that starts MPI (mpirun, or srun --mpi=pmix)"
     )
+    raise no_board(launch, how)
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """torch.distributed as a backend: nccl, xccl, gloo, or MPI through mpi4py.
 
-It guarantees that the collectives of one process group run in the order of the calls. It lacks two checks, which
-dualdist adds above the backends: gloo does not detect that ranks pass different shapes, and no transport detects that
-they call different collectives.
+It guarantees that the collectives of one process group run in the order of the calls. dualdist adds two checks above
+it: that ranks pass the same shapes (gloo), and call the same collectives (all).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .. import accelerator
-from ..errors import BackendUnavailableError, ConfigurationError
+from ..errors import BackendUnavailableError, ConfigurationError, logger
 from ..executor import Patience, in_thread, wait_for
 from ..launch import DeviceView, choose_devices, shared_devices
 from ..meeting.addresses import own_node
@@ -48,7 +46,6 @@ from .torch_interface import (
 
 T = TypeVar("T")
 
-logger = logging.getLogger("dualdist")
 
 _FALLBACK = "gloo"
 """Every host has it."""
@@ -289,18 +286,10 @@ class TorchBackend(Backend):
     def open_process_group(self) -> None:
         if dist.is_initialized():
             return
-        connect = functools.partial(
-            self._default_group.open,
-            self._config,
-            # NCCL has threads that wait in a store. Without NCCL, one connection is enough. Each takes time: c10d's
-            # server looks up the peers' names one by one.
-            self.store if self.device is None else connect_again(self.store),
-            self.rank,
-            self.size,
-            self._timeout,
-            self.device,
-        )
-        self.start_step(connect)
+        # NCCL has threads that wait in a store. Otherwise one connection is enough, and each takes time.
+        store = self.store if self.device is None else connect_again(self.store)
+        place = self.rank, self.size, self._timeout, self.device
+        self.start_step(lambda: self._default_group.open(self._config, store, *place))
 
     def abort_default_group(self) -> None:
         group = self._default_group.group  # read once: `shutdown` may run in another thread

@@ -144,19 +144,14 @@ def built_into_torch() -> Mapping[str, bool | int]:
     NCCL counts only with a GPU: recipes for Adasum scale the learning rate by `local_size()` if `nccl_built()`.
     """
     can_use_nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    major, minor, patch = torch.cuda.nccl.version()[:3] if can_use_nccl else (0, 0, 0)
     return {
         "mpi_built": dist.is_mpi_available() or importlib.util.find_spec("mpi4py") is not None,
         "gloo_built": dist.is_gloo_available(),
-        "nccl_built": _nccl_version_code() if can_use_nccl else 0,
+        "nccl_built": int(major * 10000 + minor * 100 + patch),  # NCCL_VERSION_CODE in nccl.h since 2.9
         "cuda_built": torch.version.cuda is not None,
         "rocm_built": torch.version.hip is not None,
     }
-
-
-def _nccl_version_code() -> int:
-    """Return NCCL_VERSION_CODE as nccl.h computes it since 2.9."""
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    return int(major * 10000 + minor * 100 + patch)
 
 
 # Which of torch's backends carries the tensors of which device, and the device of this process.

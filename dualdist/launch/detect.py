@@ -181,7 +181,7 @@ def _is_set(env: Mapping[str, str], marker: str) -> bool:
 
 def _read(launcher: Launcher, env: Mapping[str, str], mpi_size: int | None = None) -> Launch:
     """Return what the launcher's variables say. mpi_size: the size of MPI's world, for want of a variable."""
-    names = {field: getattr(launcher, field) for field in ("rank", "size", "local_rank", "local_size")}
+    names = {field: getattr(launcher, field) for field in NAMED_BY}
     values = {field: _number(env, name, launcher) for field, name in names.items()}
     rank, size = values["rank"], values["size"]
     if mpi_size is not None and size is None:
@@ -391,8 +391,7 @@ def launch_from(
 
     mpi_size: as in `detect`. With `is_part` in `given`, the world has only some of the launched processes: the local
     numbers and MPI's world are those of another world, and are left out.
-    Rank and world size together need no launcher. Raises ConfigurationError when arguments are missing or
-    contradict each other.
+    Rank and world size together need no launcher. Raises ConfigurationError if arguments are missing or contradict.
     """
     is_part = bool(given.get("is_part"))
     given = {field: value for field, value in given.items() if field != "is_part"}

@@ -20,7 +20,6 @@ COPIES = "DUALDIST_COPIES"
 """The variable with the copies as NAME=VALUE, separated by spaces."""
 RENDEZVOUS, _SECRET = "DUALDIST_RENDEZVOUS", "DUALDIST_SECRET"
 
-_NUMBERS = ("rank", "size", "local_rank", "local_size")
 _MORE_LAUNCHER_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*|PMI.*|SLURM_STEP_.*|DUALDIST_(RENDEZVOUS|SECRET)"
     r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)"
@@ -39,7 +38,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that launchers have set for this process."""
     env = without_copies(env)
     rows = (*LAUNCHERS, *registered_launchers())
-    known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in _NUMBERS}
+    known = set(NAMED_BY.values()) | {getattr(row, field) for row in rows for field in NAMED_BY}
     known |= {marker.partition("=")[0] for row in rows for marker in row.markers}
     known.add(COPIES)
     known |= {env[setting] for setting in NAMED_BY.values() if env.get(setting)}
@@ -59,7 +58,7 @@ def process_variables(launcher: str, world: World, rendezvous: str, secret: byte
     """Return the variables that give one process its place in the job. detect.py and meeting/ read them."""
     return {
         "DUALDIST_LAUNCHER": launcher,
-        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in _NUMBERS},
+        **{f"DUALDIST_{name.upper()}": str(getattr(world, name)) for name in NAMED_BY},
         RENDEZVOUS: rendezvous,
         _SECRET: secret.hex(),
     }
@@ -88,8 +87,7 @@ _PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 def copied_variables(*groups: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """Return `groups` of variables, one for each launcher, and DUALDIST_COPIES.
 
-    given: variables that the user has set for the processes. A group with one of them is left out: the rest of the
-    group would contradict it.
+    given: variables that the user has set for the processes. A group with one of them is left out: it would contradict.
     """
     copies: dict[str, str] = {}
     for group in groups:

@@ -72,16 +72,14 @@ class Launcher:
     """Whether `name` is also the name of a program."""
 
 
+_TORCH_NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 _SCHEDULERS = ("jsrun", "srun", "flux", "PALS", *OUTERMOST)
 _MPI = ("mpirun", "mpirun_rsh", "mpiexec", "prterun", "PMIx")
 
 LAUNCHERS = (
     Launcher(
         "torchrun",
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
+        *_TORCH_NUMBERS,
         markers=("TORCHELASTIC_RUN_ID",),
         inside=(*_MPI, *_SCHEDULERS, SITE),
         # torchrun hides from its processes that --nnodes is a range. Then it restarts them without --max-restarts, too.
@@ -224,10 +222,7 @@ LAUNCHERS = (
     # torchrun's variables, set by hand or by a cluster.
     Launcher(
         "env",
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
+        *_TORCH_NUMBERS,
         markers=("RANK", "WORLD_SIZE"),
         init_method="env://",
         is_command=False,

@@ -41,12 +41,9 @@ def addresses() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                # It has no IPv4 address.
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 

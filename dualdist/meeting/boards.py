@@ -1,10 +1,9 @@
 """Where the ranks find the server of their meeting: what each kind of launcher contributes.
 
 Under most launchers, rank 0 starts the server, and publishes its address where the launcher lets all ranks look:
-horovodrun's HTTP server, a message of MPI (mpi.py), or a store (backends/store.py). An earlier start that failed may
-have left its address there. Nobody answers at it, or a program that does not know the secret, and the rank looks again.
-Elsewhere the address is known before: the ranks share a host, the launcher itself runs the server, or it has given all
-ranks an address of rank 0.
+horovodrun's HTTP server, a message of MPI (mpi.py), or a store (backends/store.py). An earlier start may have left its
+address there: nobody answers who knows the secret, and the rank looks again. Elsewhere the address is known before: the
+ranks share a host, the launcher itself runs the server, or it has given all ranks an address of rank 0.
 """
 
 from __future__ import annotations
@@ -399,12 +398,9 @@ def node_address(node: str) -> str:
     with contextlib.suppress(OSError, UnicodeError):
         return socket.gethostbyname(node)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "node", node]
         answer = subprocess.run(
-            ["scontrol", "show", "node", node],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_SECONDS,
-            check=True,
+            command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
         )
         found = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
         if found:

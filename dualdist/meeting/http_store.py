@@ -84,11 +84,8 @@ class HttpStore:
 def horovods_scopes(nodes: Sequence[str], worlds: Sequence[World]) -> dict[str, int]:
     """Return Horovod's own scopes and their numbers of members. nodes, worlds: of each rank."""
     local = {f"local_{node}": count for node, count in Counter(nodes).items()}
-    return {
-        "global": len(nodes),
-        **local,
-        **{f"cross_{world.local_rank}": world.cross_size for world in worlds},
-    }
+    cross = {f"cross_{world.local_rank}": world.cross_size for world in worlds}
+    return {"global": len(nodes), **local, **cross}
 
 
 class _Server(ThreadingHTTPServer):

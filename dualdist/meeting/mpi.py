@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import logging
 import os
 import socket
 import sys
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from .. import process_exit
 from ..checks import shown_ranks
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, logger
 from ..executor import in_time
 from ..launch import detect, is_one_host
 from ..process_exit import at_exit
@@ -31,12 +30,9 @@ from ..types import Launch
 from .boards import ADVICE, PublishedBoard, job_digest, process_status, rising
 from .server import own_peer, unix_listener
 
-logger = logging.getLogger("dualdist")
-
 # Which ranks on this host have begun to start: MPI cannot report for whom it waits.
 #
-# Each rank listens at an abstract address of a Unix socket (unix(7)), which has its job and its local rank. It needs no
-# file, and the kernel removes it with the process.
+# Each rank listens at an abstract Unix address (unix(7)) with its job and local rank, which ends with the process.
 
 _CONNECT_SECONDS = 1.0
 
@@ -46,11 +42,10 @@ _own: list[socket.socket] = []
 
 def announce(launch: Launch, env: Mapping[str, str]) -> None:
     """Let the other ranks on this host see that this rank has begun to start. Local. Never raises."""
-    if launch.local_rank is None:
-        return
     # OSError: this or another process of this rank has announced it, or the system is not Linux.
     with contextlib.suppress(OSError):
-        _own.append(unix_listener(_address(launch, env, launch.local_rank)))
+        if launch.local_rank is not None:
+            _own.append(unix_listener(_address(launch, env, launch.local_rank)))
 
 
 def missing_local_ranks(launch: Launch, env: Mapping[str, str]) -> list[int]:
@@ -134,8 +129,7 @@ has_unfinished = False
 
 
 def is_failing() -> bool:
-    """Return whether MPI must not be finalized: this process ends by an exception or with an exit code other than 0, or
-    some operations of MPI do not end."""
+    """Return whether MPI must not be finalized: this process has failed, or some operations of MPI do not end."""
     return bool(_failures or getattr(sys, "last_value", None))
 
 
@@ -228,7 +222,10 @@ _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 @contextlib.contextmanager
 def limited_start(env: Mapping[str, str], seconds: float) -> Iterator[None]:
     """Within the block, calls of MPI, if there are any, wait for other ranks for at most `seconds`."""
-    launch = _launch(env)
+    launch = None
+    with contextlib.suppress(ConfigurationError):
+        found = detect(env)
+        launch = found if found.starts_mpi else None
     if launch is not None:
         announce(launch, env)
     token = _limit.set(_Limit(env, launch, seconds))
@@ -258,7 +255,7 @@ def ending_late_calls(call: str) -> Iterator[None]:
         if not missing and returned.wait(_OTHER_HOSTS_SECONDS):
             return
         rank = None if limit.launch is None else limit.launch.rank
-        error = waited(rank, _missing(limit), call, limit.seconds, missing)
+        error = waited(rank, missing_on_host(limit), call, limit.seconds, missing)
         os.write(2, f"dualdist: {error}\n".encode())
         os._exit(1)
 
@@ -271,18 +268,15 @@ def ending_late_calls(call: str) -> Iterator[None]:
         watcher.join()
 
 
-def missing_on_host() -> list[int]:
-    """Return the missing ranks of the start in progress, if they are known. Local."""
-    limit = _limit.get()
-    return [] if limit is None else _missing(limit)
+def missing_on_host(limit: _Limit | None = None) -> list[int]:
+    """Return the missing ranks of a start if all ranks are on this host: it cannot see those of others. Local.
 
-
-def _missing(limit: _Limit) -> list[int]:
-    """Return the missing ranks if all are on this host: it cannot see those of others. If not, an empty list."""
-    launch = limit.launch
-    if launch is None or not is_one_host(launch):
+    limit: of the start; None: of the one in progress, if this thread runs it.
+    """
+    limit = limit or _limit.get()
+    if limit is None or limit.launch is None or not is_one_host(limit.launch):
         return []
-    return missing_local_ranks(launch, limit.env)
+    return missing_local_ranks(limit.launch, limit.env)
 
 
 def waited(
@@ -305,14 +299,6 @@ def waited(
 
 def _are(numbers: Sequence[int]) -> str:
     return "are" if len(numbers) > 1 else "is"
-
-
-def _launch(env: Mapping[str, str]) -> Launch | None:
-    """Return this process's place in a job of MPI, as far as it is known without MPI."""
-    with contextlib.suppress(ConfigurationError):
-        launch = detect(env)
-        return launch if launch.starts_mpi else None
-    return None
 
 
 # The address of rank 0's server, as a message from rank 0 to each other rank.

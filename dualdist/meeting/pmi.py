@@ -1,9 +1,8 @@
 """What MPI's launchers offer their processes without MPI: a place where rank 0 leaves a text for the others.
 
 MPI can start only once in a process, also if another program runs in it afterwards. So a process that will become
-another program meets the others by means of the process manager alone, and leaves MPI to that program. Open MPI,
-PRRTE, Slurm and jsrun have PMIx (https://pmix.org), hydra (MPICH, Intel MPI) and Flux have PMI-1 (src/pmi/simple of
-MPICH).
+another program meets the others by its process manager alone. Open MPI, PRRTE, Slurm and jsrun have PMIx
+(https://pmix.org), hydra (MPICH, Intel MPI) and Flux have PMI-1 (src/pmi/simple of MPICH).
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ program, and may start others for which it keeps the connection: a shell.
 
 If a process has used PMI-1 and ends without "finalize", hydra kills the others of its host (pmip_cb.c, pmi_cb). After
 "finalize", the process cannot use PMI again, so MPI could not start in it. Whether a program starts MPI is known only
-when it ends. So the relay passes all else on, and sends "finalize" when a program has ended and does not use PMI. If
-it does, the relay only closes the connection, as the program itself would have done. While a shell has the
-connection, too, its next program can meet the others again. So the relay keeps a "finalize" for itself, and one of the
-shell's relays sends it when the shell has ended.
+when it ends. So the relay passes all else on, and sends "finalize" when a program has ended that has not used PMI.
+Otherwise it only closes the connection. While a shell has the connection, too, its next program can meet the others
+again. So the relay keeps a "finalize" for itself, and one of the shell's relays sends it when the shell has ended.
 
 This file imports the standard library alone.
 """

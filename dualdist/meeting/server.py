@@ -71,8 +71,7 @@ _CHALLENGE = _DIGEST = 32
 def reach(endpoints: Sequence[tuple[str, int]], secret: bytes, seconds: float) -> socket.socket:
     """Return a connection to a MeetingServer that knows `secret`, at the first of `endpoints` where one answers.
 
-    All are tried at the same time: an address may lead to another network, where nobody answers. Raises OSError without
-    an answer within `seconds`.
+    All are tried at once: one may lead to another network. Raises OSError without an answer within `seconds`.
     """
     problems = []
     deadline = time.monotonic() + seconds
@@ -172,8 +171,7 @@ FAILED = "failed"
 """From the server: [FAILED, error, is_own]. A rank has waited too long in a gather. It receives the error before the
 others, and sends [FAILED] when it has reported it; then all receive it."""
 STALLED = "stalled"
-"""From a rank that waits too long for others that have arrived: [STALLED]. The answer is LOST or [STALLED] again, which
-means that all are alive."""
+"""From a rank that waits too long for others: [STALLED]. The answer is LOST, or [STALLED] if all are alive."""
 QUESTION = "question"
 """From the server: [QUESTION], which the rank sends back."""
 LOST = "lost"
@@ -225,9 +223,8 @@ _BACKLOG = 4096
 class MeetingServer:
     """Serves meetings of `size` ranks, one after the other, until it is closed. A context manager.
 
-    hosts: the addresses to listen on, "" for all; or an abstract address of a Unix socket (unix(7)), which begins with
-    "\\0" and serves processes of this user. port: the same on all addresses, 0 for a free one. Raises OSError when the
-    port or the address is not free.
+    hosts: the addresses to listen on, "" for all; or an abstract Unix address, "\\0..." (unix(7)), for processes of
+    this user. port: the same on all addresses, 0 for a free one. Raises OSError if they are not free.
     """
 
     def __init__(self, size: int, hosts: Iterable[str], secret: bytes, port: int = 0) -> None:

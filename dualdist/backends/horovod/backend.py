@@ -478,16 +478,8 @@ class HorovodBackend(Backend):
             return
         store = dist.HashStore() if self.store is None else self.store
         allow_open_files(self.size)
-        connect = functools.partial(
-            self._default_group.open,
-            self._config,
-            store,
-            self.rank,
-            self.size,
-            timedelta(seconds=self._timeout),
-            self.device,
-        )
-        self.start_step(connect)
+        place = self.rank, self.size, timedelta(seconds=self._timeout), self.device
+        self.start_step(lambda: self._default_group.open(self._config, store, *place))
 
     def shutdown(self) -> None:
         with self._on_shutdown:

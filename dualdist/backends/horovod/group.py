@@ -217,8 +217,7 @@ class HorovodGroup(Group):
 # Horovod's process sets: those that it has, and those that it cannot make.
 
 _CONNECTS_ALL_PROCESS_SETS = _RELEASES_PYTHONS_LOCK = 2
-"""The number of the repair with which the Gloo controller connects process sets of some ranks of several hosts, and a
-call that waits lets other threads of Python run."""
+"""From this repair on, Gloo connects process sets over several hosts, and a waiting call lets other threads run."""
 
 
 def _number_of_repairs() -> int:

@@ -3,9 +3,8 @@
     import dualdist.backends.mpi
     torch.distributed.init_process_group("mpi4py", init_method="mpi4py://")    # rank and size are MPI's
 
-Every collective is non-blocking and uses a communicator that belongs to its process group alone. A progress thread
-moves the data while Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are
-supported.
+Every collective is non-blocking, on a communicator of its process group alone. A progress thread moves the data while
+Python computes, and ends collectives that exceed the group's timeout. Only tensors on the CPU are supported.
 
 group.py has the process group and what remains of destroyed groups, communicator.py the collectives as MPI requests,
 and work.py the objects that calls return, with the thread that tests them.

@@ -1,8 +1,7 @@
 """The collectives as MPI requests.
 
 Each is MPI's own non-blocking collective if possible. But gathers, scatters and all-to-alls of tensors that differ in
-size, are separate in memory or are too large for one call use point-to-point messages between the members, with a
-reserved tag.
+size, are separate in memory or are too large for one call use point-to-point messages with a reserved tag.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def mpi_reduction(dtype: torch.dtype, op: Any) -> MpiReduction:
 
 # Tensors as MPI's messages.
 #
-# MPI counts in 32-bit integers, and Open MPI 4 also computes count times rank in 32 bits. Therefore no message is
-# larger than `LARGEST_BYTES`.
+# MPI counts in 32-bit integers, and Open MPI 4 also computes count times rank in 32 bits. Hence `LARGEST_BYTES`.
 
 LARGEST_BYTES = 1 << 30
 PIECE_BYTES, _MOST_PIECES = 4 << 20, 64

@@ -186,8 +186,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     ) -> MpiWork:
         """Start `operations` in this order.
 
-        opts: the options of torch, for their timeout. inputs: for the profiler, by default `result`. options: as for
-        MpiWork.
+        opts: of torch, for their timeout. inputs: for the profiler, by default `result`. options: as for MpiWork.
         """
         range_ = profiler_range(what, result if inputs is None else inputs)
         requests: list[Any] = []
@@ -241,8 +240,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def _allreduce_sparse(self, tensor: torch.Tensor, op: Any) -> None:
         """Sum a sparse tensor (COO) of each member, which may have different numbers of elements, and wait for it.
 
-        Every member gathers all indices and values, and adds them in the order of the members. Raises RuntimeError
-        unless `op` is SUM, as over gloo.
+        Every member gathers all, and adds in the order of the members. Raises RuntimeError unless `op` is SUM, as gloo.
         """
         if op != dist.ReduceOp.SUM:
             raise RuntimeError(f"The reduction of sparse tensors must be SUM, but is {op} instead.")

@@ -183,8 +183,7 @@ class MpiWork(dist.Work):
 
         what: the call, for error messages. range_: a future that ends a range of the profiler. status: an MPI status
         that the last request fills. seconds: the timeout, by default the group's. expires: whether the work fails once
-        the timeout has passed since its start. A call of `wait` always fails once the timeout has passed since that
-        call.
+        the timeout has passed since its start. A call of `wait` always fails after the timeout.
         """
         super().__init__()
         self.owner = owner
@@ -266,8 +265,7 @@ class MpiWork(dist.Work):
     def _fulfil_future(self) -> None:
         """Set the result of the future, if there is one, in another thread.
 
-        A callback may wait for another collective, as PowerSGD's does. In the progress thread it would wait forever,
-        because that thread completes all collectives.
+        A callback may wait for another collective, as PowerSGD's does, which only the progress thread can complete.
         """
         with self._lock:
             future, self._future = self._future, None

@@ -10,7 +10,6 @@ host, their order and their thread. Here are the Groups, with the reductions ove
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 from collections import deque
@@ -19,11 +18,10 @@ from datetime import timedelta
 
 import torch
 
+from ...errors import logger
 from ..base import Exchange, Group, Work, plain
 from .collectives import CollectiveQueue, CollectiveSteps, Rounds
 from .mesh import ADDRESS_BYTES, Memory, Mesh, box_bytes, make_memory
-
-logger = logging.getLogger("dualdist")
 
 # Allreduce of members on several hosts: in shared memory within a host, over the network between hosts.
 #
@@ -220,8 +218,7 @@ def share_host(
 ) -> list[Group]:
     """Return `count` groups over `ranks` for tensors on the CPU, which use shared memory within each host.
 
-    They use the network alone if no host has several members, or if memory cannot be shared on one of the members.
-    Collective over `ranks`.
+    They use the network alone if no host has several members, or a member cannot share memory. Collective over `ranks`.
 
     Args:
         rank: of this process, a member.

@@ -6,8 +6,7 @@ member reduces a share, and the others copy it, which takes two rounds and less 
 There are two sets of boxes, which the rounds use in turns. So one barrier a round is enough: a member that writes a box
 again has met the others in the round between, and these had read the box before.
 
-A collective is a generator, which yields what it waits for. A queue runs the collectives of one group in the order of
-the calls.
+A collective is a generator, which yields what it waits for. A queue runs those of one group in the order of the calls.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ _SCRATCH_BYTES = 128 << 10
 """Sums of three and more tensors are made in parts of this size, which stay in the cache."""
 
 _MESSAGE_BYTES = 4 << 20
-"""How much a broadcast sends in a round. With less, the ranks wait more often; with more, they copy in turns rather
-than at the same time (94 MB, 2 ranks)."""
+"""How much a broadcast sends in a round. With less, the ranks wait more often; with more, they copy in turns."""
 
 
 class Rounds:
@@ -248,8 +246,7 @@ class CollectiveQueue:
     def start(self, steps: CollectiveSteps, *, at_once: bool = False) -> SharedMemoryWork:
         """Queue a collective.
 
-        at_once: run it in this thread until it must wait. For a small one, or one for which the caller waits soon: of
-        two members, no other thread continues it.
+        at_once: run it in this thread until it must wait. For a small one, or if the caller waits soon.
         """
         work = SharedMemoryWork(self, steps)
         self._queued.append(work)

@@ -21,11 +21,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from ...errors import HorovodInternalError
+from ...meeting.server import own_peer, unix_listener
 
 # The shared memory: anonymous (memfd), so that it ends with the last process that uses it, even if all are killed.
 #
@@ -133,8 +133,6 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 ADDRESS_BYTES = 16
 _HELLO = struct.Struct("<i")
 """The first message on a connection: the caller's place."""
-_CREDENTIALS = struct.Struct("3i")
-"""Process ID, user ID and group ID of the peer, in SO_PEERCRED."""
 
 
 class Mesh:
@@ -149,9 +147,7 @@ class Mesh:
         self._is_closed = False
         self.address = secrets.token_bytes(ADDRESS_BYTES)
         """Where this member listens: a random name in Linux's abstract namespace, which leaves no file."""
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(_name(self.address))
-        self._server.listen(2 * self.size)
+        self._server = unix_listener(_name(self.address))
 
     def connect(self, addresses: list[bytes], descriptor: int | None) -> int:
         """Connect to the other members and return the descriptor of the memory. Collective.
@@ -185,7 +181,7 @@ class Mesh:
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
             connection.settimeout(self._timeout)
             connection.connect(_name(address))
-            if not _is_own_user(connection):
+            if own_peer(connection) is None:
                 raise OSError("another user listens at a member's address")
             connection.sendall(_HELLO.pack(self.place))
             stack.pop_all()
@@ -196,7 +192,8 @@ class Mesh:
         self._server.settimeout(max(1e-3, deadline - time.monotonic()))
         connection, _ = self._server.accept()
         connection.settimeout(self._timeout)
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL) if _is_own_user(connection) else b""
+        is_own = own_peer(connection) is not None  # 0: in another namespace of process IDs
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL) if is_own else b""
         if len(hello) < _HELLO.size:
             connection.close()
             return False
@@ -264,8 +261,3 @@ class Mesh:
 
 def _name(address: bytes) -> str:
     return f"\0dualdist-{address.hex()}"
-
-
-def _is_own_user(connection: Any) -> bool:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
