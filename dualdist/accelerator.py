@@ -22,7 +22,7 @@ class _DeviceModule:
 
     def __getattr__(self, name: str) -> Any:
         names = {"set_device_index": "set_device", "current_device_index": "current_device"}
-        return getattr(torch.get_device_module(kind()), names.get(name, name))
+        return getattr(module(), names.get(name, name))
 
 
 _accelerator: Any = getattr(torch, "accelerator", None) or _DeviceModule()
@@ -33,6 +33,11 @@ def kind() -> str | None:
     # torch.accelerator.current_accelerator raises an error on a machine without a GPU before torch 2.7.
     found = torch._C._get_accelerator()  # the CPU if this build of torch has none
     return found.type if found.type != "cpu" and torch.get_device_module(found).is_available() else None
+
+
+def module() -> Any:
+    """Return torch's module for the accelerator, such as torch.cuda. There must be one."""
+    return torch.get_device_module(kind())
 
 
 def count() -> int:
@@ -50,7 +55,7 @@ def visible(*, by_uuid: bool = False) -> tuple[str, ...]:
     names = [*variable, *map(str, range(len(variable), count()))][: count()]
     if not by_uuid or not names:
         return tuple(names)
-    properties = map(torch.get_device_module(kind()).get_device_properties, range(len(names)))
+    properties = map(module().get_device_properties, range(len(names)))
     uuids = [str(getattr(found, "uuid", "")) for found in properties]
     if not all(uuid.strip("0-") for uuid in uuids):  # the driver gives none
         return tuple(names)
@@ -160,19 +165,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on `device`. Does nothing for the CPU."""
     if device.type == kind():
         _accelerator.synchronize(device)
-
-
-def get_rng_state() -> torch.Tensor:
-    """Return the state of the random number generator of the current device, a uint8 tensor in host memory."""
-    state: torch.Tensor = torch.get_device_module(kind()).get_rng_state()
-    return state
-
-
-def set_rng_state(state: torch.Tensor) -> None:
-    """Set what `get_rng_state` has returned."""
-    torch.get_device_module(kind()).set_rng_state(state)
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the random number generator of the current device."""
-    torch.get_device_module(kind()).manual_seed(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import math
 import operator
 import os
@@ -15,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, logger
 from .format import TEMPORARY_SUFFIX, Manifest, MemoryFile, copy_verified, read_manifest, write_checkpoint
-
-logger = logging.getLogger("dualdist")
 
 _ANY_NAME = re.compile(r"step-\d+(\.pt)?")
 """The names of the checkpoints of all kinds of catalogs."""
@@ -137,8 +134,7 @@ class Catalog:
     def write(self, values: Mapping[str, Any], manifest: Manifest) -> None:
         """Write the checkpoint of `manifest.step`, and remove those beyond the number to keep.
 
-        Raises CheckpointError, which names the newest complete checkpoint, when it cannot be written. It calls no
-        collective, because it may run in another thread.
+        Raises CheckpointError, with the newest complete checkpoint. Local: it may run in another thread.
         """
         path = self.path_of(manifest.step or 0)
         try:

@@ -38,8 +38,7 @@ def without_wrappers(name: str) -> str:
 def fitting_part(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the part of `saved` that a module with the state `own` can load, under its names, and what does not match.
 
-    If the names differ, they are compared without the parts that wrappers add, except where that would make two names
-    of one state equal.
+    If the names differ, they are compared without the parts that wrappers add, unless that makes two of them equal.
     """
     given = dict(saved)
     if own.keys() != saved.keys():
@@ -48,19 +47,15 @@ def fitting_part(own: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict
             given = {mine.get(name, theirs[name]): saved[theirs[name]] for name in theirs}
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
-    fitting = {name: value for name, value in given.items() if name in own}
-    shapes = []
-    for name, value in own.items():
-        saved_value = fitting.get(name)
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(saved_value, torch.Tensor)
-            and not torch.nn.parameter.is_lazy(value)
-            and saved_value.shape != value.shape
-        ):
-            shapes.append(f"{name}: {tuple(saved_value.shape)} instead of {tuple(value.shape)}")
-            del fitting[name]
-    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+    both = {name: (value, own[name]) for name, value in given.items() if name in own}
+    shapes = {
+        name: f"{name}: {tuple(value.shape)} instead of {tuple(mine.shape)}"
+        for name, (value, mine) in both.items()
+        if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor)
+        if not torch.nn.parameter.is_lazy(mine) and value.shape != mine.shape
+    }
+    fitting = {name: value for name, (value, _) in both.items() if name not in shapes}
+    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", [*shapes.values()]))
     return fitting, [f"{len(found)} {kind} ({few(found)})" for kind, found in kinds if found]
 
 
@@ -168,14 +163,8 @@ class _Conversion:
             )
         if tensor.layout is not torch.strided:
             return self._copier(tensor, where)
-        key = (
-            tensor.device,
-            tensor.untyped_storage().data_ptr(),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
+        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = (*memory, tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self._seen:
             self._seen[key] = tensor, self._copier(tensor, where)
         return self._seen[key][1]

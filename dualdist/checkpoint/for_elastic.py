@@ -7,14 +7,13 @@ every rank. Ranks hold equal states, so any node's file is as good as another's.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..collectives.objects import if_all_succeed
-from ..errors import CheckpointError
+from ..errors import CheckpointError, logger
 from ..world.ranks import rank
 from .catalog import Catalog, CatalogEntry
 from .contents import (
@@ -33,7 +32,6 @@ from .save_and_load import from_writer, receive_checkpoint
 
 __all__ = ("Commits", "is_collective", "is_per_rank", "is_stateful")
 
-logger = logging.getLogger("dualdist")
 
 _KEPT = 2
 """The newest commit, and one to use when the newest is damaged."""

@@ -149,13 +149,11 @@ def temporary_name(path: Path) -> Path:
 def replacing(path: Path, *, durable: bool = True) -> Iterator[NewFile]:
     """Open a new file for the `with` block; at its end, the file replaces `path`.
 
-    The block writes to a temporary name in the same folder. Then the file is renamed to `path`. At any moment `path` is
-    either what it was before or the complete new file. After an exception the temporary file is removed, if the file
-    system permits. If `path` is a symbolic link, what it leads to is replaced. The mode, and if permitted the group and
-    the owner, stay those of the file that is replaced.
+    The block writes to a temporary name in the same folder. Then the file is renamed to `path`, which at any moment is
+    the old or the complete new file. After an exception the temporary file is removed, if possible. If `path` is a
+    symbolic link, what it leads to is replaced. Mode, and if permitted group and owner, stay those of the old file.
 
-    durable: the file and its new name are on the disk at the end. False: the system decides when they get there. Then
-    they survive their process, but not the machine.
+    durable: file and name are on the disk at the end. False: later; then they survive their process, not the machine.
 
     Raises OSError, also if `path` is there, but no regular file.
     """
@@ -234,16 +232,9 @@ class Manifest:
 
 def make_manifest(step: int | None, metrics: Mapping[str, float], serial: int = 0) -> Manifest:
     """Return the manifest of a checkpoint that this world saves now."""
-    return Manifest(
-        step,
-        size(),
-        backend_name(),
-        transport_name(),
-        str(torch.__version__),
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        serial,
-        metrics,
-    )
+    run = size(), backend_name(), transport_name(), str(torch.__version__)
+    saved = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return Manifest(step, *run, saved, serial, metrics)
 
 
 def _encode(manifest: Manifest) -> bytes:
@@ -261,8 +252,7 @@ def _encode(manifest: Manifest) -> bytes:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint, without verifying the rest of the file. Local.
 
-    Raises OSError, DamagedCheckpointError when there is no manifest, CheckpointError when the format is newer than
-    this version of dualdist.
+    Raises OSError, DamagedCheckpointError without a manifest, CheckpointError when the format is newer than dualdist.
     """
     with open_checkpoint(checked_path("path", path)) as file:
         return _decode(_read_comment(file), path)

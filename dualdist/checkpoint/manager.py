@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import multiprocessing
 import os
 import signal
@@ -28,7 +27,7 @@ from ..checks import flag, integer, items, number, wrong
 from ..checks import path as checked_path
 from ..collectives.allreduce import allreduce
 from ..collectives.objects import on_all_ranks
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..process_exit import at_exit
 from ..types import Max
 from ..world.process_sets import reporting
@@ -46,8 +45,6 @@ from .save_and_load import (
     write_state,
 )
 from .sharded import REST, FolderCatalog, Shards, check_part_names, is_foreign, is_sharded
-
-logger = logging.getLogger("dualdist")
 
 # Signals that announce the end of a job: recorded when they arrive, handled between two steps.
 
@@ -81,12 +78,8 @@ def check_signals(signals: Any) -> None:
 
 def check_best(best: Any) -> None:
     """Raise ValueError unless `best` is a metric and whether high or low values are good, or None."""
-    if best is not None and (
-        not isinstance(best, tuple | list)
-        or len(best) != 2
-        or not isinstance(best[0], str)
-        or best[1] not in ("max", "min")
-    ):
+    is_pair = isinstance(best, tuple | list) and len(best) == 2
+    if best is not None and not (is_pair and isinstance(best[0], str) and best[1] in ("max", "min")):
         raise ValueError(f"`best` must be a metric and 'max' or 'min', but is {best!r} instead.")
 
 
@@ -250,9 +243,8 @@ class CheckpointManager:
                 state["epochs"] = epoch + 1
             manager.save()
 
-    Rank 0 writes and reads; the others need not see the folder. All methods are collective: every rank must call
-    them, in the same order. An error of the writer is raised on every rank, and names the newest complete checkpoint.
-    The run may catch it and continue: the next save tries again.
+    Rank 0 writes and reads; the others need not see the folder. All methods are collective. An error of the writer is
+    raised on every rank, and names the newest complete checkpoint. After it, the next save tries again.
 
     Args:
         directory: made if it does not exist. It belongs to this run: after the first save of another job there, the
@@ -428,8 +420,7 @@ class CheckpointManager:
         """Load the checkpoint `path`, inside or outside the folder, and continue to count from its step.
 
         Checkpoints saved later count as newer than all in the folder. Errors as for `checkpoint.load`. With `sharded`,
-        it may be a folder of torch.distributed.checkpoint that another program has written; it has no step, so `steps`
-        stays as it is.
+        it may be a folder of torch.distributed.checkpoint that another program has written; `steps` then stays.
         """
         if self._shards is not None and from_writer(lambda: is_foreign(path)):
             self.wait()

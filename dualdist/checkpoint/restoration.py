@@ -1,8 +1,7 @@
 """From the values of a checkpoint to live objects, on all ranks.
 
 Everything that can be compared (names, shapes, kinds, parameter groups) is compared on all ranks before anything
-changes. Then the objects load, in an order that leaves little to give back when one refuses its state. Plain values are
-set last.
+changes. Then the objects load, so that little must be given back when one refuses its state. Plain values are set last.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from typing import Any, cast
@@ -21,7 +19,7 @@ import torch
 from .. import accelerator
 from ..checks import mapping
 from ..collectives.objects import if_all_succeed
-from ..errors import CheckpointError
+from ..errors import CheckpointError, logger
 from ..training.optimizer_state import load_optimizer_state
 from ..world.ranks import rank, size
 from .contents import (
@@ -65,7 +63,7 @@ class RandomState:
             "torch": torch.get_rng_state(),
         }
         if accelerator.is_started():
-            state[str(accelerator.kind())] = accelerator.get_rng_state()
+            state[str(accelerator.kind())] = accelerator.module().get_rng_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,9 +75,9 @@ class RandomState:
         torch.set_rng_state(state["torch"].clone())
         kind = accelerator.kind()
         if kind in state:
-            accelerator.set_rng_state(state[kind].clone())
+            accelerator.module().set_rng_state(state[kind].clone())
         elif kind is not None:
-            accelerator.manual_seed(_seed(state, 0))
+            accelerator.module().manual_seed(_seed(state, 0))
 
     def load_derived(self, states: Sequence[dict[str, Any]], rank: int) -> None:
         """Seed a rank that has no state in `states`."""
@@ -93,8 +91,6 @@ def _seed(state: dict[str, Any], rank: int) -> int:
     data = bytes(state["torch"].tolist()) + repr(state["python"]).encode() + rank.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(data).digest()[:7], "little")
 
-
-logger = logging.getLogger("dualdist")
 
 _ADDED_OPTIONS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names"}
 """Options that schedulers of torch.optim and named parameters add to the groups of any optimizer."""
@@ -112,8 +108,7 @@ def load_into(
 ) -> None:
     """Load the objects of `state` from `values`, and set its plain values. Collective over the world.
 
-    strict: False loads what fits, and warns about the rest. partial: ignore names that only the file has. origin: the
-    file, for messages.
+    strict: False loads what fits, and warns. partial: ignore names that only the file has. origin: for messages.
 
     Raises CheckpointError on every rank, TypeError on this rank when `state` is wrong. Then everything is as before,
     except modules when the `load_state_dict` of a module or an optimizer raised.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ from ..checks import converted, flag, instance, integer, is_dtensor, mapping, te
 from ..checks import path as checked_path
 from ..collectives.broadcast import broadcast_
 from ..collectives.join import barrier
-from ..collectives.objects import allgather_object, gather_object, if_all_succeed, on_all_ranks
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..collectives.objects import allgather_object, attempted, gather_object, if_all_succeed, on_all_ranks
+from ..errors import CheckpointError, DamagedCheckpointError, logger
 from ..training.parallel import DistributedDataParallel
 from ..training.parameters import bare_names
 from ..world.context import current
@@ -28,19 +27,9 @@ from .contents import check_state, collect, collect_compared, collect_own, diges
 from .format import MemoryAddress, MemoryFile, copy_verified, make_manifest, replacing, write_checkpoint
 from .restoration import load_into
 
-logger = logging.getLogger("dualdist")
-
 T = TypeVar("T")
 
 # How states and files move between the ranks that see the disk, mostly rank 0 alone, and all other ranks.
-
-
-def attempted(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of `function`, or its exception."""
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
 
 
 def outcomes(function: Callable[[], T] | None) -> list[Any]:
@@ -231,9 +220,8 @@ def save(
 ) -> None:
     """Write `state` to the file `path`. The old file stays until the new one is complete and on the disk.
 
-    Rank 0 writes; the other ranks need not see the folder. The file loads under any backend, transport, device,
-    wrapper (DistributedOptimizer or DistributedDataParallel) and number of ranks, and with
-    `torch.load(path, weights_only=True)`.
+    Rank 0 writes; the other ranks need not see the folder. The file loads under any backend, transport, device, wrapper
+    and number of ranks, and with `torch.load(path, weights_only=True)`.
 
     Collective: every rank must call it, with objects of the same names.
 
@@ -336,8 +324,7 @@ def export_weights(path: str | os.PathLike[str], model: torch.nn.Module) -> None
     is complete. For an AveragedModel, the averages are written. Of a sharded model, the whole weights are written: they
     must fit into rank 0's host memory.
 
-    Collective: every rank must call it; rank 0 writes. Raises CheckpointError on every rank when it cannot be written,
-    TypeError when `model` is not a module.
+    Collective; rank 0 writes. All raise CheckpointError if it cannot be written, TypeError if `model` is no module.
     """
 
     def check() -> None:

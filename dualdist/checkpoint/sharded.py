@@ -11,7 +11,6 @@ The folder gets its name when all ranks have written, so that a save that was ki
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import shutil
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checks import path as checked_path
-from ..errors import CheckpointError, ConfigurationError, HorovodInternalError
+from ..collectives.objects import attempted
+from ..errors import CheckpointError, ConfigurationError, HorovodInternalError, logger
 from ..training.optimizer_state import load_optimizer_state
 from ..world.context import current
 from .catalog import Catalog
@@ -38,12 +38,11 @@ from .format import (
     write_checkpoint,
 )
 from .restoration import option_mismatches, report_mismatches
-from .save_and_load import attempted, from_writer, outcomes, reported
+from .save_and_load import from_writer, outcomes, reported
 
 if TYPE_CHECKING:
     from ..backends.torch_shards import Loading, Parts
 
-logger = logging.getLogger("dualdist")
 
 REST = "dualdist.pt"
 _CHECKSUMS = "dualdist.checksums"

@@ -185,7 +185,7 @@ def _collect(
         chosen,
         usable,
         devices,
-        [_model(index) for index in range(len(devices))],
+        [str(accelerator.module().get_device_name(index)) for index in range(len(devices))],
         len(list(_GPUS.glob("*"))) if torch.version.cuda else 0,
         [_node(index) for index in range(len(devices))],
         sorted(cores),
@@ -236,14 +236,8 @@ def _interface(address: str) -> str:
     return ""
 
 
-def _model(index: int) -> str:
-    kind = accelerator.kind()
-    assert kind is not None  # there is a device
-    return str(torch.get_device_module(kind).get_device_name(index))
-
-
 def _node(index: int) -> int:
-    found = torch.get_device_module(accelerator.kind()).get_device_properties(index)
+    found = accelerator.module().get_device_properties(index)
     if not hasattr(found, "pci_bus_id"):
         return -1
     return numa_node(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
@@ -293,12 +287,11 @@ def _backends(world: WorldFacts) -> Iterator[Problem]:
     if not broken:
         usual, others = _split((process.backend, process) for process in world.processes)
         for backend, processes in others.items():
-            yield _problem(
-                "backend",
-                processes,
+            text = (
                 f"All ranks must choose the same backend, but {_where(processes)} chooses {backend} and the others "
-                f"{usual}. Set DUALDIST_BACKEND for all processes, or install the same packages on all hosts.",
+                f"{usual}. Set DUALDIST_BACKEND for all processes, or install the same packages on all hosts."
             )
+            yield _problem("backend", processes, text)
 
 
 def _versions(world: WorldFacts) -> Iterator[Problem]:
@@ -307,12 +300,11 @@ def _versions(world: WorldFacts) -> Iterator[Problem]:
             (world.versions[process.versions].get(name), process) for process in world.processes
         )
         for version, processes in others.items():
-            yield _problem(
-                "version",
-                processes,
+            text = (
                 f"{name} must be the same version everywhere, but is {version or 'absent'} on {_where(processes)} and "
-                f"{usual or 'absent'} on the others. Install the same version, or look at PATH and PYTHONPATH there.",
+                f"{usual or 'absent'} on the others. Install the same version, or look at PATH and PYTHONPATH there."
             )
+            yield _problem("version", processes, text)
 
 
 def _clocks(world: WorldFacts) -> Iterator[Problem]:
@@ -320,11 +312,8 @@ def _clocks(world: WorldFacts) -> Iterator[Problem]:
         if offset is not None and abs(offset) > _CLOCK_SECONDS:
             side = "ahead of" if offset > 0 else "behind"
             others = "the others'" if len(world.hosts) > 2 else f"that of {world.hosts[0][0].host}"
-            yield _problem(
-                "clock",
-                processes,
-                f"The clock of {processes[0].host} is {abs(offset):.1f} s {side} {others}. Start NTP (chrony) there.",
-            )
+            clock = f"The clock of {processes[0].host} is {abs(offset):.1f} s {side} {others}."
+            yield _problem("clock", processes, f"{clock} Start NTP (chrony) there.")
 
 
 def _links(world: WorldFacts, least_bandwidth: float) -> Iterator[Problem]:
@@ -347,36 +336,26 @@ def _links(world: WorldFacts, least_bandwidth: float) -> Iterator[Problem]:
             fix = "Check cable, switch port and MTU, or choose another network with DUALDIST_INTERFACE."
             yield _problem("link", ends, f"{slow} {rate / 1e6:.1f} MB/s, where {usual}. {fix}")
         if trip > longest:
-            text = (
-                f"a round trip takes {trip * 1e3:.1f} ms, but should take less than {longest * 1e3:.1f} ms."
-            )
-            yield _problem("link", ends, f"{slow} {text}")
+            good = f"but should take less than {longest * 1e3:.1f} ms."
+            yield _problem("link", ends, f"{slow} a round trip takes {trip * 1e3:.1f} ms, {good}")
 
 
 def _gpus(world: WorldFacts) -> Iterator[Problem]:
     for processes in world.hosts:
         blind = [process for process in processes if process.installed_gpus and not process.devices]
         if blind:
-            yield _problem(
-                "gpu",
-                blind,
-                f"torch sees no GPU on {_where(blind)}, although the driver lists {blind[0].installed_gpus}. Look at "
-                "CUDA_VISIBLE_DEVICES, and whether this torch supports the driver.",
-            )
+            seen = f"torch sees no GPU on {_where(blind)}, although the driver lists"
+            fix = "Look at CUDA_VISIBLE_DEVICES, and whether this torch supports the driver."
+            yield _problem("gpu", blind, f"{seen} {blind[0].installed_gpus}. {fix}")
     usual, others = _split((_models(processes), processes[0]) for processes in world.hosts)
     for found, processes in others.items():
         hosts = ", ".join(process.host for process in processes)
-        yield _problem(
-            "gpu",
-            processes,
-            f"All hosts must have the same GPUs, but {hosts} has {found or 'none'} and the others {usual or 'none'}.",
-        )
+        text = f"but {hosts} has {found or 'none'} and the others {usual or 'none'}."
+        yield _problem("gpu", processes, f"All hosts must have the same GPUs, {text}")
     for node, ranks, devices in shared_devices(world.views, choose_devices(world.views)):
         processes = [process for process in world.processes if process.node == node]
-        text = (
-            f"{ranks} processes share {devices} GPUs on {processes[0].host}. Start one process for each GPU."
-        )
-        yield _problem("gpu", processes, text)
+        text = f"{ranks} processes share {devices} GPUs on {processes[0].host}."
+        yield _problem("gpu", processes, f"{text} Start one process for each GPU.")
 
 
 def find_warnings(world: WorldFacts) -> list[Problem]:
@@ -391,12 +370,9 @@ def _far_gpus(world: WorldFacts) -> Iterator[Problem]:
         if index is not None and process.device_nodes[index] not in {-1, *process.core_nodes}
     ]
     if far:
-        yield _problem(
-            "numa",
-            far,
-            f"Cores and GPU must be on the same NUMA node, but are not on {_where(far)}. Use `dualdist exec --bind "
-            "numa`, or the binding of the launcher (srun --gpu-bind=closest, mpirun --map-by numa).",
-        )
+        text = f"Cores and GPU must be on the same NUMA node, but are not on {_where(far)}. Use `dualdist exec --bind "
+        text += "numa`, or the binding of the launcher (srun --gpu-bind=closest, mpirun --map-by numa)."
+        yield _problem("numa", far, text)
 
 
 def _crowded_cores(world: WorldFacts) -> Iterator[Problem]:

@@ -64,18 +64,14 @@ def allgather(
 
     Args:
         tensor: (n, ...), where n may differ between ranks and be 0; a number (0-dim) counts as (1,); any dtype.
-        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
-            same kind.
+        name: as for `allreduce`.
         gradient: Average (default), as in Horovod, for the average of the ranks' gradients; Sum for the gradient of the
             sum of all ranks' losses.
 
     Returns:
         (sum of n, ...), same dtype and device.
 
-    Raises:
-        ValueError: an argument is wrong on this rank.
-        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank did not call in time, or the backend
-            failed.
+    Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_allgather([tensor], name, process_set=process_set)
     gathered: torch.Tensor = plan.run(Allgather, gradient)[0]

@@ -48,16 +48,12 @@ def alltoall(
         tensor: (n, ...), any dtype.
         splits: the number of rows for each rank, a list or a 1-D int32 tensor; rows beyond their sum are not sent.
             None: the same number for each; n must then be divisible by the number of ranks.
-        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
-            same kind.
+        name: as for `allreduce`.
 
     Returns:
         (m, ...), same dtype and device. With `splits` also the number of rows from each rank, (size,) int32.
 
-    Raises:
-        ValueError: an argument is wrong on this rank.
-        HorovodInternalError: trailing dimensions, dtypes or calls differ, a rank did not call in time, or the backend
-            failed.
+    Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_alltoall(tensor, splits, name, process_set=process_set)
     rows, counts = plan.run(Alltoall)

@@ -88,17 +88,14 @@ def broadcast(
     Args:
         tensor: any shape and dtype, equal on all ranks; any memory layout.
         root_rank: a global rank, equal on all ranks.
-        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
-            same kind.
+        name: as for `allreduce`.
         gradient: Average (default), as in Horovod, for the average of the ranks' gradients on the root; Sum for the
             gradient of the sum of all ranks' losses.
 
     Returns:
         A new tensor of the same shape, dtype and device.
 
-    Raises:
-        ValueError: an argument is wrong on this rank (root not a member, name in use).
-        HorovodInternalError: the ranks' calls differ, a rank did not call in time, or the backend failed.
+    Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_broadcast(tensor, root_rank, name, process_set=process_set)
     return plan.run(Broadcast, gradient)

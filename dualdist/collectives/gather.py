@@ -77,15 +77,12 @@ def gather(
     Args:
         tensor: (n, ...), where n may differ between ranks and be 0; any dtype.
         root_rank: a global rank, equal on all ranks.
-        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
-            same kind.
+        name: as for `allreduce`.
 
     Returns:
         (sum of n, ...) on the root, (0, ...) on the other ranks.
 
-    Raises:
-        ValueError: an argument is wrong on this rank.
-        HorovodInternalError: as for `allgather`.
+    Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_gather(tensor, root_rank, name, process_set=process_set)
     rows, _ = plan.run(Gather)
@@ -127,15 +124,12 @@ def scatter(
             dimensions, such as one without rows.
         root_rank: a global rank, equal on all ranks.
         splits: on the root, the number of rows for each rank, as for `alltoall`. None: the same number for each.
-        name: matches the calls of the ranks, in any order. Calls without one match by their order among those of the
-            same kind.
+        name: as for `allreduce`.
 
     Returns:
         (splits[rank], ...), same dtype and device.
 
-    Raises:
-        ValueError: an argument is wrong on this rank.
-        HorovodInternalError: as for `alltoall`.
+    Raises ValueError and HorovodInternalError as `allreduce` does.
     """
     plan = plan_scatter(tensor, root_rank, splits, name, process_set=process_set)
     return plan.run(Scatter)

@@ -140,8 +140,7 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result. Local.
 
-    Returns None for a handle that is unknown or already synchronized. Raises HorovodInternalError if the collective
-    failed.
+    Returns None for a handle that is unknown or already synchronized. Raises HorovodInternalError if it failed.
     """
     started = current().handles.pop(_checked(handle), None)
     return None if started is None else started.get()

@@ -33,8 +33,7 @@ def join(device: int = -1) -> int:
     the optimizer differ between ranks.
 
     Args:
-        device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if the other ranks reduce
-            tensors on GPUs.
+        device: the number of the GPU for the zeros; -1: `hvd.device()`. It matters only if other ranks reduce on GPUs.
 
     Raises:
         HorovodInternalError: a rank did not join in time, or the backend failed.

@@ -146,8 +146,7 @@ def scatter_object(
     """Return a copy of the object for this rank in rank `root_rank`'s list `objs`, which has one object per rank.
 
     Collective: every member of `process_set` must call it; `objs` is ignored on the other ranks.
-    If their number is wrong, ValueError is raised on the root and HorovodInternalError on the other ranks. Other errors
-    as for `broadcast_object`.
+    If their number is wrong, the root raises ValueError, the others HorovodInternalError; else as `broadcast_object`.
     """
     with reporting(SCATTER_OBJECT, process_set):
         channel, root_rank, root = channel_and_root(process_set, root_rank)
@@ -178,22 +177,24 @@ def _load(pickled: torch.Tensor, rank: int) -> Any:
 # One outcome for all ranks: if a function fails on some ranks, all ranks raise an exception.
 
 
+def attempted(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `function`, or its exception."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
 def on_all_ranks(
     function: Callable[[], T], error: type[Exception], process_set: ProcessSetLike = global_process_set
 ) -> list[T]:
     """Run `function` on every rank, and return all results in rank order.
 
-    Collective: every member of `process_set` must call it. Where `function` calls a collective, it
-    must do so on every rank, whatever fails. The results are sent by pickle, so they must be small. When it raises on
-    some ranks, each of them raises its own exception, and the others raise `error`, which names the first of these
-    ranks and quotes its exception.
+    Collective: every member of `process_set` must call it. Where `function` calls a collective, it must do so on every
+    rank, whatever fails. The results are sent by pickle, so they must be small. When it raises on some ranks, each
+    raises its own exception, and the others `error`, which quotes the first.
     """
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = function()
-    except Exception as raised:
-        failure = raised
+    result, failure = attempted(function)
     problem = None if failure is None else f"{type(failure).__name__}: {text_of(failure)}"
     try:
         outcomes = allgather_object((result, problem), process_set=process_set)

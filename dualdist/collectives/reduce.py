@@ -39,10 +39,8 @@ def reduce(
     Returns:
         A new tensor of the same shape, dtype and device.
 
-    Raises:
-        ValueError: an argument is wrong on this rank.
-        HorovodInternalError: as for `allreduce`.
-        NotImplementedError: autograd is active and `op` is neither Sum nor Average.
+    Raises ValueError and HorovodInternalError as `allreduce` does, and NotImplementedError if autograd is active and
+    `op` is neither Sum nor Average.
     """
     with reporting(REDUCE, process_set):
         channel, root_rank, root = channel_and_root(process_set, root_rank)

@@ -80,9 +80,7 @@ def reducescatter(
     Returns:
         (n // size, ...), with one more row on each of the first n % size ranks.
 
-    Raises:
-        ValueError: an argument is wrong on this rank.
-        HorovodInternalError: `op` is neither Average nor Sum, or as for `allreduce`.
+    Raises ValueError and HorovodInternalError as `allreduce` does, the latter also for another `op`.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter([tensor], reduction, name, compression=compression, process_set=process_set)
@@ -122,8 +120,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Return `reducescatter` of each of `tensors`, as one operation; differentiable.
 
-    Collective like `reducescatter`, with the same arguments, shapes and errors. The tensors may differ in shape
-    and dtype.
+    Collective like `reducescatter`, with the same arguments, shapes and errors. Tensors may differ in shape and dtype.
     """
     reduction = Reduction(op, prescale_factor, postscale_factor)
     plan = plan_reducescatter(

@@ -171,11 +171,8 @@ class Reduction(NamedTuple):
     def of(cls, call: Call) -> Reduction:
         """Return the Reduction in the arguments of `call`."""
         arguments = dict(call.arguments)
-        return cls(
-            REDUCE_OP_NAMES.index(arguments["op"]),
-            arguments["prescale_factor"],
-            arguments["postscale_factor"],
-        )
+        factors = arguments["prescale_factor"], arguments["postscale_factor"]
+        return cls(REDUCE_OP_NAMES.index(arguments["op"]), *factors)
 
     def check(self, tensors: Sequence[torch.Tensor], size: int) -> None:
         """Raise ValueError or NotImplementedError unless it can be applied to `tensors` of `size` ranks."""
@@ -233,10 +230,12 @@ def reduce_tensors(
 ) -> None:
     """Reduce `tensors` in place over `group`, those of equal dtype and device in one operation.
 
-    contributes: if False, send numbers that do not change the result of the other members. Then `tensors` only give
-        the shapes, and are overwritten.
+    contributes: if False, send numbers that change no result; `tensors` only give the shapes, and are overwritten.
     """
-    for (dtype, device), same_kind in _by_kind(tensors).items():
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_kind[tensor.dtype, tensor.device].append(tensor)
+    for (dtype, device), same_kind in by_kind.items():
         wire = _wire_dtype(dtype, group, reduction), group.wire_device(device)
         first = same_kind[0]
         in_place = len(same_kind) == 1 and first.is_contiguous() and (dtype, device) == wire
@@ -252,15 +251,6 @@ def reduce_tensors(
         _finish(flat, reduction, group.size)
         if not in_place:
             unpack(flat, same_kind)
-
-
-def _by_kind(
-    tensors: Sequence[torch.Tensor],
-) -> dict[tuple[torch.dtype, torch.device], list[torch.Tensor]]:
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_kind[tensor.dtype, tensor.device].append(tensor)
-    return by_kind
 
 
 def _wire_dtype(dtype: torch.dtype, group: Group, reduction: Reduction) -> torch.dtype:

@@ -41,7 +41,11 @@ def sparse_allreduce_async(
         HorovodInternalError: as for `allgather`.
     """
     with reporting(GROUPED_ALLGATHER, process_set):
-        averages = _is_average(op)
+        op = reduce_op(op)
+        if op not in (Sum, Average):
+            raise ValueError(
+                f"`op` must be Sum or Average for sparse tensors, but is {REDUCE_OP_NAMES[op]} instead."
+            )
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             raise wrong("tensor", "a sparse COO tensor", tensor, "Use allreduce_async for others.", TypeError)
         own = tensor.coalesce()
@@ -50,25 +54,15 @@ def sparse_allreduce_async(
 
     def reduced(outputs: tuple[Any, ...]) -> torch.Tensor:
         indices, values, _ = outputs
-        return torch.sparse_coo_tensor(
-            indices.t(),
-            values / plan.channel.group.size if averages else values,
-            tensor.shape,
-            device=values.device,
-            check_invariants=False,
+        return _sparse(
+            indices.t(), values / plan.channel.group.size if op == Average else values, tensor.shape
         )
 
     return functools.partial(synchronize, plan.submit(reduced))
 
 
-def _is_average(op: Op) -> bool:
-    """Return whether `op` is Average and not Sum. Raises ValueError for any other."""
-    checked = reduce_op(op)
-    if checked not in (Sum, Average):
-        raise ValueError(
-            f"`op` must be Sum or Average for sparse tensors, but is {REDUCE_OP_NAMES[checked]} instead."
-        )
-    return checked == Average
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False)
 
 
 def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -77,27 +71,15 @@ def sum_sparse(group: Group, tensor: torch.Tensor | None, like: torch.Tensor) ->
     None: a zero in the shape of `like`.
     """
     if tensor is None:
-        tensor = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.int64, device=like.device),
-            like.new_zeros(0, *like.shape[1:]),
-            like.shape,
-            device=like.device,
-            check_invariants=False,
-        )
+        no_rows = torch.zeros(1, 0, dtype=torch.int64, device=like.device)
+        tensor = _sparse(no_rows, like.new_zeros(0, *like.shape[1:]), like.shape)
     own = tensor.coalesce() if tensor.sparse_dim() == 1 else tensor.to_dense().to_sparse(1)
     (indices, values), _ = allgather_rows(group, [own.indices().t().contiguous(), own.values()])
-    return torch.sparse_coo_tensor(
-        indices.t(), values, like.shape, device=like.device, check_invariants=False
-    ).coalesce()
+    return _sparse(indices.t(), values, like.shape).coalesce()
 
 
 def add_sparse(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return the sum of two sparse COO tensors, coalesced. torch's own has no float16 on the CPU."""
     first, second = first.coalesce(), second.coalesce()  # `*=` leaves a tensor uncoalesced
-    return torch.sparse_coo_tensor(
-        torch.cat([first.indices(), second.indices()], dim=1),
-        torch.cat([first.values(), second.values()]),
-        first.shape,
-        device=first.device,
-        check_invariants=False,
-    ).coalesce()
+    indices = torch.cat([first.indices(), second.indices()], dim=1)
+    return _sparse(indices, torch.cat([first.values(), second.values()]), first.shape).coalesce()

@@ -44,8 +44,7 @@ def allgather_rows(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Return for each of `tensors` ((n, ...) on a member) the rows of all members: (sum of n, ...), in rank order.
 
-    Also return where the rows of this member begin in each. rows: n of each member, for a single tensor; None: not
-    known.
+    Also return where the rows of this member begin in each. rows: n of each member, for one tensor; None: unknown.
     """
     row_bytes = [_row_bytes(tensor) for tensor in tensors]
     if rows is None:
@@ -60,14 +59,11 @@ def allgather_rows(
     data = torch.cat([as_bytes(tensor, group) for tensor in tensors])
     gathered = group.allgatherv(data, totals) if sum(totals) else data
     parts = [part.split(member) for part, member in zip(gathered.split(totals), sizes, strict=True)]
-    whole = [
-        from_bytes(
-            torch.cat([part[index] for part in parts]),
-            (sum(counts[index] for counts in row_counts), *tensor.shape[1:]),
-            tensor,
-        )
-        for index, tensor in enumerate(tensors)
-    ]
+    whole = []
+    for index, tensor in enumerate(tensors):
+        data = torch.cat([part[index] for part in parts])
+        shape = sum(counts[index] for counts in row_counts), *tensor.shape[1:]
+        whole.append(from_bytes(data, shape, tensor))
     return whole, [sum(counts[: group.rank]) for counts in zip(*row_counts, strict=True)]
 
 
