@@ -53,14 +53,12 @@ def warmup(
         TypeError, ValueError: an argument is wrong.
         NotInitializedError: without a factor, before `init()`.
     """
-    instance(
-        "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", "Pass the optimizer that is trained."
-    )
+    fix = "Pass the optimizer that is trained."
+    instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", fix)
     steps, factor = integer("steps", steps, least=0), _checked(factor)
     if then is not None:
-        instance(
-            "then", then, LRScheduler, "a scheduler of torch or None", "Make it with the same optimizer."
-        )
+        fix = "Make it with the same optimizer."
+        instance("then", then, LRScheduler, "a scheduler of torch or None", fix)
     if steps == 0 and then is not None:
         return then
     rise = LinearLR(optimizer, start_factor=1 / factor if steps else 1.0, total_iters=max(1, steps))
@@ -68,8 +66,6 @@ def warmup(
 
 
 def _checked(factor: float | None) -> float:
-    return (
-        float(size())
-        if factor is None
-        else number("factor", factor, least=1, fix="Pass None for hvd.size().")
-    )
+    if factor is None:
+        return float(size())
+    return number("factor", factor, least=1, fix="Pass None for hvd.size().")

@@ -41,8 +41,7 @@ def gather_all_tensors(tensor: torch.Tensor, group: ProcessSetLike | None = None
             "binary", dist_sync_fn=hvd.metrics.gather_all_tensors, distributed_available_fn=hvd.is_initialized
         )
 
-    Collective over `group`: every member must call it. This rank's own tensor stays in its autograd
-    graph.
+    Collective over `group`. This rank's own tensor stays in its autograd graph.
 
     Args:
         tensor: of any shape and number of dimensions; the same dtype on all ranks, except for empty tensors.
@@ -168,8 +167,7 @@ def _common(kinds: Sequence[T], what: str) -> T:
 # Counters over the samples of all ranks.
 #
 # A counter adds up sums and counts on the device of the batches, without waiting for a GPU. One allreduce at the end of
-# the epoch gives the value over all samples. It is never an average of averages, and a rank without samples adds
-# nothing.
+# the epoch gives the value over all samples. It is no average of averages, and a rank without samples adds nothing.
 
 
 class Metric(ABC):
@@ -185,9 +183,8 @@ class Metric(ABC):
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, process_set: ProcessSetLike) -> None:
         self.process_set = checked_process_set(process_set)
-        sizes = items(
-            "shape", shape, "the sizes of a tensor", "Pass a tuple of whole numbers, () for one number."
-        )
+        fix = "Pass a tuple of whole numbers, () for one number."
+        sizes = items("shape", shape, "the sizes of a tensor", fix)
         sizes = [integer(f"shape[{place}]", size, least=0) for place, size in enumerate(sizes)]
         instance("dtype", dtype, torch.dtype, "a torch.dtype", "Pass torch.float64 or torch.int64.")
         self._local = torch.zeros(sizes, dtype=dtype, device="cpu")
@@ -229,9 +226,8 @@ class Metric(ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict`, equal on every rank. The first rank takes it; the others start at zero. Local."""
-        mapping(
-            "state_dict", state_dict, "total", fix="Pass what state_dict() of such a metric has returned."
-        )
+        fix = "Pass what state_dict() of such a metric has returned."
+        mapping("state_dict", state_dict, "total", fix=fix)
         total = instance("state_dict['total']", state_dict["total"], torch.Tensor, "a torch.Tensor")
         if total.shape != self._local.shape:
             raise ValueError(

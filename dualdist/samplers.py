@@ -327,9 +327,8 @@ class DistributedSampler(DealingSampler[int], torch.utils.data.DistributedSample
         return {**super().state_dict(), "shuffle": self.shuffle}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        mapping(
-            "state_dict", state_dict, "shuffle", fix="Pass what state_dict() of such a sampler has returned."
-        )
+        fix = "Pass what state_dict() of such a sampler has returned."
+        mapping("state_dict", state_dict, "shuffle", fix=fix)
         if state_dict["shuffle"] != self.shuffle:
             raise ValueError(
                 f"`shuffle` must be {state_dict['shuffle']} as in `state_dict`, but is {self.shuffle} instead."
@@ -355,9 +354,8 @@ def split_by_rank(
     with `drop_last`. Local.
 
     Args:
-        iterable: must yield the same items in the same order on all ranks, in every worker. So it must not shuffle with
-            the global generators, or depend on the worker. A new pass starts with `iter(iterable)`: a generator has
-            only one in each process.
+        iterable: must yield the same items in the same order on all ranks, in every worker. It must not shuffle with
+            the global generators. A new pass starts with `iter(iterable)`: a generator has one.
         num_replicas, rank: None: the values of the joined world, read in this call, because workers may not know them.
         drop_last: leave out the last items if there are too few for all ranks and workers, so that all ranks get the
             same number.
@@ -431,10 +429,9 @@ class DistributedSamplerWrapper(DealingSampler[T_co]):
     """Shards the items of another sampler over the ranks: of a weighted sampler, a batch sampler, or your own.
 
     Catalyst and Lightning have a class of the same name and purpose. Whenever a pass begins, all ranks draw its whole
-    sequence, with equal results: while the sampler draws, its `generator` is replaced, and the global generators of
-    torch, numpy and random are seeded, by `seed` and epoch. Afterwards all generators are as before. If the sampler has
-    a generator that is not torch's, it must itself draw the same items on all ranks. Its `set_epoch` and that of a
-    sampler in it are called by `set_epoch` and `load_state_dict`.
+    sequence, with equal results: only meanwhile, its `generator` and the global ones of torch, numpy and random are
+    seeded by `seed` and epoch. With a generator that is not torch's, it must itself draw the same items on all ranks.
+    Its `set_epoch` and that of a sampler in it are called by `set_epoch` and `load_state_dict`.
 
     Weights, indices or a size that change have an effect from the next pass on. An epoch that is resumed has the
     remaining items only if the sampler draws as it did before: if it then draws another number, that pass raises

@@ -38,8 +38,7 @@ __version__ = "0.28.1"
 
 # HOROVOD_RANK and similar variables, which horovodrun sets and scripts read, set under every launcher.
 #
-# They are recorded as copies. Otherwise launch detection would conclude that horovodrun started the process, and
-# Horovod itself would use them.
+# They are recorded as copies. Otherwise launch detection would find horovodrun, and Horovod would use them.
 
 
 def export_launch(env: MutableMapping[str, str]) -> None:
@@ -94,8 +93,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.optimizer": (*_API, _TORCH, f"{_COMMON}:split_list"),
     "horovod.torch.sync_batch_norm": (*_API, _TORCH),
 }
-"""Horovod's module -> the modules of dualdist with its names, or MODULE:NAME for one name. If two have the same name,
-the later one wins."""
+"""Horovod's module -> the modules of dualdist with its names, or MODULE:NAME for one name. The later of two wins."""
 
 _INSTEAD = {
     "horovod.spark": "Use dualdist.run, or Spark's TorchDistributor with a function that calls hvd.init().",

@@ -1,7 +1,6 @@
 """The names of horovod.torch beside the public functions: autograd functions, optimizers, and private names of scripts.
 
-The optimizers have Horovod's attributes. Scripts and their tests read the private ones, which are read-only here, and
-show what has a meaning in dualdist.
+The optimizers have Horovod's attributes. Scripts read the private ones, which are read-only here.
 """
 
 from __future__ import annotations

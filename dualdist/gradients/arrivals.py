@@ -1,8 +1,7 @@
 """Which gradients the current backward has completed, and in which order.
 
 A hook on each parameter reports its gradient. If the order is the same as in the last backward, gradients are handled
-in groups, each when a bucket can be sent or when gradients can be moved to their buckets. Otherwise each gradient is
-handled when it arrives.
+in groups, each when a bucket can be sent or filled, otherwise one by one.
 
 A gradient may be sent when the next one arrives: until then others may change or read it, in hooks of its parameter
 that were registered later, or in hooks of its autograd node, as torch's DistributedDataParallel does.
@@ -70,8 +69,7 @@ class ArrivalOrder:
     def take_waiting(self, sent: int) -> dict[int, list[int]]:
         """Return bucket -> gradients that should move there, except to the first `sent` buckets.
 
-        These are all on the CPU that have arrived since the last move, or none while they are small. Gradients that
-        are sent as sparse ones have no place in a bucket.
+        These are all new ones on the CPU, or none while they are small. Sparse ones have no place in a bucket.
         """
         taken: dict[int, list[int]] = {}
         if self._waiting_bytes < _MOVE_BYTES:

@@ -245,10 +245,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 # gradients than at the last exchange. A regular step therefore needs no exchange, and the host reads nothing of a GPU.
 
 DENSE, SPARSE, NEW, LEFT_OUT, FINAL = 1, 2, 4, 8, 16
-"""The parts of a kind: whether there is a dense and a sparse gradient, and whether it is new since gradients were
-combined; and if no backward has reached the parameter since then, though this rank trains it, whether the script may
-still set the gradient before `step()` (LEFT_OUT) or not (FINAL). A gradient is combined if some rank has one, and it is
-new on some rank."""
+"""The parts of a kind: a dense or sparse gradient, whether it is new since gradients were combined, and if no backward
+has reached the parameter since, whether the script may still set it before `step()` (LEFT_OUT) or not (FINAL).
+Gradients are combined if some rank has one, and it is new on some rank."""
 NOTHING = 0
 
 
@@ -546,8 +545,7 @@ class BucketMemory:
     def set_gradients(self, kinds: bytes) -> None:
         """Make the combined numbers the gradients of those parameters whose kind has no SPARSE.
 
-        They are written into memory that was the gradient before backward: a script may hold it. Gradients of the kind
-        NOTHING become what they were.
+        They are written into the tensor of before backward: a script may hold it. The kind NOTHING becomes what it was.
         """
         for place, saved in self._saved.items():
             if kinds[place] == NOTHING:

@@ -100,7 +100,7 @@ def combiners_of(params: Sequence[torch.Tensor]) -> list[Combiner]:
 
 
 class Combiner:
-    """Combines what the ranks compute. A method that a subclass does not override does nothing."""
+    """Combines what the ranks compute; itself nothing, for a rank outside the process set, which trains alone."""
 
     kind: Kind = OPTIMIZER
     """The kind of wrapper that it belongs to."""
@@ -191,7 +191,3 @@ class Combiner:
 
         Collective, as the synchronization at the end of backward is.
         """
-
-
-class NullCombiner(Combiner):
-    """Combines nothing: for a rank outside the process set, which trains alone."""

@@ -5,11 +5,9 @@ ranks run them in the same order, a bucket's hook is called when that of the buc
 thread: they may wait for other ranks, but backward must not wait before the ranks have announced the reduction. A rank
 that has called `join` takes part only after that.
 
-Some of torch's own hooks start one collective and wait for nothing. Backward calls these itself, without the
-switches to a thread and back.
+Some of torch's own hooks start one collective and wait for nothing. Backward calls these itself.
 
-When a hook raises, its rank reports this to the others, whose hooks may wait for it. No rank that knows of it calls the
-hook for a later bucket of this backward.
+When a hook raises, its rank reports this to the others. None calls it for a later bucket of this backward.
 """
 
 from __future__ import annotations
@@ -139,8 +137,7 @@ class HookWork(Work):
         self.result: torch.Tensor | None = None
         """The combined gradients, (n,), after `wait`; None if the hook has raised an error."""
         self.error: Exception | None = None
-        """What the hook has raised. A RuntimeError is a failure of the communication: a future turns what its callbacks
-        raise into one."""
+        """What the hook has raised. A RuntimeError is a failure of the communication, as futures report it."""
 
     def _failure_elsewhere(self) -> tuple[int, str] | None:
         """Return the bucket for which a hook of another rank has raised in this backward, and its error."""

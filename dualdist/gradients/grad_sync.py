@@ -114,8 +114,7 @@ class GradSync(Combiner):
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add parameters. Collective over the process set: the ranks compare the layout.
 
-        In an elastic job they compare it at the first gradients, because a process that starts later is alone when it
-        makes its optimizer.
+        In an elastic job they compare it at the first gradients, because a later process is alone when it makes one.
         """
         added = [TrackedParameter(name, tensor) for name, tensor in named]
         if not self._compares_late and not current().launch.elastic:
@@ -126,11 +125,12 @@ class GradSync(Combiner):
                 for sync in (self, other):
                     sync._overlaps, sync._reducer.sets_early = True, False
         alive.add(self)
-        self._unhooked.update(range(len(self._params), len(self._params) + len(added)))
+        indices = range(len(self._params), len(self._params) + len(added))
+        self._unhooked.update(indices)
         self._params += added
         self._tensors += [tensor for _, tensor in named]
         self._pass_counts += [0] * len(added)
-        self._reducer.leave_out(range(len(self._params) - len(added), len(self._params)))
+        self._reducer.left_out = self._reducer.left_out.union(indices)
         self._reducer.given = self._indices = frozenset(range(len(self._params)))
         self._first = len(self._params) - 1  # mostly; `_end` looks
         self.watch()
@@ -331,13 +331,9 @@ class GradSync(Combiner):
 
     def _expect_order(self) -> None:
         """Decide whether the next backward handles gradients in the order of the last one, and when it sends them."""
-        process_set = self._reducer.options.process_set
-        self._sends_late = any(
-            sync._number < self._number
-            and sync.is_in_world
-            and sync._reducer.options.process_set == process_set
-            for sync in _syncs()
-        )
+        own_set = self._reducer.options.process_set
+        older = [sync for sync in _syncs() if sync._number < self._number and sync.is_in_world]
+        self._sends_late = any(sync._reducer.options.process_set == own_set for sync in older)
         is_regular = self._enabled and not (self._counts or self._sends_at_end)
         self._arrivals.expect(self._reducer.layout.order if is_regular else None)
 
@@ -346,8 +342,7 @@ class GradSync(Combiner):
 
         Buckets that were sent already are sent again.
 
-        has_failed: it has raised an exception. Otherwise reentrant checkpoints complete a gradient several times in one
-            backward, such as that of a shared weight.
+        has_failed: it has raised an exception. Otherwise reentrant checkpoints complete one gradient several times.
         completed: as for Reducer.abandon.
         """
         self._repeats |= not has_failed
@@ -391,10 +386,8 @@ class GradSync(Combiner):
             self._unhooked.add(self._first)
         self.watch()
         if any(self._pass_counts[index] >= self.passes for index in self._arrivals.handled):
-            if (
-                all(self._params[index].tensor.grad is None for index in self._arrivals.handled)
-                and self._has_hooks()
-            ):
+            grads = (self._params[index].tensor.grad for index in self._arrivals.handled)
+            if all(grad is None for grad in grads) and self._has_hooks():
                 raise RuntimeError(
                     "Gradients must be there when backward() ends, to be combined, but hooks have removed all of "
                     "them. An optimizer that steps in hooks uses this rank's gradients. Use torch.distributed.optim."

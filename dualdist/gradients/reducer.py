@@ -1,8 +1,7 @@
 """Sends gradients in buckets while backward runs, and makes the results the gradients, as torch's DDP Reducer does.
 
-Buckets are sent in the order of the layout. The ranks compare the layout when the reducer enters the world, and when
-parameters are added, so no bucket needs its own agreement. An average divides before the sum or after it, see
-`SyncOptions.divides_first`.
+Buckets are sent in the order of the layout. The ranks compare the layout at the start, and when parameters are added,
+so no bucket needs its own agreement. An average divides before the sum or after it, see `SyncOptions.divides_first`.
 
 At the end of backward, while the data is being sent, the ranks agree on the reduction once, as on any other collective
 (the announcement), and learn which gradients the others contribute. If a rank calls something else instead, all ranks
@@ -14,7 +13,7 @@ longer. On a GPU nothing waits: `Work.wait` orders streams, and the host reads n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -191,8 +190,7 @@ class Reducer:
     def enter_world(self, params: Sequence[TrackedParameter], options: SyncOptions | None = None) -> None:
         """Compare the options and the layout of `params` between the ranks. Collective over the process set.
 
-        options: new ones, which are not in use yet. None: those in use. Raises CollectiveMismatchError if the ranks
-        differ, or if another rank called something else.
+        options: new ones, not yet in use. None: those in use. Raises CollectiveMismatchError if the ranks differ.
         """
         options = options or self.options
         start = ("compare_start", current().settings.compare_start)
@@ -515,15 +513,6 @@ class Reducer:
         if compares:
             warn_of_differences(self.layout.params, self.options, self._id)
 
-    def _leave_out(self) -> None:
-        """Record which parameters no backward has reached since the last step, after a reduction."""
-        left_out = self.layout.contributions.left_out
-        self.left_out = self.left_out & left_out if self.reduced else left_out
-
-    def leave_out(self, indices: Iterable[int]) -> None:
-        """Record new parameters, which no backward has reached."""
-        self.left_out = self.left_out.union(indices)
-
     def must_combine_left_out(self) -> bool:
         """Return whether the script has given numbers to a gradient in `left_out`, on some rank.
 
@@ -615,7 +604,8 @@ class Reducer:
         for index, dense_part in sorted(sparse.items()):
             self._combine_sparse(group, index, dense_part, keep)
         if keep:
-            self._leave_out()
+            left_out = self.layout.contributions.left_out
+            self.left_out = self.left_out & left_out if self.reduced else left_out
         if sparse.keys() - self._sparse:
             self._sparse |= sparse.keys()
             self.lay_out(self.layout.params)

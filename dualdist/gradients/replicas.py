@@ -23,8 +23,7 @@ from ..world.process_sets import ProcessSetLike, channel_of, global_process_set,
 from .bucket_memory import TrackedParameter, as_real
 from .combiner import SyncOptions
 
-# Warns when ranks start, or go on after join(), with different parameters or options, which no exchange of gradients
-# makes equal.
+# Warns when ranks start, or go on after join(), with different parameters or options, which training keeps.
 #
 # Without broadcast_parameters(), or with another learning rate on one rank, each rank trains a model of its own, and
 # losses look normal. The ranks compare checksums when they first combine gradients, and first after join().

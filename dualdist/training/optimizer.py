@@ -29,7 +29,7 @@ from ..collectives.reduction import (
     reduce_op,
 )
 from ..compiling import not_compiled
-from ..gradients.combiner import Combiner, NullCombiner, SyncOptions, alive, combiners_of
+from ..gradients.combiner import Combiner, SyncOptions, alive, combiners_of
 from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..types import REDUCE_OP_NAMES, Adasum, Average, Op, Sum
@@ -271,7 +271,7 @@ def _distributed(
     compares_late: bool = False,
 ) -> SynchronizedOptimizer:
     """Change `optimizer` so that it combines gradients, and return it. compares_late: as for GradSync."""
-    combiner: Combiner = NullCombiner()
+    combiner = Combiner()
     if options.process_set.included() and options.reduction.op == Adasum:
         combiner = AdasumStep(optimizer, options.compression, options.process_set)
     elif options.process_set.included():

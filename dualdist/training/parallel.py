@@ -33,7 +33,7 @@ from ..collectives.join import join, share_grad_scaler
 from ..collectives.reduction import Reduction
 from ..compiling import CAN_SPLIT_GRAPHS, not_compiled
 from ..gradients.bucket_memory import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from ..gradients.combiner import Combiner, NullCombiner, SyncOptions
+from ..gradients.combiner import Combiner, SyncOptions
 from ..gradients.comm_hook import checked_comm_hook
 from ..gradients.grad_sync import GradSync
 from ..types import Average, Max, Sum
@@ -178,7 +178,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _enter(self) -> None:
         """Prepare what belongs to this object alone, not to its copies."""
-        self._combiner: Combiner = NullCombiner()
+        self._combiner = Combiner()
         self._requires_sync = True
         """The value of `require_backward_grad_sync`."""
         self._is_joining = self._throws_early = False
@@ -307,7 +307,7 @@ class DistributedDataParallel(torch.nn.Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, required: bool) -> None:
         self._requires_sync = required
-        if not isinstance(self._combiner, NullCombiner):
+        if isinstance(self._combiner, GradSync):
             self._combiner.enabled = required
 
     @contextlib.contextmanager
@@ -552,7 +552,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _remove_autograd_hooks(self) -> None:
         """Stop averaging gradients: remove this wrapper's hooks from the parameters, as in torch. Local."""
         self._combiner.release()
-        self._combiner = NullCombiner()
+        self._combiner = Combiner()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepted as in torch, without effect: outputs are never cloned."""

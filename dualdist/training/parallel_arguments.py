@@ -170,8 +170,7 @@ def check_delayed(delayed: Any, delayed_until: Any, module: torch.nn.Module) -> 
 # optimizer. torch's own class exchanges the data of the parameters until backward instead, on a stream that only
 # accelerators have (torch/nn/parallel/distributed.py:1103).
 #
-# Checkpointed parts run again in backward, without the module around them: hooks on every part cast its parameters
-# then.
+# Checkpointed parts run again in backward, without the module around them: hooks on every part then cast.
 
 _COMPRESSION: dict[torch.dtype | None, type[Compressor]] = {
     None: Compression.none,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -218,15 +217,8 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             total = _exchanged(own, "gradients", ctx.process_set, sums=True)
             grad_input = _input_grad(grad, input, scale, found, total)
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        return (
-            grad_input,
-            grad_weight if needs_weight else None,
-            grad_bias if needs_bias else None,
-            None,
-            None,
-            None,
-        )
+        needed = zip((grad_weight, grad_bias), ctx.needs_input_grad[1:3], strict=True)
+        return grad_input, *(grad if is_needed else None for grad, is_needed in needed), None, None, None
 
 
 def _sums(
@@ -344,6 +336,10 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         process_set = _chosen_set(process_set, process_group)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise wrong(
+                "dtype", "a floating-point torch.dtype or None", dtype, "Pass torch.float32.", TypeError
+            )
         super().__init__(
             integer("num_features", num_features, least=1, below=1 << 31),
             number("eps", eps, least=0),
@@ -351,7 +347,7 @@ class SyncBatchNorm(_BatchNorm):
             flag("affine", affine),
             flag("track_running_stats", track_running_stats),
             device=None if device is None else checked_device("device", device),
-            dtype=_checked_dtype(dtype),
+            dtype=dtype,
         )
         self.process_set = process_set
         self._origin: type[_BatchNorm] | None = None
@@ -369,17 +365,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalized `input`, of the same shape, dtype and layout. Collective in training."""
         if not self.training:
-            self._check_input_dim(input)
-            return functional.batch_norm(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                self.running_mean is None,
-                0.0,
-                self.eps,
-            )
+            return super().forward(input)
         with reporting(SYNC_BATCH_NORM, self.process_set):
             self._check_input_dim(input)
         if input.is_cuda:
@@ -402,11 +388,9 @@ class SyncBatchNorm(_BatchNorm):
             return
         self.num_batches_tracked.add_(1)
         # On the device, so that the host does not wait for it.
-        share = (
-            self.num_batches_tracked.to(found.mean.dtype).reciprocal()
-            if self.momentum is None
-            else self.momentum
-        )
+        share: Any = self.momentum
+        if share is None:
+            share = self.num_batches_tracked.to(found.mean.dtype).reciprocal()
         for running, new in ((self.running_mean, found.mean), (self.running_var, found.unbiased)):
             if running.dtype == new.dtype:
                 running.lerp_(new, share)
@@ -452,24 +436,17 @@ class SyncBatchNorm(_BatchNorm):
                 "`module` must have layers that convert_sync_batchnorm() made, but has a SyncBatchNorm that was "
                 "created directly instead. Make a BatchNorm1d, 2d or 3d and load its state_dict()."
             )
-        made = self._origin(
-            self.num_features, self.eps, self.momentum, self.affine, self.track_running_stats, device="meta"
-        )
-        return _filled(made, self)
+        return _filled(self._origin(*_options(self), device="meta"), self)
 
     @classmethod
     def _like(cls, layer: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
-        made = cls(
-            layer.num_features,
-            layer.eps,
-            layer.momentum,
-            layer.affine,
-            layer.track_running_stats,
-            process_set=process_set,
-            device="meta",
-        )
+        made = cls(*_options(layer), process_set=process_set, device="meta")
         made._origin = layer._origin if isinstance(layer, cls) else type(layer)
         return _filled(made, layer)
+
+
+def _options(layer: _BatchNorm) -> tuple[int, float, float | None, bool, bool]:
+    return layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
 
 
 def _chosen_set(process_set: Any, process_group: Any) -> ProcessSet:
@@ -481,12 +458,6 @@ def _chosen_set(process_set: Any, process_group: Any) -> ProcessSet:
             "`process_group` must be None if `process_set` is passed, but is not. Pass one of them."
         )
     return checked_process_set(process_group, "process_group")
-
-
-def _checked_dtype(dtype: Any) -> torch.dtype | None:
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return dtype
-    raise wrong("dtype", "a floating-point torch.dtype or None", dtype, "Pass torch.float32.", TypeError)
 
 
 def _replaced(
