@@ -49,27 +49,18 @@ print(MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\\0 "), lev
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist doctor`."""
-    parser.add_argument(
-        "--backend", choices=BACKENDS, help="the backend to check; by default the one that init() chooses"
-    )
-    parser.add_argument("--transport", choices=TRANSPORTS, help="the transport to check")
+    add = parser.add_argument
+    text = "the backend to check; by default the one that init() chooses"
+    add("--backend", choices=BACKENDS, help=text)
+    add("--transport", choices=TRANSPORTS, help="the transport to check")
     checks = parser.add_mutually_exclusive_group()
-    checks.add_argument(
-        "--smoke", action="store_true", help="start two processes on every available backend and transport"
-    )
-    checks.add_argument(
-        "--world",
-        action="store_true",
-        help="under a launcher: all processes meet, and rank 0 reports what is wrong on which host",
-    )
-    parser.add_argument(
-        "--least-bandwidth",
-        type=float,
-        default=10.0,
-        metavar="MB/S",
-        help="with --world: report links between hosts that are slower (10)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "start two processes on every available backend and transport"
+    checks.add_argument("--smoke", action="store_true", help=text)
+    text = "under a launcher: all processes meet, and rank 0 reports what is wrong on which host"
+    checks.add_argument("--world", action="store_true", help=text)
+    text = "with --world: report links between hosts that are slower (10)"
+    add("--least-bandwidth", type=float, default=10.0, metavar="MB/S", help=text)
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -28,24 +28,16 @@ from ..types import World
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dualdist exec`."""
-    parser.add_argument(
-        "--compat",
-        action="store_true",
-        help="run the script with dualdist.compat, in which horovod.torch is dualdist",
-    )
-    parser.add_argument(
-        "--bind",
-        choices=("none", "gpu", "numa"),
-        default="none",
-        help="gpu: each process sees one GPU of its own, as cuda:0; numa: it runs on the cores beside its GPU",
-    )
-    parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a Python module")
-    parser.add_argument("-u", action="store_true", help="as Python's, and always on: output is not buffered")
-    command = "SCRIPT [ARG ...] | -m MODULE [ARG ...] | -- COMMAND [ARG ...]"
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar=command)
-    parser.usage = (
-        f"dualdist exec [OPTIONS] {command}\nOptions of Python: dualdist exec -- python -O train.py"
-    )
+    add = parser.add_argument
+    text = "run the script with dualdist.compat, in which horovod.torch is dualdist"
+    add("--compat", action="store_true", help=text)
+    text = "gpu: each process sees one GPU of its own, as cuda:0; numa: it runs on the cores beside its GPU"
+    add("--bind", choices=("none", "gpu", "numa"), default="none", help=text)
+    add("-m", action="store_true", dest="is_module", help="the script is a Python module")
+    add("-u", action="store_true", help="as Python's, and always on: output is not buffered")
+    words = "SCRIPT [ARG ...] | -m MODULE [ARG ...] | -- COMMAND [ARG ...]"
+    add("command", nargs=argparse.REMAINDER, metavar=words)
+    parser.usage = f"dualdist exec [OPTIONS] {words}\nOptions of Python: dualdist exec -- python -O train.py"
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -90,20 +90,8 @@ def _number(kind: Callable[[str], float], least: float, most: float = math.inf) 
     return converted
 
 
-_count, _positive, _time, _noise = (
-    _number(whole_number, 0),
-    _number(whole_number, 1),
-    _number(float, 0),
-    _number(float, 0, 1),
-)
-
-
-def _megabytes(text: str) -> float:
-    return _count(text) * 1024 * 1024
-
-
-def _seconds_or_never(text: str) -> object:
-    return _count(text) or _NEVER
+_count, _positive = _number(whole_number, 0), _number(whole_number, 1)
+_time, _noise = _number(float, 0), _number(float, 0, 1)
 
 
 def _level(text: str) -> str:
@@ -119,7 +107,7 @@ def _only_horovod(
 
 
 TUNING = (
-    _only_horovod("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _megabytes),
+    _only_horovod("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", lambda text: _count(text) * 2**20),
     _only_horovod("--cycle-time-ms", "HOROVOD_CYCLE_TIME", _time),
     _only_horovod("--cache-capacity", "HOROVOD_CACHE_CAPACITY", _count),
     _only_horovod("--hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
@@ -161,7 +149,7 @@ TUNING = (
     Tuning(
         ("--stall-check-shutdown-time-seconds",),
         {"DUALDIST_STALL_TIMEOUT_SECONDS": "{}"},
-        _seconds_or_never,
+        lambda text: _count(text) or _NEVER,
     ),
     Tuning(("--tcp",), {"NCCL_IB_DISABLE": "1"}),
 )
@@ -194,7 +182,7 @@ class _Refuse(argparse.Action):
     """An option that is not supported: giving it raises ConfigurationError."""
 
     def __call__(self, parser: Any, args: Any, values: Any, option: str | None = None) -> None:
-        raise ConfigurationError(f"`{option}` is not supported: {self.const}")
+        raise ConfigurationError(f"`{option}` is not supported: {self.help}")
 
 
 def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
@@ -212,12 +200,7 @@ def add_horovodrun_options(parser: argparse.ArgumentParser) -> None:
     refused = parser.add_argument_group("horovodrun's options that are refused")
     for option in REFUSED:
         refused.add_argument(
-            *option.flags,
-            dest="refused",
-            action=_Refuse,
-            nargs=option.arguments,
-            const=option.remedy,
-            help=option.remedy,
+            *option.flags, dest="refused", action=_Refuse, nargs=option.arguments, help=option.remedy
         )
 
 

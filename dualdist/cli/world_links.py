@@ -43,9 +43,8 @@ class Link:
 
 _LENGTH, _TIME = struct.Struct("!Q"), struct.Struct("!d")
 _QUESTIONS, _ROUNDS = 20, 3
-"""How often the time is asked for in a round, and how many rounds there are. The best counts: other programs take time
-of the CPUs. Between two measurements of a link all other links are measured, so that a program that runs for a second
-slows no link alone."""
+"""How often the time is asked for in a round, and how many rounds there are. The best counts: other programs take time.
+The rounds of all links alternate, so that a program that runs for a second slows no link alone."""
 _MEASURED_SECONDS = 0.1
 _SILENCE_SECONDS = 5.0
 """How long to wait for the other host."""

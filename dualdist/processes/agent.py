@@ -400,8 +400,7 @@ def _descendants(*, ended: bool = False) -> dict[int, int]:
 
     The group is 0 where others may be in it, too: in the session of this process, and in another PID namespace.
 
-    ended: also of those that have ended and are not waited for yet. They show the groups of processes that start
-    another one and end too soon to be seen.
+    ended: also of those that have ended and are not waited for yet. They show the groups of what they have started.
     """
     own = os.getsid(0)
     parents: dict[int, tuple[int, int]] = {}

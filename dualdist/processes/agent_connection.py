@@ -31,14 +31,8 @@ from ..errors import ConfigurationError
 from . import agent
 from .agent import ENDED, ENDING_SIGNALS, HEADER, INPUT, LOST, PASSED_SIGNALS, RESULT, STDERR, STDOUT
 
-AGENT_COMMAND = (
-    sys.executable,
-    "-E",
-    "-s",
-    "-S",
-    "-c",
-    "import sys;del sys.path[0];i=sys.stdin.buffer;exec(i.read(int(i.readline())))",
-)
+_READ_SOURCE = "import sys;del sys.path[0];i=sys.stdin.buffer;exec(i.read(int(i.readline())))"
+AGENT_COMMAND = (sys.executable, "-E", "-s", "-S", "-c", _READ_SOURCE)
 """Starts an agent, which reads its own source from its standard input. It imports nothing from the current
 folder, where a file can have the name of a module of Python."""
 
@@ -73,8 +67,7 @@ class HostJob:
     address: str | None = None
     """The launcher's address. If given, the agent sets Gloo's interface to the one that leads to it."""
     task: bytes | None = None
-    """The content of a file for every process. Each gets the file's number and that of a pipe as arguments, and what it
-    writes to the pipe is a RESULT event."""
+    """The content of a file for every process. Each gets its number and that of a pipe, for RESULT events."""
     output: tuple[int, int] | None = None
     """The open files for the processes' output; None: it is sent to the launcher."""
     stdin: int | None = None

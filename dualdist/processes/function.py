@@ -89,15 +89,9 @@ _ELASTIC = (
     "dualdist.run starts a fixed number of processes. Write the function as a script with dualdist.elastic.run, "
     "and start it with torchrun or horovodrun."
 )
+_OF_ELASTIC = "min_num_proc max_num_proc slots reset_limit cooldown_range host_discovery_script min_np max_np"
 _REFUSED = {
-    "min_num_proc": _ELASTIC,
-    "max_num_proc": _ELASTIC,
-    "slots": _ELASTIC,
-    "reset_limit": _ELASTIC,
-    "cooldown_range": _ELASTIC,
-    "host_discovery_script": _ELASTIC,
-    "min_np": _ELASTIC,
-    "max_np": _ELASTIC,
+    **dict.fromkeys(_OF_ELASTIC.split(), _ELASTIC),
     "use_mpi": "dualdist.run does not start MPI, and use_gloo and use_mpi cannot both be set. Leave it out to use "
     "Gloo, or start a script with mpirun.",
 }

@@ -297,16 +297,7 @@ def ssh_command(
             f"{_ssh(env)[0]!r} must be installed to reach {host!r}, but is not found. Install OpenSSH's client, "
             "or set DUALDIST_SSH."
         )
-    always = [
-        "-T",
-        "-x",
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        "ServerAliveInterval=10",
-        "-o",
-        "ServerAliveCountMax=3",
-    ]
+    always = "-T -x -o BatchMode=yes -o ServerAliveInterval=10 -o ServerAliveCountMax=3".split()
     return [*_ssh(env), *always, *options, "--", _bare(host), f"exec {shlex.join(command)}"]
 
 
@@ -419,5 +410,4 @@ STARTERS: Mapping[str, Callable[[str, Mapping[str, str]], tuple[str, list[str]]]
     "pbsdsh": _pbsdsh,
     "mpirun": _mpirun,
 }
-"""name -> function of host and environment that returns how the agent finds the relay, and the command before it. None:
-ssh, which needs no relay."""
+"""name -> function that returns how the agent finds the relay, and the command before it. None: ssh, without one."""

@@ -174,8 +174,7 @@ def _serve_unchanged_scripts(
     """Yield the variables of each rank, while the block runs.
 
     hosts, worlds: of each rank. address: of this machine, at which all processes reach it. first: the address of rank
-    0's host; None if it is this machine. given: variables that the user has set for the processes. env: the others that
-    they have.
+    0's host; None if it is this machine. given: what the user has set for the processes. env: their other variables.
     """
     with contextlib.ExitStack() as stack:
         if first is None:
@@ -293,8 +292,7 @@ _OUTPUT_SECONDS, _LAST_OUTPUT_SECONDS = 4.0, 1.0
 def run_job(options: RunOptions, env: Mapping[str, str]) -> int:
     """Run the job to its end and return its exit code. env: the environment of this process.
 
-    Must be called in the main thread, because it handles signals. Raises ConfigurationError, before it starts anything,
-    when the options do not fit the hosts.
+    In the main thread alone: it handles signals. Raises ConfigurationError first, if the options do not fit the hosts.
     """
     stdin = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)  # an agent has files of its own below 3
     options = dataclasses.replace(options, stdin=stdin)

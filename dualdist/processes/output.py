@@ -23,8 +23,7 @@ from ..errors import ConfigurationError
 # Writes to one open file in a thread of its own, because a write blocks while nobody reads from a pipe or terminal.
 #
 # The launcher must honour signals, and notice the ends of processes, whatever happens to its output. Non-blocking
-# writes cannot be used: O_NONBLOCK belongs to the open file, which the launcher shares with the shell and other
-# programs.
+# writes cannot be used: O_NONBLOCK belongs to the open file, which the launcher shares with the shell.
 
 
 class Sink:

@@ -37,8 +37,7 @@ _AGENT = (
     "i=sys.stdin.buffer;exec(i.read(int(i.readline())))"
 )
 """Connects to the relay and runs the agent that it receives. It imports nothing from the current folder, and keeps only
-the variables of the host (sys.argv[1]): the launcher sends the others, and those of srun and mpirun describe a world of
-one process."""
+the variables of the host (sys.argv[1]): the launcher sends the others, and srun and mpirun describe a world of one."""
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """As with ssh, a host that does not answer for half a minute is lost (seconds, seconds, number)."""
 _PR_SET_PDEATHSIG = 1
