@@ -35,6 +35,8 @@ def main() -> None:
     socket.send_fds(server, [len(message).to_bytes(4, "big")], [*files, *namespaces])
     server.sendall(message)
     child = number_from(server)
+    with open("/proc/self/comm", "w") as name:
+        name.write(f"fork {child}")  # for `fork_of` in forks.py
     for number in PASSED:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)

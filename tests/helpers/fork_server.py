@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -118,6 +119,8 @@ def _take_over(request: _Request) -> None:
     os.environb.clear()
     os.environb.update(request.environment)
     os.chdir(request.folder)
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     os.getppid = lambda: request.parent
 
 

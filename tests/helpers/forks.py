@@ -8,6 +8,7 @@ user's are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -19,13 +20,20 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ("BIN", "MPI_FOLDER", "fork_variables", "forked", "use_forks")
+__all__ = ("BIN", "DUALDIST", "MPI_FOLDER", "fork_of", "fork_variables", "forked", "use_forks")
 
 BIN = Path(sys.executable).parent
 MPI_FOLDER = Path(os.environ.get("TEST_MPI_FOLDER", BIN.parent / "mpi"))
 """Where ci/setup has installed other MPIs than that of the system, each in its own folder."""
 LAUNCHERS = (f"{BIN}/torchrun", f"{BIN}/horovodrun")
 """Launchers that are written in Python."""
+DUALDIST = (
+    sys.executable,
+    "-c",
+    "import sys; from dualdist.cli import main; sys.executable = sys.argv.pop(1); sys.exit(main(sys.argv[1:]))",
+    sys.executable,
+)
+"""The command `dualdist`. The scripts that it starts are forks if it is one."""
 CLIENT, SERVER = (Path(__file__).with_name(f"fork_{side}.py") for side in ("client", "server"))
 
 _used = False
@@ -48,6 +56,14 @@ def forked(command: Sequence[str]) -> list[str]:
 def fork_variables() -> dict[str, str]:
     """Return the variables with which torchrun starts scripts by the client, too."""
     return {"PYTHON_EXEC": _server().python} if _used else {}
+
+
+def fork_of(pid: int) -> int:
+    """Return the process that does the work of the process `pid`: its fork if it is a client, else itself."""
+    with contextlib.suppress(OSError):
+        kind, _, fork = Path(f"/proc/{pid}/comm").read_text().partition(" ")
+        return int(fork) if kind == "fork" else pid
+    return pid
 
 
 class _Server:

@@ -15,10 +15,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from .requirements import need, need_programs, need_root, program
+from .script_launch import MARK, STACKS, Ended, finish
+from .world import ROOT
 
-__all__ = ("Host", "Network", "running_network")
+__all__ = ("OPEN_MPI", "Host", "Network", "mpirun", "running_network", "size_of")
 
 SECONDS = 20.0
 LINKS = ("net0", "net1")
@@ -45,6 +48,29 @@ UserKnownHostsFile /dev/null
 StrictHostKeyChecking no
 LogLevel ERROR
 """
+
+OPEN_MPI = MappingProxyType(
+    {
+        "OMPI_MCA_btl": "tcp,self",
+        "OMPI_MCA_btl_tcp_if_include": "net0",
+        "OMPI_MCA_oob_tcp_if_include": "net0",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+    }
+)
+"""Open MPI needs to know which interface leads to the other host. mpirun passes these variables on."""
+
+
+def size_of(hosts: str) -> int:
+    """Return the number of processes on hosts such as "alpha:2,beta:1"."""
+    return sum(int(host.partition(":")[2]) for host in hosts.split(","))
+
+
+def mpirun(hosts: str, *names: str) -> tuple[str, ...]:
+    """Return Open MPI's start of a command on hosts such as "alpha:2,beta:1". names: of more variables to pass on."""
+    passed = ("PYTHONPATH", "OMP_NUM_THREADS", *STACKS, MARK, *names)
+    options = ("--allow-run-as-root", "--oversubscribe", *(word for name in passed for word in ("-x", name)))
+    return ("mpirun", *options, "-H", hosts, "-np", f"{size_of(hosts)}")
+
 
 _UNSHARE = ("unshare", "--net", "--uts", "--mount")
 
@@ -76,6 +102,13 @@ class Network:
     """Hosts that are up."""
 
     hosts: tuple[Host, ...]
+
+    def finish(
+        self, *command: str, environment: Mapping[str, str] | None = None, forks: bool = True
+    ) -> Ended:
+        """Run a command on the first host to its end; see script_launch.finish."""
+        variables = {**OPEN_MPI, "PYTHONPATH": str(ROOT), **(environment or {})}
+        return finish(self.hosts[0].command(*command), variables, forks=forks)
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:

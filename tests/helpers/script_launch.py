@@ -8,20 +8,42 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from .forks import BIN, fork_variables, forked
+import psutil
+
+from .forks import BIN, fork_of, fork_variables, forked
 from .requirements import need_modules
 from .world import MPIRUN, ROOT, SEMAPHORES_DELETED
 
-__all__ = ("LAUNCHERS", "MARK", "SECONDS", "Ended", "Launcher", "finish", "launch", "started_by")
+__all__ = (
+    "LAUNCHERS",
+    "MARK",
+    "SECONDS",
+    "STACKS",
+    "Ended",
+    "Launcher",
+    "Script",
+    "abort",
+    "finish",
+    "launch",
+    "started_by",
+)
 
-SECONDS = 200.0
+SECONDS, END_SECONDS = 200.0, 5.0
+STACKS = {"PYTHONFAULTHANDLER": "1"}
+"""With it, a Python that is ended by SIGABRT writes the stacks of its threads first."""
+SHOWN = 20_000
 MARK = "TEST_LAUNCH"
 """The variable by which the processes of a launch are found."""
+
+
+Script = Callable[[str], str]
+"""Writes a text into a file, and returns its path: the fixture `script`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,20 @@ class Ended:
     code: int
     output: str
 
+    def check(self) -> str:
+        """Return the output. Raises AssertionError with it unless the exit code is 0."""
+        assert self.code == 0, f"exit code {self.code}:\n{self.shown()}"
+        return self.output
+
+    def shown(self) -> str:
+        """Return what a report shows of the output: the beginning and the end of a long one."""
+        middle = f"\n[{len(self.output) - 2 * SHOWN} characters]\n"
+        return (
+            self.output
+            if len(self.output) < 2 * SHOWN
+            else self.output[:SHOWN] + middle + self.output[-SHOWN:]
+        )
+
 
 def launch(
     name: str, *arguments: str, environment: Mapping[str, str] | None = None, forks: bool = True
@@ -78,23 +114,27 @@ def finish(
     environment: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
     forks: bool = True,
+    folder: Path = ROOT,
 ) -> Ended:
-    """Run `command` to its end. After `seconds`, every process is ended and the launch has failed.
+    """Run `command` in a folder to its end, and print how it ended, for the report of a test that fails.
 
+    After `seconds`, its Pythons write their stacks, every process is ended, and the launch has failed.
     forks: whether its Pythons may be forks of one that has imported torch, which do not run sitecustomize.
     """
     mark = secrets.token_hex(8)
     process = subprocess.Popen(
         forked(command) if forks else command,
-        cwd=ROOT,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         start_new_session=True,
         env={
             **os.environ,
             **(fork_variables() if forks else {}),
+            **STACKS,
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
             MARK: mark,
@@ -103,21 +143,54 @@ def finish(
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        # torchrun's processes have sessions of their own.
-        for pid in started_by(mark):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        abort(mark, process)
         output, _ = process.communicate()
         raise AssertionError(f"{' '.join(command)} did not end within {seconds:.0f} s:\n{output}") from None
-    return Ended(process.returncode, SEMAPHORES_DELETED.sub("", output))
+    ended = Ended(process.returncode, SEMAPHORES_DELETED.sub("", output))
+    print(f"{' '.join(command)} ended with exit code {ended.code}:\n{ended.shown()}")
+    return ended
+
+
+def abort(mark: str, launcher: subprocess.Popen[Any]) -> None:
+    """End every process of a launch. Its Pythons write their stacks first, one that is the launcher last.
+
+    The launcher may forward what the others write.
+    """
+    first = fork_of(launcher.pid)
+    pythons = [pid for pid in started_by(mark) if pid != first and _writes_stacks(pid)]
+    for pids in (pythons, [first] if launcher.poll() is None else []):
+        _kill(pids, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(END_SECONDS)
+            break
+    launcher.kill()
+    _kill(started_by(mark), signal.SIGKILL)  # torchrun's processes have sessions of their own
+    launcher.wait()
+
+
+def _kill(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _writes_stacks(pid: int) -> bool:
+    """Return whether a process is a Python that reads STACKS. Agents of `dualdist run` do not (-E)."""
+    with contextlib.suppress(OSError):
+        program, *options = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"python" in program and b"-E" not in options[:1]
+    return False
 
 
 def started_by(mark: str) -> list[int]:
-    """Return the ids of all processes that have the variable MARK with the value `mark`."""
-    found = []
+    """Return the ids of all processes that have the variable MARK with the value `mark`, and of what they started.
+
+    A fork of forks.py takes the place of its client.
+    """
+    found = set()
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if f"{MARK}={mark}".encode() in file.read_bytes().split(b"\0"):
-                found.append(int(file.parent.name))
-    return found
+                process = psutil.Process(fork_of(int(file.parent.name)))
+                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
+    return sorted(pid for pid in found if fork_of(pid) == pid)

@@ -96,12 +96,17 @@ class Slurm:
         """The variables with which Slurm's commands find it."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def finish(self, *command: str, environment: Mapping[str, str] | None = None) -> Ended:
-        """Run one of Slurm's commands to its end; see script_launch.finish."""
+    def finish(
+        self, *command: str, environment: Mapping[str, str] | None = None, forks: bool = True
+    ) -> Ended:
+        """Run one of Slurm's commands to its end; see script_launch.finish. If it fails, print what the servers say."""
+        ended = None
         try:
-            return finish([*self.enter, *command], {**self.environment, **(environment or {})})
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.logs()}") from None
+            ended = finish([*self.enter, *command], {**self.environment, **(environment or {})}, forks=forks)
+        finally:
+            if ended is None or ended.code != 0:
+                print(self.logs())
+        return ended
 
     def ask(self, *command: str) -> str:
         """Return what one of Slurm's commands says, or '' when it fails."""
@@ -198,12 +203,13 @@ def _servers(folder: Path, nodes: Sequence[Node]) -> dict[str, list[str]]:
 
 
 def _wait(slurm: Slurm, question: list[str], answer: str, seconds: float = START_SECONDS) -> None:
-    """Ask until the answer is right; every question is a process, so that this is no busy loop."""
+    """Ask until the answer is right, with pauses: every question is a process."""
     deadline = time.monotonic() + seconds
     while (told := slurm.ask(*question)) != answer:
         assert time.monotonic() < deadline, (
             f"{question} must say {answer!r}, but says {told!r}.\n{slurm.logs()}"
         )
+        time.sleep(0.1)
 
 
 def _end_jobs(slurm: Slurm) -> None:

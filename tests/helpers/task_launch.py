@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 from .forks import fork_variables, forked
 from .namespace_hosts import Network
+from .script_launch import MARK, STACKS, abort
 from .task_worker import TASK_SECONDS, Task
 from .world import ROOT
 
@@ -59,7 +59,7 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
     When all processes train, the links of `network` are cut until they have ended. Raises AssertionError with the
     output if a process does not connect, or a command does not end.
     """
-    key = secrets.token_hex(16)
+    key, mark = secrets.token_hex(16), secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tasks-"))
         output = stack.enter_context(open(f"{folder}/output", "w+b"))
@@ -75,6 +75,8 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
                 env={
                     **os.environ,
                     **fork_variables(),
+                    **STACKS,
+                    MARK: mark,
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": str(ROOT),
                     **start.environment,
@@ -82,7 +84,8 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
             )
             for command in start.commands
         ]
-        stack.callback(_kill, launchers)
+        for launcher in launchers:
+            stack.callback(abort, mark, launcher)
         reports, problem = [], ""
         try:
             with _met(listener, launchers, start.size) as processes:
@@ -92,9 +95,10 @@ def run_tasks(start: Start, tasks: Sequence[Task], network: Network | None = Non
             codes = [launcher.wait(max(0.0, deadline - time.monotonic())) for launcher in launchers]
         except (AssertionError, subprocess.TimeoutExpired) as error:
             problem = str(error)
-            _kill(launchers)
+            for launcher in launchers:
+                abort(mark, launcher)
         output.seek(0)
-        text = output.read().decode(errors="replace")[-4000:]
+        text = output.read().decode(errors="replace")[-20_000:]
         assert not problem, f"{problem}\n{text}"
         return Outcome(reports, codes, text)
 
@@ -147,10 +151,3 @@ def _receive(process: Connection[Any, Any]) -> Report:
     except (EOFError, OSError):
         report = {"error": "the process is gone", "ended": None}
     return report
-
-
-def _kill(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
-    for launcher in launchers:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..helpers.forks import forked
 from ..helpers.namespace_hosts import Network, running_network
 from ..helpers.process_watch import Watched
 from ..helpers.run_command import Ended, Families, Run
+from ..helpers.script_launch import Script
 from ..helpers.slurm_cluster import Slurm, running_slurm
 from ..helpers.ssh_hosts import start_hosts
 
@@ -34,6 +36,18 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Write a text into a file, and return its path."""
+
+    def written(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return written
+
+
+@pytest.fixture
 def python(monkeypatch: pytest.MonkeyPatch) -> str:
     """The Python of the processes that this one starts: a fork, unless the file is in NEW_INTERPRETERS with --all."""
     (chosen,) = forked([sys.executable])
@@ -43,13 +57,16 @@ def python(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+def run(request: pytest.FixtureRequest, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
     """`dualdist run` in this process: importing torch again would take most of the time."""
 
     def started(*arguments: str) -> Ended:
         code = main(["run", *arguments])
         output, errors = capfdbinary.readouterr()
-        return Ended(code, output, errors.decode(errors="surrogateescape"))
+        ended = Ended(code, output, errors.decode(errors="surrogateescape"))
+        text = f"{(output + errors).decode(errors='replace')}\nexit code {code}"
+        request.node.add_report_section("call", f"of dualdist {shlex.join(arguments)}", text[-20_000:])
+        return ended
 
     return started
 
