@@ -15,6 +15,7 @@ before = [os.environ.get(f"HOROVOD_{name}") for name in NUMBERS]
 import horovod  # noqa: E402
 import horovod.torch as hvd  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import torch.utils.data  # noqa: E402
 from horovod.common.exceptions import HorovodInternalError  # noqa: E402
 from horovod.common.util import gloo_built  # noqa: E402
@@ -77,7 +78,24 @@ def main(folder: str) -> None:
         "total": total.item(),
         "runs": [dualdist.backend_name(), dualdist.launcher_name()],
     }
+    make_own_group()
     Path(folder, f"{hvd.rank()}.json").write_text(json.dumps(told))
+
+
+def make_own_group() -> None:
+    """Make a group of torch, which such a script does not find, and join the world again."""
+    assert os.environ["HOROVOD_HOSTNAME"]
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")  # finds torchrun's variables
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+    dist.all_reduce(total)
+    assert total.item() == hvd.size() ** 2
+    dist.destroy_process_group()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+    hvd.shutdown()
+    hvd.init()
+    assert not dist.is_initialized()
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""The helpers of usual scripts find the world under every launcher; unchanged scripts of Horovod find no group."""
+"""What usual scripts do: helpers that ask torch find the world under every launcher, and forks end as they want."""
 
 from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-from ..helpers.namespace_hosts import Network
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import LAUNCHERS, finish, launch
+from ..helpers.script_launch import LAUNCHERS, Ended, Script, finish, launch
 
 HELPERS = """
 import os
+import sys
 import torch
 import torch.distributed as dist
 import dualdist as hvd
@@ -34,28 +33,33 @@ optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
 (weight * torch.tensor(shard)).mean().backward()
 optimizer.step()
 os.write(1, f"<{shard} {weight.item()}>\\n".encode())
-"""
 
-OWN_GROUP = """
-import os
-import torch
-import torch.distributed as dist
-import horovod.torch as hvd
+def child(ending):
+    try:
+        hvd.allreduce(torch.ones(1))
+    except hvd.NotInitializedError:
+        if ending == "exit":
+            sys.exit(3)
+        if ending == "_exit":
+            os._exit(4)
+        if ending == "shutdown":
+            hvd.shutdown()
+            raise SystemExit(5)
+        if ending == "raise":
+            raise RuntimeError("the reason of the child")
+        sys.exit()
 
-assert os.environ["HOROVOD_HOSTNAME"]
-hvd.init()
-assert not dist.is_initialized()
-dist.init_process_group("gloo")  # finds torchrun's variables
-total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
-dist.all_reduce(total)
-assert total.item() == hvd.size() ** 2
-dist.destroy_process_group()
-assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
-hvd.shutdown()
-hvd.init()
-assert not dist.is_initialized()
-assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
-os.write(1, b"<done>\\n")
+codes = []
+for ending in ["exit", "_exit", "shutdown", "raise", "return"] if hvd.rank() == 0 else []:
+    forked = os.fork()
+    if forked == 0:
+        child(ending)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+for numel in (1, 5000):
+    total = hvd.allreduce(torch.full((numel,), hvd.rank() + 1.0), op=hvd.Sum)
+    assert total.tolist() == [hvd.size() * (hvd.size() + 1) / 2] * numel
+if hvd.rank() == 0:
+    print("codes", *codes)
 """
 
 ACCELERATE = """
@@ -81,48 +85,68 @@ os.write(1, f"<{seen.tolist()} {model.module.weight.item()}>\\n".encode())
 """
 
 
-def printed(name: str, folder: Path, text: str, *before: str) -> list[str]:
-    script = folder / "script.py"
-    script.write_text(text)
-    ended = launch(name, *before, str(script))
-    assert ended.code == 0, ended.output
-    return sorted(re.findall("<([^<>]*)>\n", ended.output))
+def printed(output: str) -> list[str]:
+    return sorted(re.findall(r"<(\[[^<>]*)>\n", output))
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_helpers_that_ask_torch_give_each_rank_its_shard(name: str, tmp_path: Path) -> None:
-    size = LAUNCHERS[name].size
-    expected = [f"{list(range(rank, 8, size))} -3.5" for rank in range(size)]
-    assert printed(name, tmp_path, HELPERS) == expected
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Ended]:
+    """How the script HELPERS has ended, and the number of ranks."""
+    path = tmp_path_factory.mktemp("helpers") / "script.py"
+    path.write_text(HELPERS)
+    return LAUNCHERS[request.param].size, launch(request.param, str(path))
 
 
-def test_a_script_of_dualdist_finds_the_group_also_if_something_else_imports_horovod(tmp_path: Path) -> None:
+def test_helpers_that_ask_torch_give_each_rank_its_shard(ended: tuple[int, Ended]) -> None:
+    size, ending = ended
+    assert printed(ending.check()) == [f"{list(range(rank, 8, size))} -3.5" for rank in range(size)]
+
+
+def test_a_forked_process_ends_as_it_wants_and_the_ranks_continue(ended: tuple[int, Ended]) -> None:
+    output = ended[1].check()
+    assert "codes 3 4 5 1 0" in output
+    assert output.count("RuntimeError: the reason of the child") == 1
+
+
+DURING_INIT = """\
+import os, threading, dualdist as hvd
+from dualdist import lifecycle
+
+join, waits, goes_on = lifecycle.join_world, threading.Event(), threading.Event()
+
+def late(*arguments):
+    waits.set()
+    goes_on.wait()
+    return join(*arguments)
+
+lifecycle.join_world = late
+thread = threading.Thread(target=hvd.init)
+thread.start()
+waits.wait()
+child = os.fork()
+goes_on.set()
+if child == 0:
+    hvd.init()
+    os._exit(hvd.size())
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+thread.join()
+print("sizes", code, hvd.size())
+"""
+
+
+def test_a_process_that_is_forked_while_another_thread_calls_init_can_call_init(script: Script) -> None:
+    ended = finish([sys.executable, script(DURING_INIT)], forks=False)
+    assert (ended.code, ended.output) == (0, "sizes 1 1\n")
+
+
+def test_a_script_of_dualdist_finds_the_group_also_if_something_else_imports_horovod(script: Script) -> None:
     expected = [f"{list(range(rank, 8, 2))} -3.5" for rank in range(2)]
-    assert (
-        printed("torchrun", tmp_path, f"import horovod.torch\n{HELPERS}", "-m", "dualdist.compat") == expected
-    )
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_script_of_horovod_finds_no_group_and_may_make_its_own(name: str, tmp_path: Path) -> None:
-    assert printed(name, tmp_path, OWN_GROUP, "-m", "dualdist.compat") == ["done"] * LAUNCHERS[name].size
-
-
-@pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_a_script_of_horovod_finds_no_group_and_may_make_its_own_on_two_hosts(
-    backend: str, network: Network, tmp_path: Path
-) -> None:
-    need_modules(backend)
-    script = tmp_path / "script.py"
-    script.write_text(OWN_GROUP)
-    run = [sys.executable, "-m", "dualdist", "run", "-H", "alpha:2,beta:2", "-np", "4", "--env"]
-    command = [*run, f"DUALDIST_BACKEND={backend}", sys.executable, "-m", "dualdist.compat", str(script)]
-    ended = finish(network.hosts[0].command(*command))
-    assert (ended.code, ended.output.count("<done>")) == (0, 4), ended.output
+    ended = launch("torchrun", "-m", "dualdist.compat", script(f"import horovod.torch\n{HELPERS}"))
+    assert printed(ended.check()) == expected
 
 
 @pytest.mark.parametrize("name", ["horovodrun", "mpirun", "mpirun-torch"])
-def test_accelerate_finds_the_world_of_launchers_that_it_does_not_know(name: str, tmp_path: Path) -> None:
+def test_accelerate_finds_the_world_of_launchers_that_it_does_not_know(name: str, script: Script) -> None:
     need_modules("accelerate")
     # Rank 0's weight, 0, less the mean of all eight rows.
-    assert printed(name, tmp_path, ACCELERATE) == ["[1.0, 1.0] -4.5"] * 2
+    assert printed(launch(name, script(ACCELERATE)).check()) == ["[1.0, 1.0] -4.5"] * 2
