@@ -8,14 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from ..helpers.at_once import started_at_once
 from ..helpers.forks import BIN
-from ..helpers.namespace_hosts import SUBNETS, Host, Network
+from ..helpers.namespace_hosts import OPEN_MPI, SUBNETS, Host, Network, mpirun
 from ..helpers.requirements import need_modules, need_programs
 from ..helpers.script_launch import Ended, finish
 from ..helpers.slurm_cluster import Slurm, running_slurm
@@ -24,13 +25,6 @@ from ..helpers.world import ROOT
 DOCTOR = ("-m", "tests.helpers.faulty_doctor")
 PYTHON = (sys.executable, *DOCTOR)
 HOSTS = "alpha:2,beta:1"
-_MPI = {
-    "OMPI_MCA_btl": "tcp,self",
-    "OMPI_MCA_btl_tcp_if_include": "net0",
-    "OMPI_MCA_oob_tcp_if_include": "net0",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-}
-_MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS")
 
 
 def _torchrun(node: int) -> tuple[str, ...]:
@@ -41,7 +35,7 @@ def _torchrun(node: int) -> tuple[str, ...]:
 
 COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "torchrun": (_torchrun(0), _torchrun(1)),
-    "mpirun": ((*_MPIRUN, "-H", HOSTS, "-np", "3", *PYTHON),),
+    "mpirun": ((*mpirun(HOSTS), *PYTHON),),
     "srun": (("srun", "--kill-on-bad-exit=1", "-N", "2", "-n", "3", *PYTHON),),
     "dualdist run": ((sys.executable, "-m", "dualdist", "run", "-H", HOSTS, "-np", "3", *PYTHON),),
 }
@@ -67,7 +61,7 @@ def on_hosts(
 ) -> tuple[list[int], str]:
     """Run a launcher's commands to their end; return their exit codes and all output, without dualdist's prefix."""
     need_modules(*["mpi4py"] * (launcher == "mpirun"))
-    environment = {**_MPI, "PYTHONPATH": str(ROOT), "DUALDIST_START_TIMEOUT_SECONDS": seconds}
+    environment = {**OPEN_MPI, "PYTHONPATH": str(ROOT), "DUALDIST_START_TIMEOUT_SECONDS": seconds}
     environment |= hosts.slurm.environment
     commands = [
         host.command(*command, json.dumps(faults), *options)
@@ -116,15 +110,15 @@ def test_a_slow_link_another_version_and_a_wrong_clock_are_named(
     need_programs("tc")
     with slowed(hosts.network.hosts[1]):
         codes, output = on_hosts(hosts, launcher, {"host": "beta", "clock": 90, "path": other_numpy})
-    assert 0 not in codes, output
+    assert 0 not in codes
     wrong = [line for line in output.splitlines() if line.startswith("WRONG: ")]
-    assert len(wrong) == 3, output
+    assert len(wrong) == 3
     assert re.search(
         r"numpy must be .* but is 0\.0\.1 on beta \(rank 2\) and [1-9]\S+ on the others", wrong[0]
     )
     assert re.search(r"The clock of beta is (89\.9|90\.\d) s ahead of that of alpha\.", wrong[1])
     slow = re.search(r"The link from beta to alpha \(net0 to net0\) is slow: (\S+) MB/s", wrong[2])
-    assert slow is not None and 0 < float(slow[1]) < SLOW_RATE + BURST / 0.1, output
+    assert slow is not None and 0 < float(slow[1]) < SLOW_RATE + BURST / 0.1
     assert output.count("World of 3 processes on 2 hosts, started by ") == 1
     assert output.count("3 problems must be solved first.") == 1
 
@@ -135,7 +129,7 @@ def test_a_sound_world_of_two_hosts_can_train(hosts: Hosts) -> None:
         for host in hosts.network.hosts:  # the same rate for both, whatever else this machine does meanwhile
             stack.enter_context(slowed(host, 20.0))
         codes, output = on_hosts(hosts, "dualdist run", {}, "--json")
-    assert codes == [0], output
+    assert codes == [0]
     report = json.loads(output[output.index("{\n") :])
     assert (report["can_train"], report["problems"]) == (True, [])
     assert (report["launcher"], report["size"]) == ("dualdist run", 3)
@@ -157,26 +151,37 @@ def test_the_cores_of_each_rank_are_reported_and_too_few_are_named() -> None:
     if not more:
         pytest.skip("a machine with one core cannot bind a process to fewer")
     command = (*COMMANDS["dualdist run"][0][:4], "-np", "2", "taskset", "-c", f"{core}", *PYTHON, "{}")
-    ended = finish(command, forks=False)
-    assert ended.code == 0, ended.output
-    assert re.search(rf"  0-1 +{core} +\d+ ", ended.output), ended.output
-    assert f"rank 0 to {core} of {os.cpu_count()} cores" in ended.output
+    output = finish(command, forks=False).check()
+    assert re.search(rf"  0-1 +{core} +\d+ ", output)
+    assert f"rank 0 to {core} of {os.cpu_count()} cores" in output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun", "dualdist run"])
-def test_a_process_that_never_arrives_is_named(launcher: str, hosts: Hosts, tmp_path: Path) -> None:
-    codes, output = on_hosts(hosts, launcher, {"absent": 1, "begun": str(tmp_path)}, seconds="10")
+NAMED = r"^WRONG: Rank [02] waited 10 s for rank 1, which did not arrive\."
+"""The rank that began first prints it, and all others leave."""
+NAMED_IN_MPI = (
+    r"Rank 0 waited 10 s for another rank in MPI_Init\. On alpha, local rank 1 did not arrive or is stopped\."
+)
+"""MPI_Init waits for it. Only the processes of its own host can see that it is missing."""
+
+
+@pytest.fixture(scope="module")
+def with_an_absent_rank(
+    request: pytest.FixtureRequest, hosts: Hosts
+) -> Iterator[Mapping[str, Future[tuple[list[int], str]]]]:
+    """The exit codes and the output under each launcher, while rank 1 never arrives."""
+
+    def ended(without: str, folder: Path) -> tuple[list[int], str]:
+        return on_hosts(hosts, without, {"absent": 1, "begun": str(folder)}, seconds="10")
+
+    with started_at_once(request, "without", ended, 4) as futures:
+        yield futures
+
+
+@pytest.mark.parametrize("without", COMMANDS)
+def test_a_process_that_never_arrives_is_named(
+    without: str, with_an_absent_rank: Mapping[str, Future[tuple[list[int], str]]]
+) -> None:
+    codes, output = with_an_absent_rank[without].result()
     assert 0 not in codes, output
-    # The rank that began first prints it, and all others leave.
-    assert (
-        len(re.findall(r"^WRONG: Rank [02] waited 10 s for rank 1, which did not arrive\.", output, re.M))
-        == 1
-    )
-
-
-def test_a_process_that_never_arrives_in_mpi_is_named_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
-    """MPI_Init waits for it. Only the processes of its own host can see that it is missing."""
-    codes, output = on_hosts(hosts, "mpirun", {"absent": 1, "begun": str(tmp_path)}, seconds="10")
-    assert 0 not in codes, output
-    named = r"Rank 0 waited 10 s for another rank in MPI_Init\. On alpha, local rank 1 did not arrive or is stopped\."
-    assert len(re.findall(named, output)) == 1, output
+    named = NAMED_IN_MPI if without == "mpirun" else NAMED
+    assert len(re.findall(named, output, re.MULTILINE)) == 1, output

@@ -7,7 +7,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 from dualdist.cli import main
 
 from ..helpers import parity_script
-from ..helpers.forks import BIN, forked, use_forks
+from ..helpers.at_once import started_at_once
+from ..helpers.forks import BIN, DUALDIST, forked, use_forks
 from ..helpers.parity_script import FAULTY_STEP
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
+from ..helpers.script_launch import Ended, finish
 from ..helpers.world import ROOT
 
 SCRIPT = parity_script.__file__
@@ -199,33 +202,58 @@ def test_what_cannot_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ImportError: this Horovod fails" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cell", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"])
-def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
-    cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_modules(
-        *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in cell)
-    )
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, threading\nimport dualdist as hvd\nhvd.init()\nopen(f'process-{os.getpid()}', 'w')\n\n"
-        "def load_batch():\n    threading.Event().wait()\n\nif hvd.rank() == 1:\n    load_batch()\nhvd.barrier()\n"
-    )
-    monkeypatch.chdir(tmp_path)
+HANGS = """\
+import os, threading
+import dualdist as hvd
+hvd.init()
+open(f"process-{os.getpid()}", "w")
+
+def load_batch():
+    threading.Event().wait()
+
+if hvd.rank() == 1:
+    load_batch()
+hvd.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def of_hanging_cells(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[tuple[Path, Ended]]]]:
+    """The folder and the result of `dualdist parity`, by cell."""
     # Forks, also with --all: on a busy machine, new interpreters would still import torch when the time is over.
     use_forks(True)
-    monkeypatch.setattr(sys, "executable", forked([sys.executable])[0])
-    horovodrun = shlex.join(forked([f"{BIN}/horovodrun"]))
-    (tmp_path / "horovodrun").write_text(f'#!/bin/sh\nexec {horovodrun} "$@"\n')
-    (tmp_path / "horovodrun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert main(["parity", "--left", cell, "--timeout", "20", str(script)]) == 2
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        f"dualdist parity: {cell} must end within 20 s (--timeout), but did not:",
-        f"  rank 0: in <module> at {script}:11: hvd.barrier()",
-        f"  rank 1: in load_batch at {script}:7: threading.Event().wait()",
+
+    def ended(hanging: str, folder: Path) -> tuple[Path, Ended]:
+        (folder / "script.py").write_text(HANGS)
+        (folder / "horovodrun").write_text(
+            f'#!/bin/sh\nexec {shlex.join(forked([f"{BIN}/horovodrun"]))} "$@"\n'
+        )
+        (folder / "horovodrun").chmod(0o755)
+        path = {"PATH": os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])}
+        command = (*DUALDIST, "parity", "--left", hanging, "--timeout", "20", f"{folder}/script.py")
+        return folder, finish(command, path, folder=folder)
+
+    with started_at_once(request, "hanging", ended, 4) as futures:
+        yield futures
+
+
+@pytest.mark.parametrize(
+    "hanging", [TORCHRUN, "horovod+gloo@horovodrun", "torch+mpi@mpirun", "torch+gloo@run"]
+)
+def test_a_cell_that_hangs_is_ended_and_the_line_of_each_rank_shown(
+    hanging: str, of_hanging_cells: Mapping[str, Future[tuple[Path, Ended]]]
+) -> None:
+    need_modules(
+        *(module for word, module in {"+mpi": "mpi4py", "horovod": "horovod"}.items() if word in hanging)
+    )
+    folder, ended = of_hanging_cells[hanging].result()
+    assert ended.code == 2, ended.output
+    assert ended.output.splitlines()[1:] == [
+        f"dualdist parity: {hanging} must end within 20 s (--timeout), but did not:",
+        f"  rank 0: in <module> at {folder}/script.py:11: hvd.barrier()",
+        f"  rank 1: in load_batch at {folder}/script.py:7: threading.Event().wait()",
     ]
-    processes = [int(file.name.partition("-")[2]) for file in tmp_path.glob("process-*")]
+    processes = [int(file.name.partition("-")[2]) for file in folder.glob("process-*")]
     assert len(processes) == 2 and Watched(processes).left() == []
 
 

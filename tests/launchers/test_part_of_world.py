@@ -14,25 +14,26 @@ from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish
 from ..helpers.world import MPIRUN
 
+FORMS = [f"members-{form}" for form in ("split", "list", "all", "reversed")]
+FORMS += [f"sets-{form}" for form in ("whole", "reversed", "split", "list")]
 
-def run_script(name: str, backend: str, *arguments: str) -> None:
+
+@pytest.mark.parametrize(
+    ("backend", "forms"),
+    [
+        ("torch", FORMS),
+        *(("horovod", [form]) for form in FORMS),
+    ],  # Horovod itself joins one world in a process
+    ids=lambda value: value if isinstance(value, str) else "-".join(value[:1]),
+)
+def test_the_members_of_a_communicator_form_a_world_and_communicators_are_process_sets(
+    backend: str, forms: list[str]
+) -> None:
     need_modules("mpi4py", *(["horovod.torch"] if backend == "horovod" else []))
-    command = [*(part.format(size=3) for part in MPIRUN), sys.executable]
+    command = [*(part.format(size=3) for part in MPIRUN), sys.executable, "-m", "tests.helpers.part_of_world"]
     # A fork ends without MPI_Finalize where the script itself has started MPI.
-    ended = finish([*command, f"tests/helpers/{name}.py", backend, *arguments], forks=False)
+    ended = finish([*command, backend, *forms], forks=False)
     assert (ended.code, ended.output) == (0, "")
-
-
-@pytest.mark.parametrize("backend", ["torch", "horovod"])
-@pytest.mark.parametrize("form", ["split", "list", "all", "reversed"])
-def test_the_members_of_a_communicator_form_a_world(backend: str, form: str) -> None:
-    run_script("part_of_world", backend, form)
-
-
-@pytest.mark.parametrize("backend", ["torch", "horovod"])
-@pytest.mark.parametrize("form", ["whole", "reversed", "split", "list"])
-def test_process_sets_of_split_communicators_are_all_registered(backend: str, form: str) -> None:
-    run_script("split_process_sets", backend, form)
 
 
 @pytest.mark.parametrize(
