@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ..helpers.forks import forked
-from ..helpers.namespace_hosts import Network
+from ..helpers.namespace_hosts import Network, mpirun, size_of
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import SECONDS, finish
-from ..helpers.world import ROOT
-from .test_hosts import OPEN_MPI
+from ..helpers.script_launch import Script
+from .test_shared_memory import kill_a_rank
 
 VALUES = """\
 import sys, torch, dualdist as hvd
@@ -74,62 +69,27 @@ print("all right")
 """
 
 
-def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(text)
-    return str(path)
-
-
 def run(network: Network, hosts: str, program: str, transport: str) -> None:
     """Run a program on both hosts. It must succeed on every rank."""
-    mpi = transport == "mpi"
-    size = sum(int(host.partition(":")[2]) for host in hosts.split(","))
-    if mpi:
+    launcher: tuple[str, ...] = (sys.executable, "-m", "dualdist", "run", "-H", hosts)
+    if transport == "mpi":
         need_modules("mpi4py")
-        passed = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name)]
-        launcher = [
-            "mpirun",
-            "--allow-run-as-root",
-            "--oversubscribe",
-            *passed,
-            "-H",
-            hosts,
-            "-np",
-            str(size),
-        ]
-    else:
-        launcher = [sys.executable, "-m", "dualdist", "run", "-H", hosts, "-np", str(size)]
-    command = network.hosts[0].command(*launcher, sys.executable, program, transport)
-    ended = finish(command, OPEN_MPI if mpi else {})
-    assert ended.code == 0, ended.output
-    assert ended.output.count("all right") == size, ended.output
+        launcher = mpirun(hosts)
+    output = network.finish(*launcher, sys.executable, program, transport).check()
+    assert output.count("all right") == size_of(hosts)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "mpi"])
 @pytest.mark.parametrize("hosts", ["alpha:2,beta:2", "alpha:2,beta:1"])
 def test_ranks_of_two_hosts_share_memory_within_each(
-    hosts: str, transport: str, network: Network, tmp_path: Path
+    hosts: str, transport: str, network: Network, script: Script
 ) -> None:
-    run(network, hosts, script(tmp_path, VALUES), transport)
+    run(network, hosts, script(VALUES), transport)
 
 
-def test_all_ranks_use_the_network_if_one_host_has_no_memory(network: Network, tmp_path: Path) -> None:
-    run(network, "alpha:2,beta:2", script(tmp_path, WITHOUT_MEMORY), "gloo")
+def test_all_ranks_use_the_network_if_one_host_has_no_memory(network: Network, script: Script) -> None:
+    run(network, "alpha:2,beta:2", script(WITHOUT_MEMORY), "gloo")
 
 
 def test_a_killed_rank_is_an_error_of_all_others_on_both_hosts(network: Network, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    program = [sys.executable, "-m", "tests.helpers.killed_rank", str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            forked(network.hosts[rank // 2].command(*program, str(rank), "4", "5000003")),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1, 1], errors
-    assert all("raised" in errors[rank] for rank in (0, 2, 3)), errors
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "dualdist" in name}
+    kill_a_rank(tmp_path, 5_000_003, *(network.hosts[rank // 2].command() for rank in range(4)))

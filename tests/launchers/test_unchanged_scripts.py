@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -49,42 +48,23 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.usefixtures("python")
-def test_a_horovod_script_joins_one_world_and_can_join_it_again(run: Run) -> None:
-    need_modules("horovod.torch")
-    ended = run("-np", "2", *python(HOROVOD_SCRIPT))
-    assert ended.code == 0, ended.errors
-    assert [ended.written(rank) for rank in range(2)] == [
-        b"0 2 0 2 0 1 3.0 horovod\n",
-        b"1 2 1 2 0 1 3.0 horovod\n",
-    ]
-
-
 @pytest.mark.usefixtures("hosts", "python")
-@pytest.mark.parametrize("where", ["localhost:1,hostA:1", "hostA:1,hostB:1"])
-def test_a_horovod_script_joins_one_world_on_several_hosts(where: str, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("where", "local_size", "cross_size"),
+    [("localhost:2", 2, 1), ("localhost:1,hostA:1", 1, 2), ("hostA:1,hostB:1", 1, 2)],
+)
+def test_scripts_of_horovod_and_of_torch_join_one_world_and_can_join_it_again(
+    where: str, local_size: int, cross_size: int, run: Run
+) -> None:
     need_modules("horovod.torch")
-    ended = run("-H", where, *python(HOROVOD_SCRIPT))
-    assert ended.code == 0, ended.errors
-    assert [ended.written(rank) for rank in range(2)] == [
-        b"0 2 0 1 0 2 3.0 horovod\n",
-        b"1 2 0 1 1 2 3.0 horovod\n",
-    ]
-
-
-@pytest.mark.usefixtures("python")
-def test_a_torch_script_joins_one_world(run: Run) -> None:
-    ended = run("-np", "2", *python(TORCH_SCRIPT))
-    assert ended.code == 0, ended.errors
-    assert [ended.written(rank) for rank in range(2)] == [b"0 2 0 2 3.0\n", b"1 2 1 2 3.0\n"]
-
-
-@pytest.mark.usefixtures("hosts", "python")
-@pytest.mark.parametrize("where", ["localhost:1,hostA:1", "hostA:1,hostB:1"])
-def test_a_torch_script_joins_one_world_on_several_hosts(where: str, run: Run) -> None:
-    ended = run("-H", where, *python(TORCH_SCRIPT))
-    assert ended.code == 0, ended.errors
-    assert [ended.written(rank) for rank in range(2)] == [b"0 2 0 1 3.0\n", b"1 2 0 1 3.0\n"]
+    ended = run("-H", where, *python(HOROVOD_SCRIPT + TORCH_SCRIPT))
+    assert ended.code == 0
+    for rank in range(2):
+        local, cross = (rank, 0) if cross_size == 1 else (0, rank)
+        assert ended.written(rank).decode().splitlines() == [
+            f"{rank} 2 {local} {local_size} {cross} {cross_size} 3.0 horovod",
+            f"{rank} 2 {local} {local_size} 3.0",
+        ]
 
 
 FABRIC_SCRIPT = """
@@ -101,26 +81,17 @@ print("rank", fabric.global_rank, "of", fabric.world_size, "on", fabric.node_ran
 def test_fabric_joins_all_processes_of_two_hosts(network: Network) -> None:
     need_modules("lightning")
     command = (sys.executable, "-m", "dualdist", "run", "-H", "alpha:1,beta:1", *python(FABRIC_SCRIPT))
-    ended = finish(network.hosts[0].command(*command), forks=False)
-    assert ended.code == 0, ended.output
-    found = sorted(re.findall(r"rank .*", ended.output))
-    assert found == ["rank 0 of 2 on 0 3.0", "rank 1 of 2 on 1 3.0"], ended.output
+    output = network.finish(*command).check()
+    found = sorted(re.findall(r"rank .*", output))
+    assert found == ["rank 0 of 2 on 0 3.0", "rank 1 of 2 on 1 3.0"]
 
 
 def test_dualdist_replaces_a_horovod_that_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE_HOROVOD)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, "-m", "dualdist", "run", "-np", "2", *python(HOROVOD_SCRIPT)]
-    ended = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == [
+    hidden = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    run = [sys.executable, "-m", "dualdist", "run", "-np", "2"]
+    output = finish([*run, *python(HOROVOD_SCRIPT)], hidden, forks=False).check()
+    assert sorted(output.splitlines()) == [
         "[1,0]<stdout>:0 2 0 2 0 1 3.0 dualdist",
         "[1,1]<stdout>:1 2 1 2 0 1 3.0 dualdist",
     ]
