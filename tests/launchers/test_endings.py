@@ -12,7 +12,7 @@ import pytest
 
 from ..helpers.ports import free_ports
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import LAUNCHERS, finish, launch
+from ..helpers.script_launch import LAUNCHERS, Script, finish, launch
 
 TOGETHER = [name for name, launcher in LAUNCHERS.items() if launcher.size == 2]
 
@@ -80,28 +80,6 @@ atexit.register(ending.touch)
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, script: str) -> None:
-    ended = launch(name, script, "raise")
-    assert ended.code != 0
-    assert ended.output.count("RuntimeError: the reason") == 1
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_a_rank_that_ends_early_without_an_exception_is_named(name: str, script: str) -> None:
-    ended = launch(name, script, "return")
-    assert ended.code != 0
-    assert "Rank 1 ended or called shutdown(), without an exception and without this call. " in ended.output
-    assert "If one had fewer batches than the others" in ended.output
-
-
 REPORTS = {
     "torchrun": r"local_rank: (\d) \(pid",
     "horovodrun": r"Process name: (\d)",
@@ -110,24 +88,32 @@ REPORTS = {
 """How a launcher names the process that has failed first."""
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_the_launcher_reports_the_rank_that_has_raised(name: str, script: str) -> None:
-    """And not the other one, which ends because of it, and whose interpreter may end sooner."""
-    ended = launch(name, script, "raise", forks=False)
-    reported = re.search(REPORTS[name], ended.output)
-    assert reported is not None and reported.group(1) == "1", ended.output
+@pytest.mark.parametrize("name", TOGETHER)
+def test_an_exception_on_one_rank_ends_all_and_is_reported_once(name: str, script: Script) -> None:
+    """The launcher names this rank, and not the other one, which ends because of it. Its interpreter may end sooner."""
+    ended = launch(name, script(SCRIPT), "raise", forks=name not in REPORTS)
+    assert ended.code != 0
+    assert ended.output.count("RuntimeError: the reason") == 1
     assert "without an exception" not in ended.output
+    if name in REPORTS:
+        assert re.findall(REPORTS[name], ended.output)[:1] == ["1"]
 
 
-def test_mpirun_returns_the_exit_code_of_the_rank_that_has_ended_first(script: str) -> None:
-    ended = launch("mpirun", script, "exit", forks=False)
-    assert ended.code == 3, ended.output
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_rank_that_ends_early_without_an_exception_is_named(name: str, script: Script) -> None:
+    ended = launch(name, script(SCRIPT), "return")
+    assert ended.code != 0
+    assert "Rank 1 ended or called shutdown(), without an exception and without this call. " in ended.output
+    assert "If one had fewer batches than the others" in ended.output
 
 
-def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) -> None:
+def test_mpirun_returns_the_exit_code_of_the_rank_that_has_ended_first(script: Script) -> None:
+    assert launch("mpirun", script(SCRIPT), "exit", forks=False).code == 3
+
+
+def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(script: Script) -> None:
     """Rank 0 serves the store. What the other rank does without it must not log c10d's stack again and again."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import os, select, dualdist as hvd\n"
         "hvd.init()\n"
         "first = os.pidfd_open(hvd.broadcast_object(os.getpid(), 0))\n"
@@ -139,11 +125,10 @@ def test_ranks_that_outlive_the_first_print_no_frames_of_c10d(tmp_path: Path) ->
         "    except hvd.HorovodInternalError as error:\n"
         "        print(error)\n"
     )
-    ended = launch("mpirun-torch", str(script), environment={"DUALDIST_STALL_WARN_SECONDS": "0.2"})
-    assert ended.code == 0, ended.output
+    output = launch("mpirun-torch", path, environment={"DUALDIST_STALL_WARN_SECONDS": "0.2"}).check()
     # On a busy machine, either rank may be late in a call before.
-    lines = [line for line in ended.output.splitlines() if not line.startswith("Stalled for ")]
-    assert "rank 0: process ended" in ended.output and len(lines) == 3, ended.output
+    lines = [line for line in output.splitlines() if not line.startswith("Stalled for ")]
+    assert "rank 0: process ended" in output and len(lines) == 3
 
 
 CRASH = """\
@@ -163,12 +148,12 @@ hvd.allreduce(torch.ones(3))
 
 
 @pytest.mark.parametrize(("what", "code"), [("calls", 1), ("waits", -signal.SIGABRT)])
-def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(what: str, code: int, tmp_path: Path) -> None:
+def test_a_crash_of_horovods_gloo_is_reported_with_its_cause(
+    what: str, code: int, script: Script, tmp_path: Path
+) -> None:
     """Its thread ends the process with std::terminate when the connection to a rank breaks."""
     need_modules("horovod")
-    script = tmp_path / "script.py"
-    script.write_text(CRASH)
-    command = [sys.executable, str(script), str(tmp_path / "store")]
+    command = [sys.executable, script(CRASH), str(tmp_path / "store")]
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: finish([*command, rank, what]), ("0", "1"))
     assert (first.code, second.code) == (code, 3)
@@ -194,19 +179,15 @@ print(f"<in the world {get_terminate() == former}>", flush=True)
 """
 
 
-def test_a_crash_while_the_interpreter_ends_calls_no_python(tmp_path: Path) -> None:
+def test_a_crash_while_the_interpreter_ends_calls_no_python(script: Script) -> None:
     need_modules("horovod")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT_WITH_HANDLER)
-    ended = launch("horovodrun", str(script))
-    assert ended.code == 0, ended.output
-    assert ended.output.count("<in the world False>") == ended.output.count("<at the end True>") > 0
+    output = launch("horovodrun", script(SCRIPT_WITH_HANDLER)).check()
+    assert output.count("<in the world False>") == output.count("<at the end True>") > 0
 
 
-def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(script: Script) -> None:
     need_modules("horovod.torch")
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import os, horovod.torch\n"
         "horovod.torch.init()  # a world of one under torchrun\n"
         "import dualdist\n"
@@ -215,9 +196,8 @@ def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path
         "except dualdist.WorldMismatchError as error:\n"
         "    os.write(1, f'<{error}>\\n'.encode())\n"
     )
-    ended = launch("torchrun", str(script))
-    assert ended.code == 0, ended.output
-    errors = [line for line in ended.output.splitlines() if line.startswith("<")]
+    output = launch("torchrun", path).check()
+    errors = [line for line in output.splitlines() if line.startswith("<")]
     assert len(errors) == 2
     for line in errors:
         assert "World size must be the 2 (from WORLD_SIZE)" in line
@@ -225,41 +205,38 @@ def test_a_world_that_is_not_the_launched_one_is_an_error_on_every_rank(tmp_path
         assert "Do not start the backend before dualdist.init()" in line
 
 
-@pytest.mark.parametrize("method", ["file", "tcp"])
-def test_init_method_joins_processes_without_a_launcher(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_init_method_joins_processes_without_a_launcher(script: Script, tmp_path: Path) -> None:
+    path = script(
         "import sys, torch, torch.multiprocessing as mp, dualdist as hvd\n"
-        "def work(rank, address):\n"
-        "    hvd.init(init_method=address, rank=rank, world_size=2)\n"
-        "    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == [0, 1]\n"
-        "    assert (hvd.local_rank(), hvd.local_size()) == (rank, 2)\n"
+        "def work(rank, addresses):\n"
+        "    for address in addresses:\n"
+        "        hvd.init(init_method=address, rank=rank, world_size=2)\n"
+        "        assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == [0, 1]\n"
+        "        assert (hvd.local_rank(), hvd.local_size()) == (rank, 2)\n"
+        "        hvd.shutdown()\n"
         "if __name__ == '__main__':\n"
-        "    mp.spawn(work, (sys.argv[1],), nprocs=2)\n"
+        "    mp.start_processes(work, (sys.argv[1:],), nprocs=2, start_method='fork')\n"
     )
-    address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_ports(1)[0]}"
-    ended = launch("python", str(script), address)
+    ended = launch("python", path, f"file://{tmp_path}/meeting", f"tcp://127.0.0.1:{free_ports(1)[0]}")
     assert (ended.code, ended.output) == (0, "")
 
 
-def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(tmp_path: Path) -> None:
+def test_ranks_end_without_a_crash_while_one_keeps_the_error_of_its_hook(
+    script: Script, tmp_path: Path
+) -> None:
     """The collective of the other rank fails only when that rank ends, since the error keeps its process group.
 
     The ranks are not forks: a fork skips the end of the interpreter, in which C++ would abort.
     """
-    script = tmp_path / "script.py"
-    script.write_text(HELD_ERROR)
-    ended = launch("torchrun", str(script), str(tmp_path / "ending"), forks=False)
-    assert ended.code == 0, ended.output
+    launch("torchrun", script(HELD_ERROR), str(tmp_path / "ending"), forks=False).check()
 
 
 @pytest.mark.parametrize(
     ("launcher", "ending"), [("mpirun", "raise"), ("mpirun", "hvd.shutdown()"), ("mpirun-torch", "raise")]
 )
-def test_a_job_ends_when_a_rank_has_stopped(launcher: str, ending: str, tmp_path: Path) -> None:
+def test_a_job_ends_when_a_rank_has_stopped(launcher: str, ending: str, script: Script) -> None:
     """Horovod's thread, which its shutdown waits for, waits in MPI for the stopped rank."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import os, signal, torch, dualdist as hvd\n"
         "hvd.init()\n"
         "if hvd.rank() == 1:\n"
@@ -270,6 +247,6 @@ def test_a_job_ends_when_a_rank_has_stopped(launcher: str, ending: str, tmp_path
         "    os.write(1, b'stalled\\n')\n"
         f"    {ending}\n"
     )
-    ended = launch(launcher, str(script), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "2"}, forks=False)
-    assert "stalled\n" in ended.output, ended.output
+    ended = launch(launcher, path, environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "2"}, forks=False)
+    assert "stalled\n" in ended.output
     assert ended.code != 0
