@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 import horovod
 import horovod.torch as hvd
@@ -27,12 +29,16 @@ def train(factor: float, *, fails: bool = False) -> Report:
 
 
 def main(stack: str) -> None:
-    reports = horovod.run(train, (2.0,), num_proc=2, use_gloo=True)
+    options: dict[str, Any] = {
+        "use_gloo": True,
+        "executable": os.environ.get("PYTHON_EXEC"),
+    }  # of a fork; see forks.py
+    reports = horovod.run(train, (2.0,), num_proc=2, **options)
     assert all(type(report) is Report for report in reports)
     print(stack, [report.numbers for report in reports], hvd.allreduce.__module__.partition(".")[0])
     if stack == "dualdist":  # Horovod itself raises a RuntimeError without the rank's exception
         try:
-            horovod.run(train, (2.0,), {"fails": True}, num_proc=1)
+            horovod.run(train, (2.0,), {"fails": True}, num_proc=1, **options)
         except ScriptError as error:
             print(error, "Rank 0 of 1" in str(error.__cause__))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,6 +17,7 @@ from dualdist.errors import ConfigurationError, ProcessEndedError
 
 from ..helpers import spawn_functions
 from ..helpers.requirements import need_modules
+from ..helpers.script_launch import Script, finish
 from ..helpers.world import ROOT
 
 SCRIPT = str(ROOT / "tests" / "helpers" / "run_script.py")
@@ -35,23 +35,6 @@ def test_every_backend_joins_the_processes_to_one_world(backend: str) -> None:
     need_modules(*["horovod.torch"] * (backend == "horovod"))
     results = hvd.run(spawn_functions.train, (backend,), num_proc=2, backend=backend, timeout=100)
     assert [numbers for *numbers, _ in results] == [[rank, 2, rank, 2, "dualdist run"] for rank in range(2)]
-
-
-@pytest.mark.usefixtures("hosts", "python")
-@pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_several_hosts_join_one_world(backend: str) -> None:
-    results = hvd.run(
-        spawn_functions.train,
-        (backend,),
-        num_proc=3,
-        hosts="localhost:1,hostA:2",
-        backend=backend,
-        timeout=100,
-    )
-    # The hosts of this test are one machine, so the local numbers are not those of two hosts.
-    assert [(rank, size, total.tolist()) for rank, size, *_, total in results] == [
-        (rank, 3, [6.0, 6.0]) for rank in range(3)
-    ]
 
 
 @pytest.mark.usefixtures("hosts")
@@ -77,22 +60,13 @@ def test_a_function_of_a_notebook_is_sent_by_value(monkeypatch: pytest.MonkeyPat
     assert hvd.run(vars(notebook)["work"], (4,)) == [8]
 
 
-def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard(script: Script) -> None:
     need_modules("cloudpickle")
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import dualdist\ndef work(x):\n    return x + 1\nprint(dualdist.run(work, (1,), num_proc=2))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "[2, 2]\n"), ended.stderr
+    ended = finish([sys.executable, path], {"PYTHONPATH": str(ROOT)}, forks=False)
+    assert (ended.code, ended.output) == (0, "[2, 2]\n")
 
 
 def test_the_error_without_cloudpickle_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,17 +81,7 @@ def test_a_horovod_script_runs_its_own_functions_as_under_horovod() -> None:
     for command in (["-m", "dualdist.compat", SCRIPT, "dualdist"], [SCRIPT, "horovod"]):
         if command[-1] == "horovod":
             need_modules("horovod.torch")
-        ended = subprocess.run(
-            [sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        lines = ended.stdout.splitlines()
+        lines = finish([sys.executable, *command], {"PYTHONPATH": str(ROOT)}).check().splitlines()
         assert f"{command[-1]} [(0, 2, 6.0), (1, 2, 6.0)] {command[-1]}" in lines
         assert command[-1] == "horovod" or "rank 0 failed True" in lines
 

@@ -5,11 +5,9 @@ Horovod itself waits for it without an end, MPI until it ends, too.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from ..helpers.script_launch import launch
+from ..helpers.script_launch import Script, launch
 
 SCRIPT = """\
 import os, signal, dualdist as hvd
@@ -29,11 +27,9 @@ os._exit(1)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun-horovod", "mpirun"])
-def test_the_others_raise_an_error_that_names_it(launcher: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    ended = launch(launcher, str(script), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "3"})
-    assert "stalled; missing ranks: [1].\n" in ended.output, ended.output
+def test_the_others_raise_an_error_that_names_it(launcher: str, script: Script) -> None:
+    ended = launch(launcher, script(SCRIPT), environment={"DUALDIST_STALL_TIMEOUT_SECONDS": "3"})
+    assert "stalled; missing ranks: [1].\n" in ended.output
     assert "rank 1: no answer: stopped, or cut off from the network\n" in ended.output
 
 
@@ -60,10 +56,8 @@ MPI = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
     ids=["torchrun", "torchrun-horovod", "mpirun", "mpirun-torch-mpi"],
 )
 def test_a_process_ends_although_the_stopped_one_does_not(
-    launcher: str, environment: dict[str, str], tmp_path: Path
+    launcher: str, environment: dict[str, str], script: Script
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CAUGHT)
     limits = {"DUALDIST_STALL_TIMEOUT_SECONDS": "3", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1000"}
-    ended = launch(launcher, str(script), environment={**limits, **environment})
-    assert "stalled; missing ranks: [1].\n" in ended.output, ended.output
+    ended = launch(launcher, script(CAUGHT), environment={**limits, **environment})
+    assert "stalled; missing ranks: [1].\n" in ended.output
