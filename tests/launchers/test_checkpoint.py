@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..helpers.forks import fork_of, fork_variables, forked
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import LAUNCHERS, MARK, finish, launch, started_by
+from ..helpers.script_launch import LAUNCHERS, MARK, abort, finish, launch, started_by
 from ..helpers.slurm_cluster import Slurm
 from ..helpers.world import ROOT
 
@@ -53,16 +54,14 @@ sys.exit("the end")
 
 @pytest.mark.parametrize("name", ["python", "mpirun"])
 def test_a_signal_ends_the_job_with_the_code_that_was_set(name: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(PREEMPTED)
-    ended = launch(name, str(tmp_path / "script.py"), str(tmp_path / "saved"))
-    assert ended.code == 75, ended.output
+    ended = launch(name, "-c", PREEMPTED, str(tmp_path / "saved"))
+    assert ended.code == 75
     assert "went on" not in ended.output and "Traceback" not in ended.output
     assert torch.load(tmp_path / "saved" / "step-000000001.pt", weights_only=True)["value"] == 5
 
 
 def test_a_running_save_is_finished_before_the_process_ends(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(LEFT_EARLY)
-    ended = launch("python", str(tmp_path / "script.py"), str(tmp_path / "saved"))
+    ended = launch("python", "-c", LEFT_EARLY, str(tmp_path / "saved"))
     assert (ended.code, ended.output) == (1, "the end\n")
     assert torch.load(tmp_path / "saved" / "step-000000001.pt", weights_only=True)["value"] == 5
 
@@ -85,38 +84,38 @@ def preempt(
     """Signal the processes `to` of a training, check that it is saved and resumes, and return its exit code."""
     mark, variables = secrets.token_hex(8), {"OMP_NUM_THREADS": "1", **environment}
     with subprocess.Popen(
-        [*command, *TRAINING, "train", str(folder), *workers],
+        forked([*command, *TRAINING, "train", str(folder), *workers]),
         cwd=ROOT,
-        env={**os.environ, **variables, MARK: mark},
+        env={**os.environ, **fork_variables(), **variables, MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        text=True,
     ) as launcher:
         assert launcher.stdout is not None
-        lines = []
+        output = ""
         try:
             for line in launcher.stdout:
-                lines.append(line.decode())
-                if "trains" in lines[-1]:
-                    break
-            pids = started_by(mark)
-            watched = Watched(pids)
-            for pid in pids:
-                if to == ALL or (to == LAUNCHER) == (pid == launcher.pid):
-                    # The launcher, which is first, may have ended the others by now.
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-            lines += [line.decode() for line in launcher.stdout]
+                output += line
+                print(line, end="")  # for the report of a test that fails
+                if "trains" in line:
+                    first = fork_of(launcher.pid)
+                    pids = started_by(mark)
+                    watched = Watched(pids)
+                    for pid in pids:
+                        if to == ALL or (to == LAUNCHER) == (pid == first):
+                            # The launcher, which may be first, may have ended the others by now.
+                            with contextlib.suppress(ProcessLookupError):
+                                os.kill(pid, number)
+            assert "trains" in output
             code = launcher.wait(60)
-            assert watched.left() == [], "".join(lines)
+            assert watched.left() == []
         finally:
-            for pid in started_by(mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    assert f"Signal {int(number)} ({signal.strsignal(number)}) ended the run after step " in "".join(lines)
+            abort(mark, launcher)
+    assert f"Signal {int(number)} ({signal.strsignal(number)}) ended the run after step " in output
     resumed = finish([*command, *TRAINING, "compare", str(folder), *workers], variables)
-    assert resumed.code == 0 and "equal after " in resumed.output, "".join(lines) + resumed.output
+    assert "equal after " in resumed.check()
     return code
 
 
@@ -151,7 +150,7 @@ def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
 ) -> None:
     """The script signals the step as `sbatch --signal=USR1@90` does before the time limit."""
     step = ("srun", "-n", "1", *DUALDIST_RUN) if launcher == "dualdist run" else SRUN
-    training = shlex.join([*step, *TRAINING])
+    training = shlex.join(forked([*step, *TRAINING]))
     script, log, saved = tmp_path / "job.sh", tmp_path / "log", tmp_path / "saved"
     script.write_text(
         f"""#!/bin/bash
@@ -174,8 +173,7 @@ def test_a_preempted_job_of_slurm_is_requeued_and_resumes(
         "--open-mode=append",
         f"--output={log}",
         str(script),
-        environment={"OMP_NUM_THREADS": "1"},
     )
-    slurm.wait_for_success(submitted.output.strip())
+    slurm.wait_for_success(submitted.check().strip())
     assert "(User defined signal 1) ended the run after step " in log.read_text()
     assert "equal after " in log.read_text()
