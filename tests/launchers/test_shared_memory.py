@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..helpers import killed_rank
 from ..helpers.script_launch import Script, finish, launch
+from ..helpers.world import ROOT
 
 STARTS = """\
 import os, psutil, torch, dualdist as hvd
@@ -57,11 +59,11 @@ start("no memory", "1", "DirectGroup", no_memory)
 def kill_a_rank(folder: Path, length: int, *befores: Sequence[str]) -> None:
     """Kill one of the ranks, which start after `befores`: that is an error of all others, and leaves no memory."""
     there = set(os.listdir("/dev/shm"))
-    command = (sys.executable, "-m", "tests.helpers.killed_rank", str(folder / "store"))
-    size = len(befores)
+    command = (sys.executable, killed_rank.__file__, str(folder / "store"))
+    size, path = len(befores), {"PYTHONPATH": str(ROOT)}
     with ThreadPoolExecutor(size) as pool:
         ends = [
-            pool.submit(finish, [*before, *command, str(rank), str(size), str(length)])
+            pool.submit(finish, [*before, *command, str(rank), str(size), str(length)], path)
             for rank, before in enumerate(befores)
         ]
     for rank, end in enumerate(ends):
