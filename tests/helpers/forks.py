@@ -30,10 +30,11 @@ LAUNCHERS = (f"{BIN}/torchrun", f"{BIN}/horovodrun")
 DUALDIST = (
     sys.executable,
     "-c",
-    "import sys; from dualdist.cli import main; sys.executable = sys.argv.pop(1); sys.exit(main(sys.argv[1:]))",
+    "import sys; from dualdist.cli import main; from dualdist.processes import agent_connection; "
+    "sys.executable = sys.argv.pop(1); sys.exit(main(sys.argv[1:]))",
     sys.executable,
 )
-"""The command `dualdist`. The scripts that it starts are forks if it is one."""
+"""The command `dualdist`. The scripts that it starts are forks if it is one; its agents are interpreters."""
 CLIENT, SERVER = (Path(__file__).with_name(f"fork_{side}.py") for side in ("client", "server"))
 
 _used = False

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ..helpers import torchrun_script
-from ..helpers.forks import BIN
-from ..helpers.namespace_hosts import Network
+from ..helpers.forks import BIN, DUALDIST
+from ..helpers.namespace_hosts import OPEN_MPI, Network, mpirun
 from ..helpers.requirements import need_modules, need_programs, need_root
-from ..helpers.script_launch import finish
+from ..helpers.script_launch import Ended, Script, finish
 from ..helpers.slurm_cluster import Slurm
-from ..helpers.world import MPIRUN, ROOT
-from .test_hosts import OPEN_MPI
+from ..helpers.torchrun_script import METHOD
+from ..helpers.torchrun_script import __file__ as SCRIPT
+from ..helpers.world import MPIRUN
 from .test_mpis import debians_mpich
 
-EXEC = (sys.executable, "-m", "dualdist", "exec")
-SCRIPT = (torchrun_script.__file__, "a b", "$HOME")
+EXEC = (*DUALDIST, "exec")
 WORLDS = {
     1: [[1, 0, 1, 0, 1, 0]],
     2: [[3, 0, 2, 0, 2, 0], [3, 1, 2, 1, 2, 0]],
@@ -31,6 +29,7 @@ WORLDS = {
 }
 """The sum, and torchrun's numbers, of each process: on one node, and for three processes on two."""
 _MPIRUN = tuple(part.format(size=2) for part in MPIRUN)
+_STEP = ("srun", "-N", "2", "-n", "3")
 _PMIX = (*_MPIRUN, "env", "-u", "OMPI_COMM_WORLD_RANK", "-u", "OMPI_COMM_WORLD_SIZE")
 _OF_FLUX = 'for i in 0 1; do FLUX_TASK_RANK=$i FLUX_TASK_LOCAL_ID=$i "$@" & done; wait'
 _OF_PALS = 'for i in 0 1; do PMI_RANK=$i PALS_RANKID=$i PALS_LOCAL_RANKID=$i "$@" & done; wait'
@@ -49,62 +48,53 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def lines(output: str) -> list[list[Any]]:
-    """Return what the processes have printed, in the order of their ranks. Launchers put text before lines."""
-    found = [json.loads(text) for text in re.findall(r"\[\d+, \d.*\]\]$", output, re.MULTILINE)]
-    return sorted(found, key=lambda line: int(line[1]))
+def check(ended: Ended, size: int, *arguments: str) -> None:
+    """See that each process of torchrun_script.py has printed its numbers. Launchers put text before lines."""
+    found = [json.loads(text) for text in re.findall(r"\[\d+, \d.*\]\]$", ended.check(), re.MULTILINE)]
+    expected = [[*numbers, [*arguments]] for numbers in WORLDS[size]]
+    assert sorted(found, key=lambda line: int(line[1])) == expected
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_script_for_torchrun_runs_under_every_launcher(name: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [(EXEC, ("a b", "$HOME")), ((sys.executable,), (METHOD,))],
+    ids=["dualdist exec", METHOD],
+)
+def test_a_script_finds_all_processes_under_every_launcher(
+    program: tuple[str, ...], arguments: tuple[str, ...], name: str
+) -> None:
     launcher = LAUNCHERS[name]
     need_programs(*launcher[:1])
-    ended = finish([*launcher, *EXEC, *SCRIPT], forks=False)
-    assert ended.code == 0, ended.output
-    expected = WORLDS[2 if launcher else 1]
-    assert lines(ended.output) == [[*numbers, ["a b", "$HOME"]] for numbers in expected], ended.output
+    ended = finish([*launcher, *program, SCRIPT, *arguments], forks=name != "mpiexec of MPICH")
+    check(ended, 2 if launcher else 1, *arguments)
 
 
-def test_a_step_of_slurm_on_two_nodes(slurm: Slurm) -> None:
-    command = ("srun", "-N", "2", "-n", "3", *EXEC, "-m", "tests.helpers.torchrun_script")
-    ended = finish(command, slurm.environment, forks=False)
-    assert ended.code == 0, ended.output
-    # Both nodes are this host, so their first processes have the same local rank.
-    assert lines(ended.output) == [[*numbers, []] for numbers in WORLDS[3]], ended.output
+@pytest.mark.parametrize(
+    ("before", "arguments"),
+    [
+        ((*EXEC, "-m", "tests.helpers.torchrun_script"), ()),
+        ((sys.executable, SCRIPT), (METHOD,)),
+        ((*EXEC, SCRIPT), (METHOD,)),
+    ],
+    ids=["dualdist exec", METHOD, f"{METHOD} in dualdist exec"],
+)
+def test_a_script_finds_the_processes_of_two_nodes_of_slurm(
+    before: tuple[str, ...], arguments: tuple[str, ...], slurm: Slurm
+) -> None:
+    """Both nodes are this host, so their first processes have the same local rank."""
+    check(slurm.finish(*_STEP, *before, *arguments), 3, *arguments)
 
 
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_a_step_of_slurm_leaves_mpi_to_the_script(slurm: Slurm, kind: str, tmp_path: Path) -> None:
     need_modules("mpi4py")
-    command = ("srun", f"--mpi={kind}", "-N", "2", "-n", "3", *EXEC, torchrun_script.__file__, "mpi")
     if kind == "pmi2":  # Debian's Open MPI has PMIx alone
         library = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
     else:
         library = {**OPEN_MPI, "OMPI_MCA_btl_tcp_if_include": "lo"}
-    ended = finish(command, {**slurm.environment, **library}, forks=False)
-    assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_script_meets_by_itself_under_every_launcher(name: str) -> None:
-    launcher = LAUNCHERS[name]
-    need_programs(*launcher[:1])
-    ended = finish([*launcher, sys.executable, torchrun_script.__file__, torchrun_script.METHOD], forks=False)
-    assert ended.code == 0, ended.output
-    expected = WORLDS[2 if launcher else 1]
-    assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in expected], ended.output
-
-
-@pytest.mark.parametrize("before", [(), EXEC[1:]], ids=["python", "dualdist exec"])
-def test_processes_of_two_nodes_of_slurm_meet_by_themselves(slurm: Slurm, before: tuple[str, ...]) -> None:
-    script = (torchrun_script.__file__, torchrun_script.METHOD)
-    command = ("srun", "-N", "2", "-n", "3", sys.executable, *before, *script)
-    ended = finish(command, slurm.environment, forks=not before)
-    assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, [torchrun_script.METHOD]] for numbers in WORLDS[3]], (
-        ended.output
-    )
+    command = (*_STEP, f"--mpi={kind}", *EXEC, SCRIPT, "mpi")
+    check(slurm.finish(*command, environment=library, forks=False), 3, "mpi")
 
 
 def test_a_rank_that_is_not_the_launchers_is_refused() -> None:
@@ -112,7 +102,7 @@ def test_a_rank_that_is_not_the_launchers_is_refused() -> None:
     source = (
         f"import dualdist.backends.rendezvous, torch; torch.distributed.init_process_group('gloo', {method})"
     )
-    ended = finish([sys.executable, "-c", source], forks=False)
+    ended = finish([sys.executable, "-c", source])
     assert ended.code == 1
     assert "`rank` must be absent or the launcher's, 0, where init_method is 'dualdist://'" in ended.output
 
@@ -129,7 +119,7 @@ def test_a_process_manager_that_is_not_there_is_an_error(variables: dict[str, st
     need_programs("mpirun")  # with PMIx
     ended = finish([*EXEC, "--", "true"], variables, forks=False)
     assert ended.code == 2
-    assert ended.output.startswith("dualdist exec: The process manager must be reachable"), ended.output
+    assert ended.output.startswith("dualdist exec: The process manager must be reachable")
 
 
 def test_processes_that_have_started_mpi_can_meet() -> None:
@@ -138,9 +128,8 @@ def test_processes_that_have_started_mpi_can_meet() -> None:
         "from mpi4py import MPI; import os; from dualdist.launch import export_environment as export; "
         "export(); os.write(1, b'rank %d\\n' % int(os.environ['RANK']))"
     )
-    ended = finish([*_PMIX, sys.executable, "-c", source], forks=False)
-    assert ended.code == 0, ended.output
-    assert sorted(re.findall(r"rank \d", ended.output)) == ["rank 0", "rank 1"], ended.output
+    output = finish([*_PMIX, sys.executable, "-c", source], forks=False).check()
+    assert sorted(re.findall(r"rank \d", output)) == ["rank 0", "rank 1"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +137,7 @@ def test_processes_that_have_started_mpi_can_meet() -> None:
     [
         ("dualdist run", "from dualdist.launch import export_environment as join", 1),
         ("dualdist run", "from dualdist import init as join", 1),
-        ("mpirun", "from dualdist import init as join", 0),
+        ("mpirun", "from dualdist.launch import export_environment as join", 0),
     ],
 )
 def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(
@@ -156,11 +145,8 @@ def test_a_world_of_mpi4py_that_is_smaller_than_the_launchers_is_named(
 ) -> None:
     need_modules("mpi4py")
     source = f"from mpi4py import MPI; {join}; join(); join()"
-    ended = finish([*LAUNCHERS[launcher], sys.executable, "-c", source], forks=False)
-    assert ended.code == 0, ended.output
-    assert ended.output.count(f"mpi4py's world has size 1, but {launcher} has set size 2") == count, (
-        ended.output
-    )
+    output = finish([*LAUNCHERS[launcher], sys.executable, "-c", source], forks=False).check()
+    assert output.count(f"mpi4py's world has size 1, but {launcher} has set size 2") == count
 
 
 def test_init_without_mpi4py_warns_of_too_many_threads() -> None:
@@ -170,71 +156,66 @@ def test_init_without_mpi4py_warns_of_too_many_threads() -> None:
         "hvd.init(backend='torch', transport='gloo')"
     )
     unset = ("env", "-u", "MPI_LOCALNRANKS", "-u", "OMP_NUM_THREADS")  # nothing shows that there is one host
-    ended = finish(["mpiexec.hydra", "-np", "2", *unset, sys.executable, "-c", source], forks=False)
-    assert ended.code == 0, ended.output
-    assert ended.output.count("2 processes with 1000 threads each") == 1, ended.output
+    output = finish(["mpiexec.hydra", "-np", "2", *unset, sys.executable, "-c", source], forks=False).check()
+    assert output.count("2 processes with 1000 threads each") == 1
 
 
-def _on_two_hosts(size: int) -> tuple[str, ...]:
-    passed_on = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", "-x", "DUALDIST_START_TIMEOUT_SECONDS")
-    options = ("--allow-run-as-root", "--oversubscribe", *passed_on)
-    return ("mpirun", *options, "-H", "alpha:2,beta:1", "-np", f"{size}")
-
-
-_MPIEXEC = ("mpiexec.hydra", "-launcher", "ssh", "-iface", "net0", "-hosts", "alpha:2,beta:1", "-np", "3")
+HOSTS = "alpha:2,beta:1"
+ON_TWO_HOSTS = {
+    "mpirun": mpirun(HOSTS, "DUALDIST_START_TIMEOUT_SECONDS"),
+    "mpiexec": ("mpiexec.hydra", "-launcher", "ssh", "-iface", "net0", "-hosts", HOSTS, "-np", "3"),
+}
 
 
 @pytest.mark.parametrize(
-    ("before", "arguments"),
-    [(EXEC[1:], ()), (EXEC[1:], (torchrun_script.METHOD,)), ((), (torchrun_script.METHOD,))],
-    ids=["dualdist exec", "dualdist:// in it", "dualdist://"],
+    ("launcher", "before", "arguments"),
+    [
+        ("mpirun", EXEC, ()),
+        ("mpirun", EXEC, ("mpi",)),
+        ("mpiexec", EXEC, ()),
+        ("mpiexec", EXEC, ("mpi",)),
+        ("mpiexec", (sys.executable,), (METHOD,)),
+    ],
+    ids=["mpirun", "mpirun-mpi4py", "mpiexec", "mpiexec-mpi4py", f"mpiexec-{METHOD}"],
 )
-def test_mpiexec_of_mpich_on_two_hosts(
-    network: Network, before: tuple[str, ...], arguments: tuple[str, ...]
+def test_a_script_finds_the_processes_of_two_hosts(
+    launcher: str, before: tuple[str, ...], arguments: tuple[str, ...], network: Network, tmp_path: Path
 ) -> None:
-    need_programs("mpiexec.hydra")
-    start = (*_MPIEXEC, sys.executable, *before, torchrun_script.__file__, *arguments)
-    ended = finish(network.hosts[0].command(*start), forks=False)
-    assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
+    start, environment = ON_TWO_HOSTS[launcher], {}
+    need_programs(start[0])
+    if arguments == ("mpi",):
+        need_modules("mpi4py")
+        if launcher == "mpiexec":
+            environment = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
+    forks = launcher == "mpirun" and not arguments
+    ended = network.finish(*start, *before, SCRIPT, *arguments, environment=environment, forks=forks)
+    check(ended, 3, *arguments)
 
 
 _WITHOUT_MPI4PY = """
-import os, sys, torch
-sys.modules["mpi4py"] = None
+import os, torch
+import sys; sys.modules["mpi4py"] = None
 import dualdist as hvd
-for _ in range(2):
-    hvd.init(backend=sys.argv[1], transport="gloo")
+for backend in ("torch", "torch", "horovod", "horovod"):
+    hvd.init(backend=backend, transport="gloo")
     total = hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum)
     os.write(1, f"{hvd.backend_name()} {hvd.local_size()} {total}\\n".encode())
     hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("backend", ["torch", "horovod"])
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "dualdist exec"])
-def test_init_on_two_hosts_needs_no_mpi4py(network: Network, launcher: str, backend: str) -> None:
-    need_modules(*([backend] if backend == "horovod" else []))
-    script = (sys.executable, "-c", _WITHOUT_MPI4PY, backend)
-    starts = {
-        "mpirun": (*_on_two_hosts(3), *script),
-        "mpiexec": (*_MPIEXEC, *script),
-        "dualdist exec": (*_MPIEXEC, *EXEC, "--", *script),
-    }
-    need_programs(starts[launcher][0])
-    ended = finish(network.hosts[0].command(*starts[launcher]), OPEN_MPI, forks=False)
-    assert ended.code == 0, ended.output
-    found = sorted(re.findall(rf"{backend} \d \d", ended.output))
-    assert found == [f"{backend} 1 6"] * 2 + [f"{backend} 2 6"] * 4, ended.output
-
-
-def test_mpiexec_of_mpich_leaves_mpi_to_the_script(network: Network, tmp_path: Path) -> None:
-    need_modules("mpi4py")
-    environment = {"LD_LIBRARY_PATH": str(debians_mpich(tmp_path)), "MPI4PY_MPIABI": "mpich"}
-    command = network.hosts[0].command(*_MPIEXEC, *EXEC, torchrun_script.__file__, "mpi")
-    ended = finish(command, environment, forks=False)
-    assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[3]], ended.output
+def test_init_on_two_hosts_needs_no_mpi4py(network: Network, launcher: str) -> None:
+    need_modules("horovod")
+    before = (
+        (*ON_TWO_HOSTS["mpiexec"], *EXEC, "--") if launcher == "dualdist exec" else ON_TWO_HOSTS[launcher]
+    )
+    need_programs(before[0])
+    output = network.finish(
+        *before, sys.executable, "-c", _WITHOUT_MPI4PY, forks=launcher == "mpirun"
+    ).check()
+    found = sorted(re.findall(r"(?:torch|horovod) \d \d", output))
+    assert found == [f"{backend} {size} 6" for backend in ("horovod", "torch") for size in (1, 1, 2, 2, 2, 2)]
 
 
 _ENDS_LATER = """
@@ -258,17 +239,17 @@ os.write(1, f"rank {rank} ended\\n".encode())
 """
 
 
-@pytest.mark.parametrize("before", [(), (*EXEC[1:], "--", sys.executable)], ids=["python", "dualdist exec"])
+@pytest.mark.parametrize(
+    "before", [(sys.executable,), (*EXEC, "--", sys.executable)], ids=["python", "dualdist exec"]
+)
 @pytest.mark.parametrize("launcher", ["mpiexec", "mpirun"])
 def test_a_process_may_end_later_than_the_others_of_its_host(
     network: Network, tmp_path: Path, launcher: str, before: tuple[str, ...]
 ) -> None:
-    start = _MPIEXEC if launcher == "mpiexec" else _on_two_hosts(3)
+    start = ON_TWO_HOSTS[launcher]
     need_programs(start[0])
-    script = (sys.executable, *before, "-c", _ENDS_LATER, str(tmp_path))
-    ended = finish(network.hosts[0].command(*start, *script), OPEN_MPI, forks=False)
-    assert ended.code == 0, ended.output[-2000:]
-    assert sorted(re.findall(r"rank (\d) ended", ended.output)) == ["0", "1", "2"], ended.output[-2000:]
+    output = network.finish(*start, *before, "-c", _ENDS_LATER, str(tmp_path), forks=False).check()
+    assert sorted(re.findall(r"rank (\d) ended", output)) == ["0", "1", "2"]
 
 
 def test_mpiexec_of_mpich_kills_the_others_of_a_host_when_one_ends_in_the_middle_of_mpi(
@@ -279,7 +260,8 @@ def test_mpiexec_of_mpich_kills_the_others_of_a_host_when_one_ends_in_the_middle
     starts_mpi = "echo cmd=init pmi_version=1 pmi_subversion=1 >&$PMI_FD; read answer <&$PMI_FD; echo $answer"
     waits = f"cat {tmp_path}/pipe; echo not killed"
     script = f"case $RANK in 0) {waits};; 1) {starts_mpi};; esac"
-    ended = finish(network.hosts[0].command(*_MPIEXEC, *EXEC, "--", "bash", "-c", script), forks=False)
+    start = (*ON_TWO_HOSTS["mpiexec"], *EXEC, "--", "bash", "-c", script)
+    ended = network.finish(*start, forks=False)
     assert "cmd=response_to_init" in ended.output
     assert "not killed" not in ended.output  # nor is it, for ever, when hydra sees no end
 
@@ -289,24 +271,13 @@ def test_a_process_that_mpiexec_of_mpich_waits_for_is_an_error(network: Network,
     os.mkfifo(tmp_path / "pipe")
     # mpiexec waits for its last process, which reads until the others have ended.
     waits = f'if [ $PMI_RANK = 2 ]; then exec cat {tmp_path}/pipe; fi; exec "$@" 9> {tmp_path}/pipe'
-    command = network.hosts[0].command(*_MPIEXEC, "sh", "-c", waits, "sh", *EXEC, "--", "true")
-    ended = finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False)
+    command = (*ON_TWO_HOSTS["mpiexec"], "sh", "-c", waits, "sh", *EXEC, "--", "true")
+    ended = network.finish(*command, environment={"DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False)
     assert ended.code != 0
     # The first rank to give up ends the job.
     assert re.search(
         r"Rank [01] waited 3 s for the other processes, of which some did not arrive\.", ended.output
     )
-
-
-@pytest.mark.parametrize(
-    "arguments", [(), ("mpi",), (torchrun_script.METHOD,)], ids=["torch", "mpi4py", "dualdist://"]
-)
-def test_mpirun_on_two_hosts_leaves_mpi_to_the_script(network: Network, arguments: tuple[str, ...]) -> None:
-    need_modules("mpi4py")
-    start = (*_on_two_hosts(3), *EXEC, torchrun_script.__file__, *arguments)
-    ended = finish(network.hosts[0].command(*start), OPEN_MPI, forks=False)
-    assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, [*arguments]] for numbers in WORLDS[3]], ended.output
 
 
 _CONNECTIONS = """
@@ -332,22 +303,18 @@ def _worlds(output: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", ["pmi2", "pmix"])
 def test_programs_meet_in_turn_in_a_step_of_slurm(slurm: Slurm, kind: str) -> None:
-    command = ("srun", f"--mpi={kind}", "-N", "2", "-n", "3", *_TWICE, *EXEC, "--", *_SHOWS)
-    ended = finish(command, slurm.environment, forks=False)
-    assert ended.code == 0, ended.output
-    assert _worlds(ended.output) == [["0", "1", "2"]] * 2, ended.output
+    ended = slurm.finish(*_STEP, f"--mpi={kind}", *_TWICE, *EXEC, "--", *_SHOWS)
+    assert _worlds(ended.check()) == [["0", "1", "2"]] * 2
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec"])
 def test_programs_meet_in_turn_in_one_place_of_a_job_and_inside_each_other(
     network: Network, launcher: str
 ) -> None:
-    start = _MPIEXEC if launcher == "mpiexec" else _on_two_hosts(3)
+    start = ON_TWO_HOSTS[launcher]
     need_programs(start[0])
     command = (*start, *_TWICE, *EXEC, "--", *_TWICE, *EXEC, "--", *_SHOWS)
-    ended = finish(network.hosts[0].command(*command), OPEN_MPI, forks=False)
-    assert ended.code == 0, ended.output
-    assert _worlds(ended.output) == [["0", "1", "2"]] * 4, ended.output
+    assert _worlds(network.finish(*command, forks=launcher == "mpirun").check()) == [["0", "1", "2"]] * 4
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec of MPICH"])
@@ -356,35 +323,31 @@ def test_processes_of_a_host_meet_whose_temporary_folders_are_their_own(launcher
     need_programs("unshare", *LAUNCHERS[launcher][:1])
     alone = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /tmp && exec "$@"', "sh")
     command = (*LAUNCHERS[launcher], *alone, *EXEC, "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
-    ended = finish(command, forks=False)
-    assert ended.code == 0, ended.output
-    assert sorted(re.findall(r"rank \d of \d", ended.output)) == ["rank 0 of 2", "rank 1 of 2"], ended.output
+    output = finish(command, forks=False).check()
+    assert sorted(re.findall(r"rank \d of \d", output)) == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_the_server_of_pmix_loses_no_process_that_starts_mpi_later(network: Network) -> None:
     # Open MPI's server sometimes expects too few processes in MPI_Init if it has lost one before.
-    start = (*_on_two_hosts(3), *EXEC, "--", sys.executable, "-c", _CONNECTIONS)
-    ended = finish(network.hosts[0].command(*start), OPEN_MPI, forks=False)
-    assert ended.code == 0, ended.output
-    assert ended.output.count("connected 1\n") == 3, ended.output
+    start = (*ON_TWO_HOSTS["mpirun"], *EXEC, "--", sys.executable, "-c", _CONNECTIONS)
+    output = network.finish(*start, forks=False).check()
+    assert output.count("connected 1\n") == 3
 
 
 def test_a_missing_process_on_another_host_is_named(network: Network) -> None:
     need_modules("mpi4py")
     waits = 'if [ $OMPI_COMM_WORLD_RANK = 2 ]; then exec sleep 100; fi; exec "$@"'
-    start = (*_on_two_hosts(3), "sh", "-c", waits, "sh", *EXEC, "--", "true")
-    ended = finish(
-        network.hosts[0].command(*start), {**OPEN_MPI, "DUALDIST_START_TIMEOUT_SECONDS": "3"}, forks=False
-    )
-    assert ended.code == 2, ended.output
+    command = (*ON_TWO_HOSTS["mpirun"], "sh", "-c", waits, "sh", *EXEC, "--", "true")
+    ended = network.finish(*command, environment={"DUALDIST_START_TIMEOUT_SECONDS": "3"})
+    assert ended.code == 2
     assert "waited 3 s for rank 2, which did not arrive" in ended.output
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "dualdist run", "python"])
 def test_the_exit_code_is_that_of_the_script(launcher: str) -> None:
     need_programs(*LAUNCHERS[launcher][:1])
-    ended = finish([*LAUNCHERS[launcher], *EXEC, "--", "sh", "-c", "exit 7"], forks=False)
-    assert ended.code == 7, ended.output
+    ended = finish([*LAUNCHERS[launcher], *EXEC, "--", "sh", "-c", "exit 7"])
+    assert ended.code == 7
 
 
 @pytest.mark.parametrize(
@@ -406,47 +369,35 @@ def test_variables_of_the_user_stay_unless_they_are_empty(threads: str, handling
     need_programs("mpirun")
     names = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     command = [*_MPIRUN, *EXEC, "--", "sh", "-c", f"echo found ${names[0]} ${names[1]}"]
-    ended = finish(command, dict(zip(names, (threads, handling), strict=True)), forks=False)
-    assert ended.code == 0, ended.output
-    assert ended.output.count(f"found {expected}\n") == 2, ended.output
-
-
-def test_a_script_that_starts_mpi_itself() -> None:
-    need_modules("mpi4py")
-    ended = finish([*_MPIRUN, *EXEC, torchrun_script.__file__, "mpi"], forks=False)
-    assert ended.code == 0, ended.output
-    assert lines(ended.output) == [[*numbers, ["mpi"]] for numbers in WORLDS[2]], ended.output
+    output = finish(command, dict(zip(names, (threads, handling), strict=True)), forks=False).check()
+    assert output.count(f"found {expected}\n") == 2
 
 
 def test_a_script_that_calls_init_finds_its_launcher() -> None:
     need_modules("mpi4py")
     source = "import dualdist as hvd; hvd.init(); print(f'{hvd.launcher_name()} {hvd.size()}\\n', end='')"
-    ended = finish([*_MPIRUN, *EXEC, "--", sys.executable, "-c", source], forks=False)
-    assert ended.code == 0, ended.output
-    assert len(re.findall(r"mpirun 2$", ended.output, re.MULTILINE)) == 2, ended.output
+    output = finish([*_MPIRUN, *EXEC, "--", sys.executable, "-c", source]).check()
+    assert len(re.findall(r"mpirun 2$", output, re.MULTILINE)) == 2
 
 
-def test_a_horovod_script_runs_with_compat(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_horovod_script_runs_with_compat(script: Script) -> None:
+    path = script(
         "import torch\nimport horovod.torch as hvd\nhvd.init()\n"
         "total = int(hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum))\n"
         "print(f'sum {hvd.__name__} {total}\\n', end='')\n"
     )
-    ended = finish([*LAUNCHERS["dualdist run"], *EXEC, "--compat", str(script)], forks=False)
-    assert ended.code == 0, ended.output
-    assert ended.output.count("sum horovod.torch 3\n") == 2, ended.output
+    output = finish([*LAUNCHERS["dualdist run"], *EXEC, "--compat", path]).check()
+    assert output.count("sum horovod.torch 3\n") == 2
 
 
-@pytest.mark.parametrize(("launcher", "before"), [("mpirun", EXEC[1:]), ("PALS' variables", ())])
+@pytest.mark.parametrize(("launcher", "before"), [("mpirun", EXEC), ("PALS' variables", (sys.executable,))])
 def test_a_trainer_of_lightning_joins_all_processes(
-    launcher: str, before: tuple[str, ...], tmp_path: Path
+    launcher: str, before: tuple[str, ...], script: Script
 ) -> None:
     need_modules("lightning")
     need_programs(*LAUNCHERS[launcher][:1])
-    script = tmp_path / "script.py"
-    script.write_text(
-        ("" if before else "import dualdist.launch\ndualdist.launch.export_environment()\n")
+    path = script(
+        ("" if before == EXEC else "import dualdist.launch\ndualdist.launch.export_environment()\n")
         + "from os import environ, write\n"
         "from lightning.pytorch import Trainer\n"
         "from lightning.pytorch.demos.boring_classes import BoringModel\n"
@@ -455,10 +406,9 @@ def test_a_trainer_of_lightning_joins_all_processes(
         "trainer.fit(model := BoringModel())\n"
         "write(1, f'rank {trainer.global_rank} of {trainer.world_size}: {model.layer.weight.sum()}\\n'.encode())\n"
     )
-    ended = finish([*LAUNCHERS[launcher], sys.executable, *before, str(script)], forks=not before)
-    assert ended.code == 0, ended.output
-    found = re.findall(r"rank (\d) of 2: (\S+)", ended.output)
-    assert sorted(rank for rank, _ in found) == ["0", "1"], ended.output
+    output = finish([*LAUNCHERS[launcher], *before, path]).check()
+    found = re.findall(r"rank (\d) of 2: (\S+)", output)
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
     assert len({weights for _, weights in found}) == 1  # they start with other ones
 
 
@@ -467,13 +417,11 @@ def test_jobs_that_start_at_the_same_time_do_not_meet(launcher: str) -> None:
     need_programs(*LAUNCHERS[launcher][:1])
     shows = ("sh", "-c", 'echo "$RANK $MASTER_PORT $TORCHELASTIC_RUN_ID"')
     command = ("env", "SLURM_JOB_ID=5", *LAUNCHERS[launcher], *EXEC, "--", *shows)  # an allocation's
-    jobs = [
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(finish, command, forks=launcher == "mpirun") for _ in range(4)]
     worlds = set()
     for job in jobs:
-        output, _ = job.communicate(timeout=100)
+        output = job.result().check()
         ranks = sorted(re.findall(r"(\d) (\d+) (\w{16})$", output, re.MULTILINE))
         assert [rank for rank, *_ in ranks] == ["0", "1"]
         assert len({tuple(place) for _, *place in ranks}) == 1
@@ -484,24 +432,15 @@ def test_jobs_that_start_at_the_same_time_do_not_meet(launcher: str) -> None:
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_each_process_sees_one_gpu_of_its_own(launcher: str) -> None:
     need_programs(*LAUNCHERS[launcher][:1])
-    command = (
-        *LAUNCHERS[launcher],
-        *EXEC,
-        "--bind",
-        "gpu",
-        "--",
-        "sh",
-        "-c",
-        "echo $RANK sees $CUDA_VISIBLE_DEVICES.",
-    )
-    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "MIG-3,MIG-5"}, forks=False)
-    assert ended.code == 0, ended.output
-    assert sorted(re.findall(r"\d sees [^.]*", ended.output)) == ["0 sees MIG-3", "1 sees MIG-5"]
+    shows = ("sh", "-c", "echo $RANK sees $CUDA_VISIBLE_DEVICES.")
+    command = (*LAUNCHERS[launcher], *EXEC, "--bind", "gpu", "--", *shows)
+    output = finish(command, {"CUDA_VISIBLE_DEVICES": "MIG-3,MIG-5"}).check()
+    assert sorted(re.findall(r"\d sees [^.]*", output)) == ["0 sees MIG-3", "1 sees MIG-5"]
 
 
 def test_too_few_gpus_are_an_error_on_all_ranks() -> None:
     command = (*LAUNCHERS["dualdist run"][:-1], "3", *EXEC, "--bind", "gpu", "--", "echo", "started")
-    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "MIG-3,MIG-5,-1"}, forks=False)
+    ended = finish(command, {"CUDA_VISIBLE_DEVICES": "MIG-3,MIG-5,-1"})
     assert ended.code == 2
     assert "has 2 for 3 processes (CUDA_VISIBLE_DEVICES=MIG-3,MIG-5,-1)" in ended.output
     assert "started" not in ended.output
@@ -523,4 +462,4 @@ def test_too_few_gpus_are_an_error_on_all_ranks() -> None:
 )
 def test_what_cannot_be_started_is_an_error(arguments: tuple[str, ...], said: str, code: int) -> None:
     ended = finish([*EXEC, *arguments], forks=False)
-    assert (ended.code, said in ended.output) == (code, True), ended.output
+    assert (ended.code, said in ended.output) == (code, True)
