@@ -6,13 +6,16 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from ..helpers.at_once import started_at_once
 from ..helpers.ports import free_ports
 from ..helpers.requirements import need, need_modules, need_programs, need_root
-from ..helpers.script_launch import finish
+from ..helpers.script_launch import Script, finish
 
 SCRIPT = """\
 import multiprocessing, os, pathlib, signal, sys
@@ -83,96 +86,55 @@ processes[1].join()
 """
 """Three ranks, of which rank 1 dies or stops at a moment."""
 
+Outputs = Mapping[tuple[str, ...], Future[str]]
 START_TIMEOUT = "DUALDIST_START_TIMEOUT_SECONDS"
 SECONDS, MANY_SECONDS = 10, 200
 """Longer than a busy machine needs for a start; and so long that the test fails, unless a death is noticed before."""
 
 
-@pytest.mark.parametrize(
-    ("backend", "method", "moment", "error"),
-    [
-        (
-            "torch",
-            "tcp",
-            "before",
-            "ConfigurationError: Rank [02] waited 10 s for rank 1, which did not arrive",
-        ),
-        (
-            "torch",
-            "file",
-            "before",
-            "ConfigurationError: Rank [02] waited 10 s for rank 1, which did not arrive",
-        ),
-        (
-            "horovod",
-            "tcp",
-            "while all arrive",
-            "ConfigurationError: Rank [02] waited 10 s for rank 1, which did",
-        ),
-        (
-            "torch",
-            "tcp",
-            "while torch connects",
-            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
-        ),
-        (
-            "torch",
-            "file",
-            "while ranks share memory",
-            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
-        ),
-        (
-            "horovod",
-            "tcp",
-            "while Horovod connects",
-            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
-        ),
-        (
-            "horovod",
-            "tcp",
-            "stopped",
-            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 .* is stopped",
-        ),
-        (
-            "torch",
-            "file",
-            "while ranks connect",
-            "HorovodInternalError: Rank . could not connect to (rank 1 of|the other ranks: rank 1 has ended)",
-        ),
-        (
-            "horovod",
-            "tcp",
-            "while ranks connect",
-            "HorovodInternalError: Rank . could not connect to (rank 1 of|the other ranks: rank 1 has ended)",
-        ),
-        (
-            "torch",
-            "tcp",
-            "while ranks connect, rank 0 before rank 2",
-            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
-        ),
-        (
-            "horovod",
-            "tcp",
-            "while ranks connect, rank 0 before rank 2",
-            "HorovodInternalError: Rank . could not connect to the other ranks: rank 1 has ended",
-        ),
-    ],
-)
+ABSENT = "ConfigurationError: Rank [02] waited 10 s for rank 1, which did not arrive"
+NOT_CONNECTED = "HorovodInternalError: Rank . could not connect to "
+ENDED = f"{NOT_CONNECTED}the other ranks: rank 1 has ended"
+EITHER = f"{NOT_CONNECTED}(rank 1 of|the other ranks: rank 1 has ended)"
+CASES = [
+    ("torch", "tcp", "before", ABSENT),
+    ("torch", "file", "before", ABSENT),
+    ("horovod", "tcp", "while all arrive", ABSENT),
+    ("horovod", "tcp", "stopped", f"{NOT_CONNECTED}the other ranks: rank 1 .* is stopped"),
+    ("torch", "tcp", "while torch connects", ENDED),
+    ("torch", "file", "while ranks share memory", ENDED),
+    ("horovod", "tcp", "while Horovod connects", ENDED),
+    ("torch", "file", "while ranks connect", EITHER),
+    ("horovod", "tcp", "while ranks connect", EITHER),
+    ("torch", "tcp", "while ranks connect, rank 0 before rank 2", ENDED),
+    ("horovod", "tcp", "while ranks connect, rank 0 before rank 2", ENDED),
+]
+"""Backend, how the ranks meet, when rank 1 dies or stops, and the error of the others. Four wait for a limit."""
+
+
+@pytest.fixture(scope="module")
+def outputs(request: pytest.FixtureRequest) -> Iterator[Outputs]:
+    def output_of(case: tuple[str, ...], folder: Path) -> str:
+        backend, method, moment, _ = case
+        need_modules(*["horovod.torch"] * (backend == "horovod"))
+        address = f"file://{folder}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        timeout = SECONDS if moment in ("before", "while all arrive", "stopped") else MANY_SECONDS
+        command = [sys.executable, "-c", SCRIPT, backend, address, moment, str(folder)]
+        return finish(command, {START_TIMEOUT: str(timeout)}, seconds=0.9 * MANY_SECONDS).output
+
+    with started_at_once(request, "case", output_of, 4) as futures:
+        yield futures
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
 def test_a_rank_that_dies_or_stops_during_the_start_is_named_by_all_others(
-    backend: str, method: str, moment: str, error: str, tmp_path: Path
+    case: tuple[str, ...], outputs: Outputs
 ) -> None:
-    need_modules(*["horovod.torch"] * (backend == "horovod"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    address = f"file://{tmp_path}/meeting" if method == "file" else f"tcp://127.0.0.1:{free_ports(1)[0]}"
-    timeout = SECONDS if moment in ("before", "while all arrive", "stopped") else MANY_SECONDS
-    command = ["python", str(script), backend, address, moment, str(tmp_path)]
-    ended = finish(command, {START_TIMEOUT: str(timeout)}, seconds=0.9 * MANY_SECONDS)
-    found = dict(re.findall(r"<(\d): (.*)>", ended.output))
-    assert found.keys() == {"0", "2"}, ended.output
+    output = outputs[case].result()
+    found = dict(re.findall(r"<(\d): (.*)>", output))
+    assert found.keys() == {"0", "2"}, output
     for text in found.values():
-        assert re.match(error, text), ended.output
+        assert re.match(case[-1], text), output
 
 
 def test_a_server_that_is_stopped_ends_the_start() -> None:
@@ -180,7 +142,7 @@ def test_a_server_that_is_stopped_ends_the_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         script = f"import dualdist\ndualdist.init(init_method={address!r}, rank=1, world_size=2)"
-        ended = finish(["python", "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
+        ended = finish([sys.executable, "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
     assert "could not reach the server of the job, which rank 0" in ended.output
 
 
@@ -188,7 +150,7 @@ def test_a_host_without_an_address_is_named() -> None:
     script = (
         "import dualdist\ndualdist.init(init_method='tcp://no-such-host.invalid:1', rank=1, world_size=2)"
     )
-    ended = finish(["python", "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
+    ended = finish([sys.executable, "-c", script], {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
     assert "the host 'no-such-host.invalid' has no address" in ended.output
 
 
@@ -200,8 +162,7 @@ def test_a_name_server_that_does_not_answer_does_not_lengthen_the_start(tmp_path
     allowed = subprocess.run([*alone, "true"], capture_output=True)
     need(allowed.returncode == 0, f"needs namespaces: {allowed.stderr.decode().strip()}")
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:30 attempts:2\n")
-    script = tmp_path / "script.py"
-    script.write_text(
+    source = (
         "import socket, time, torch, dualdist\n"
         "server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "server.bind(('127.0.0.1', 53))\n"
@@ -211,16 +172,15 @@ def test_a_name_server_that_does_not_answer_does_not_lengthen_the_start(tmp_path
         "finally:\n"
         "    print('after', time.monotonic() - start)\n"
     )
-    setup = f"ip link set lo up && mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
-    command = [*alone, "sh", "-c", f"{setup} && exec {sys.executable} {script}"]
-    ended = finish(command, {START_TIMEOUT: "2"}, seconds=MANY_SECONDS, forks=False)
-    assert "the host 'no-such-host.example' has no address" in ended.output, ended.output
-    assert float(ended.output.split("after ")[1].split()[0]) < 30, ended.output
+    setup = f'ip link set lo up && mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && exec "$@"'
+    command = [*alone, "sh", "-c", setup, "sh", sys.executable, "-c", source]
+    ended = finish(command, {START_TIMEOUT: "2"}, seconds=MANY_SECONDS)
+    assert "the host 'no-such-host.example' has no address" in ended.output
+    assert float(ended.output.split("after ")[1].split()[0]) < 30
 
 
-def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_wait_after_the_start_may_be_longer_than_the_start(script: Script, tmp_path: Path) -> None:
+    path = script(
         "import os, pathlib, sys, time, torch, torch.distributed as dist, dualdist as hvd\n"
         "sys.path.insert(0, os.getcwd())\n"
         "from tests.helpers.files import wait_for\n"
@@ -230,15 +190,13 @@ def test_a_wait_after_the_start_may_be_longer_than_the_start(tmp_path: Path) -> 
         "hvd.init()\n"
         "for call in (lambda: dist.all_reduce(torch.ones(1)), lambda: hvd.add_process_set([0, 2])):\n"
         "    if hvd.rank() == 0:\n"
-        "        time.sleep(2 * float(os.environ['DUALDIST_START_TIMEOUT_SECONDS']))\n"
+        "        time.sleep(1.25 * float(os.environ['DUALDIST_START_TIMEOUT_SECONDS']))\n"
         "    call()\n"
         "hvd.barrier()\n"
         "hvd.shutdown()\n"
     )
-    program = ["python", str(script), str(tmp_path)]
-    command = ["python", "-m", "dualdist", "run", "-np", "3", "--backend", "torch", *program]
-    ended = finish(command, {"DUALDIST_START_TIMEOUT_SECONDS": "4"})
-    assert ended.code == 0, ended.output
+    run = [sys.executable, "-m", "dualdist", "run", "-np", "3", "--backend", "torch"]
+    finish([*run, sys.executable, path, str(tmp_path)], {START_TIMEOUT: "4"}).check()
 
 
 HOROVODS = """\
@@ -286,8 +244,6 @@ def test_a_start_of_horovod_that_fails_on_rank_0_does_not_abort_it(
     event: str, code: int, tmp_path: Path
 ) -> None:
     need_modules("horovod.torch")
-    script = tmp_path / "script.py"
-    script.write_text(HOROVODS)
-    command = ["python", str(script), f"file://{tmp_path}/meeting", event]
-    ended = finish(command, {START_TIMEOUT: str(MANY_SECONDS)}, seconds=0.9 * MANY_SECONDS)
-    assert ended.code == code, ended.output
+    command = [sys.executable, "-c", HOROVODS, f"file://{tmp_path}/meeting", event]
+    environment = {START_TIMEOUT: str(MANY_SECONDS)}
+    assert finish(command, environment, seconds=0.9 * MANY_SECONDS, forks=False).code == code
