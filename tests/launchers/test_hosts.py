@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from ..helpers.at_once import chosen
 from ..helpers.forks import BIN
-from ..helpers.namespace_hosts import SUBNETS, Network
+from ..helpers.namespace_hosts import OPEN_MPI, SUBNETS, Network, mpirun
 from ..helpers.requirements import need_modules
 from ..helpers.task_launch import PROGRAM, WORKER, Outcome, Report, Start, run_tasks
 from ..helpers.task_worker import Task
@@ -16,27 +17,6 @@ from ..helpers.task_worker import Task
 pytestmark = pytest.mark.timeout(300)  # the launches run one after the other
 
 HOSTS = "alpha:2,beta:1"
-OPEN_MPI = {
-    "OMPI_MCA_btl": "tcp,self",
-    "OMPI_MCA_btl_tcp_if_include": "net0",
-    "OMPI_MCA_oob_tcp_if_include": "net0",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-}
-"""Open MPI needs to know which interface leads to the other host. mpirun passes these variables on."""
-_MPIRUN = (
-    "mpirun",
-    "--allow-run-as-root",
-    "--oversubscribe",
-    "-x",
-    "PYTHONPATH",
-    "-x",
-    "OMP_NUM_THREADS",
-    "-H",
-    HOSTS,
-    "-np",
-    "3",
-    *PROGRAM,
-)
 
 
 def _torchrun(node: int, processes: int) -> tuple[str, ...]:
@@ -58,7 +38,7 @@ def _step(node: int, ranks: str) -> tuple[str, ...]:
 
 COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "torchrun": (_torchrun(0, 2), _torchrun(1, 1)),
-    **{f"mpirun {number}": (_MPIRUN,) for number in (1, 2, 3, 4)},
+    **{f"mpirun {number}": ((*mpirun(HOSTS), *PROGRAM),) for number in (1, 2, 3, 4)},
     "srun's variables": (_step(0, "0 1"), _step(1, "2")),
     "horovodrun": (
         (f"{BIN}/horovodrun", "--gloo", "-H", HOSTS, "-np", "3", "--network-interfaces", "net0", *PROGRAM),
@@ -103,10 +83,7 @@ Launches = Mapping[tuple[str, str], tuple[Future[Outcome], int]]
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest, network: Network) -> Iterator[Launches]:
     """Every launch that the chosen tests are about. That which cuts the links runs when the others have ended."""
-    callspecs = [
-        getattr(item, "callspec", None) for item in request.session.items if item.path == request.path
-    ]
-    wanted = {callspec.params["case"] for callspec in callspecs if callspec is not None}
+    wanted = set(chosen(request, "case"))
     launches: dict[tuple[str, str], tuple[Future[Outcome], int]] = {}
     with ThreadPoolExecutor(1) as pool:
         for launcher, commands in COMMANDS.items():

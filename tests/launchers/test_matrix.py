@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import pytest
 
+from ..helpers.at_once import chosen
 from ..helpers.forks import BIN
 from ..helpers.requirements import need_modules, need_programs
 from ..helpers.slurm_cluster import Slurm
@@ -130,10 +131,7 @@ def _launches(wanted: set[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest) -> Iterator[Launches]:
     """Every launch that the chosen tests are about, two at a time."""
-    callspecs = [
-        getattr(item, "callspec", None) for item in request.session.items if item.path == request.path
-    ]
-    wanted = {callspec.params["pair"] for callspec in callspecs if callspec is not None}
+    wanted = set(chosen(request, "pair"))
     slurm: Slurm | None = None
     if any(start.startswith("srun") for start, _ in wanted):
         slurm = request.getfixturevalue("slurm")
