@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from ..helpers.at_once import started_at_once
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish
 from ..helpers.world import MPIRUN
@@ -40,8 +44,7 @@ except Exception as error:
     if rank != 1:  # mpirun continues the stopped rank before it ends it
         os.write(1, f"<{rank}: {type(error).__name__}: {error}>\\n".encode())
 (folder / str(rank)).touch()
-while not all((folder / other).exists() for other in "02"):  # mpirun ends all when one has ended
-    pass
+wait_for(folder / other for other in "02")  # mpirun ends all when one has ended
 sys.exit(1)
 """
 """Three ranks, of which rank 1 stops before `init`, or where it calls a function."""
@@ -57,37 +60,42 @@ BACKENDS = {
 }
 
 
-def output_where_rank_1_stops(backend: str, moment: str, folder: Path) -> str:
-    need_modules("mpi4py", *["horovod"] * backend.startswith("horovod"))
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [*COMMAND, "python", str(script), moment, str(folder)]
-    ended = finish(command, {**ENVIRONMENT, **BACKENDS[backend]}, forks=False)
-    assert ended.code != 0, ended.output
-    return ended.output
+BEFORE = [(backend, "before") for backend in BACKENDS]
+DURING = [
+    ("torch-mpi", "dualdist.meeting.mpi.MpiBoard.read"),
+    ("torch-mpi", "dualdist.backends.mpi.mpi.unfinished"),
+    ("torch-mpi", "dualdist.world.context.Presence.of_this_process"),
+    ("torch-gloo", "dualdist.world.context.Presence.of_this_process"),
+    ("horovod-mpi", "dualdist.backends.horovod.group.hvd.init"),
+    ("horovod-mpi", "dualdist.world.context.Presence.of_this_process"),
+]
+Outputs = Mapping[tuple[str, str], Future[str]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_name_one_that_is_stopped_before_init(backend: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def outputs(request: pytest.FixtureRequest) -> Iterator[Outputs]:
+    def output_of(case: tuple[str, str], folder: Path) -> str:
+        backend, moment = case
+        need_modules("mpi4py", *["horovod"] * backend.startswith("horovod"))
+        command = [*COMMAND, sys.executable, "-c", SCRIPT, moment, str(folder)]
+        ended = finish(command, {**ENVIRONMENT, **BACKENDS[backend]})
+        assert ended.code != 0, ended.output
+        return ended.output
+
+    with started_at_once(request, "case", output_of, 3) as futures:
+        yield futures
+
+
+@pytest.mark.parametrize("case", BEFORE, ids="-".join)
+def test_ranks_name_one_that_is_stopped_before_init(case: tuple[str, str], outputs: Outputs) -> None:
     """MPI_Init cannot be given up: the first rank that waits too long ends, and mpirun ends the others."""
-    output = output_where_rank_1_stops(backend, "before", tmp_path)
-    named = r"Rank [02] waited 10 s for rank 1, which did not arrive"
-    assert re.search(named, output), output
+    output = outputs[case].result()
+    assert re.search(r"Rank [02] waited 10 s for rank 1, which did not arrive", output), output
 
 
-@pytest.mark.parametrize(
-    ("backend", "moment"),
-    [
-        ("torch-mpi", "dualdist.meeting.mpi.MpiBoard.read"),
-        ("torch-mpi", "dualdist.backends.mpi.mpi.unfinished"),
-        ("torch-mpi", "dualdist.world.context.Presence.of_this_process"),
-        ("torch-gloo", "dualdist.world.context.Presence.of_this_process"),
-        ("horovod-mpi", "dualdist.backends.horovod.group.hvd.init"),
-        ("horovod-mpi", "dualdist.world.context.Presence.of_this_process"),
-    ],
-)
-def test_ranks_name_one_that_is_stopped_during_init(backend: str, moment: str, tmp_path: Path) -> None:
-    output = output_where_rank_1_stops(backend, moment, tmp_path)
+@pytest.mark.parametrize("case", DURING, ids="-".join)
+def test_ranks_name_one_that_is_stopped_during_init(case: tuple[str, str], outputs: Outputs) -> None:
+    output = outputs[case].result()
     found = dict(re.findall(r"<(\d): (.*)>", output))
     assert found.keys() == {"0", "2"}, output
     for text in found.values():
