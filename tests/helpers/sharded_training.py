@@ -25,7 +25,7 @@ __all__ = (
     "with_shards",
 )
 
-STEPS = 30
+STEPS = 10
 VOCABULARY, WIDTH, HEADS, LENGTH = 11, 8, 4, 5
 ROWS, MICRO_BATCHES = 16, 2
 """Rows of a whole batch, in two parts, whose gradients are added."""

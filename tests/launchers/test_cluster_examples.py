@@ -28,7 +28,7 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
     # The nodes' names are Slurm's alone: both are this host.
     variables = {"PYTHON": forked([sys.executable])[0], "PYTHONPATH": str(ROOT), **fork_variables()}
     variables |= {"HEAD": "127.0.0.1", "PORT": str(slurm.free_port())}
-    ended = slurm.finish(
+    slurm.finish(
         "sbatch",
         "--wait",
         f"--output={log}",
@@ -38,8 +38,7 @@ def test_a_batch_script_trains_on_two_nodes(script: str, slurm: Slurm, tmp_path:
         "--metrics",
         str(metrics),
         environment=variables,
-    )
-    assert ended.code == 0, f"{ended.output}\n{log.read_text()}\n{slurm.logs()}"
+    ).check()
     launcher = "srun" if script == "slurm.sbatch" else "torchrun"
     for words in (f'"launcher": "{launcher}"', '"world_size": 4'):
         assert words in metrics.read_text()
@@ -54,9 +53,8 @@ def test_a_batch_script_trains_on_the_hosts_of_the_job(script: str, tmp_path: Pa
     hosts.write_text("localhost\nlocalhost\n")
     variables = {HOST_FILES[script]: str(hosts), "ARGUMENTS": f"--epochs 1 --metrics {metrics}"}
     variables |= {"PYTHON": forked([sys.executable])[0], "PYTHONPATH": str(ROOT)}
-    ended = finish([str(CLUSTER / script)], variables)
-    assert ended.code == 0, ended.output
-    assert f"dualdist run: the hosts are localhost:2, from {HOST_FILES[script]}." in ended.output
+    output = finish([str(CLUSTER / script)], variables).check()
+    assert f"dualdist run: the hosts are localhost:2, from {HOST_FILES[script]}." in output
     for words in ('"launcher": "dualdist run"', '"world_size": 2'):
         assert words in metrics.read_text()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..helpers.script_launch import launch
+from ..helpers.script_launch import Script, launch
 
 START_OF_MANY = """\
 import os, sys, threading, torch, dualdist as hvd
@@ -62,23 +62,17 @@ os.write(1, b"all right\\n")
 """
 
 
-def test_other_threads_can_run_while_an_operation_starts(tmp_path: Path) -> None:
+def test_other_threads_can_run_while_an_operation_starts(script: Script) -> None:
     """Otherwise a start that waits for an unreachable rank would stop them, too."""
-    script = tmp_path / "script.py"
-    script.write_text(START_OF_MANY)
-    ended = launch("torchrun-horovod", str(script))
-    assert ended.code == 0, ended.output
-    assert ended.output.count("all right") == 2, ended.output
+    output = launch("torchrun-horovod", script(START_OF_MANY)).check()
+    assert output.count("all right") == 2
 
 
 @pytest.mark.parametrize("launcher", ["torchrun-horovod", "mpirun"])
-def test_an_operation_starts_while_horovod_waits_for_another_rank(tmp_path: Path, launcher: str) -> None:
+def test_an_operation_starts_while_horovod_waits_for_another_rank(script: Script, launcher: str) -> None:
     """Otherwise a rank that comes late waits for its start, because the others start nothing and only wait."""
-    script = tmp_path / "script.py"
-    script.write_text(START_BESIDE_A_STOPPED_RANK)
-    ended = launch(launcher, str(script))
-    assert ended.code == 0, ended.output
-    assert ended.output.count("all right") == 2, ended.output
+    output = launch(launcher, script(START_BESIDE_A_STOPPED_RANK)).check()
+    assert output.count("all right") == 2
 
 
 DIFFERENT_BUILDS = """\
@@ -94,13 +88,11 @@ except hvd.ConfigurationError as error:
 """
 
 
-def test_ranks_with_different_builds_are_an_error_that_names_them(tmp_path: Path) -> None:
+def test_ranks_with_different_builds_are_an_error_that_names_them(script: Script) -> None:
     """Here only the version differs: one machine has one build."""
-    script = tmp_path / "script.py"
-    script.write_text(DIFFERENT_BUILDS)
-    ended = launch("torchrun-horovod", str(script))
+    ended = launch("torchrun-horovod", script(DIFFERENT_BUILDS))
     told = "Horovod must be the same build on all ranks, but is 0.28.1+patch0 on rank 0 and 0.28.1+patch1 on rank 1"
-    assert ended.output.count(f"<{told} instead.") == 2, ended.output
+    assert ended.output.count(f"<{told} instead.") == 2
 
 
 def test_a_source_that_is_not_of_horovod_is_an_error_before_the_build(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ..helpers.requirements import need_modules
 from ..helpers.run_command import Run
+from ..helpers.script_launch import Script
 from ..helpers.world import ROOT
 
 pytestmark = pytest.mark.usefixtures("python")
@@ -38,7 +39,7 @@ def results(run: Run, folder: Path, *command: str) -> list[dict[str, Any]]:
         "PYTHONPATH",
     )
     ended = run("-np", "2", *settings, "--env", "HOROVOD_TIMELINE=DYNAMIC", *command, CALLS, str(folder))
-    assert ended.code == 0, ended.errors
+    assert ended.code == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -70,21 +71,19 @@ def test_every_name_was_called_and_has_the_result_of_horovod(run: Run, tmp_path:
     assert found.keys() == DIFFERENT.keys(), found
 
 
-def test_every_module_has_its_names(run: Run, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_every_module_has_its_names(run: Run, script: Script) -> None:
+    path = script(
         "import importlib, json\n"
         f"names = json.loads({json.dumps(json.dumps(NAMES))})\n"
         "print([f'{module}.{name}' for module in names for name in names[module]\n"
         "       if not hasattr(importlib.import_module(module), name)])\n"
     )
-    ended = run("-np", "1", sys.executable, "-m", "dualdist.compat", str(script))
-    assert ended.written(0) == b"[]\n", ended.errors
+    ended = run("-np", "1", sys.executable, "-m", "dualdist.compat", path)
+    assert ended.written(0) == b"[]\n"
 
 
-def test_a_name_that_does_not_exist_says_what_to_use(run: Run, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_name_that_does_not_exist_says_what_to_use(run: Run, script: Script) -> None:
+    path = script(
         "import horovod.torch as hvd\n"
         "for work in (lambda: hvd.mpi_ops.nothing, lambda: __import__('horovod.spark.torch')):\n"
         "    try:\n"
@@ -97,7 +96,7 @@ def test_a_name_that_does_not_exist_says_what_to_use(run: Run, tmp_path: Path) -
         "    print(error)\n"
         "print(hasattr(hvd, 'nothing'), hasattr(hvd, '__file__'))\n"
     )
-    ended = run("-np", "1", sys.executable, "-m", "dualdist.compat", str(script))
+    ended = run("-np", "1", sys.executable, "-m", "dualdist.compat", path)
     lines = ended.written(0).decode().splitlines()
     assert (
         "has no 'nothing' under dualdist.compat" in lines[0]

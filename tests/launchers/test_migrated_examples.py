@@ -13,9 +13,8 @@ FOLDER = "examples/migrate"
 
 
 def losses(launcher: str, script: str, *, forks: bool = True) -> list[str]:
-    ended = launch(launcher, f"{FOLDER}/{script}.py", forks=forks)
-    assert ended.code == 0, ended.output
-    return re.findall(r"epoch (\d: loss \S+ on 2 processes)", ended.output)
+    output = launch(launcher, f"{FOLDER}/{script}.py", forks=forks).check()
+    return re.findall(r"epoch (\d: loss \S+ on 2 processes)", output)
 
 
 @functools.cache

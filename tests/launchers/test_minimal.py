@@ -21,9 +21,8 @@ def test_the_readme_shows_the_example() -> None:
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_example_learns(launcher: str) -> None:
-    ended = launch(launcher, EXAMPLE)
-    assert ended.code == 0, ended.output
-    lines = re.findall(r"^epoch (\d): loss (\S+) on (\d) processes$", ended.output, re.MULTILINE)
-    assert [int(epoch) for epoch, _, _ in lines] == [1, 2, 3, 4, 5], ended.output
+    output = launch(launcher, EXAMPLE).check()
+    lines = re.findall(r"^epoch (\d): loss (\S+) on (\d) processes$", output, re.MULTILINE)
+    assert [int(epoch) for epoch, _, _ in lines] == [1, 2, 3, 4, 5]
     assert {int(size) for _, _, size in lines} == {LAUNCHERS[launcher].size}
     assert float(lines[-1][1]) < 0.2 < float(lines[0][1])

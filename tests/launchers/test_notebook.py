@@ -16,9 +16,8 @@ def test_the_cells_of_the_notebook_train_on_two_processes_and_on_one(tmp_path: P
     need_modules("cloudpickle")
     script = tmp_path / "notebook.py"
     script.write_text("\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"))
-    ended = launch("python", str(script))
-    assert ended.code == 0, ended.output
-    assert "on 2 processes" in ended.output and "on 1 processes" in ended.output
+    output = launch("python", str(script)).check()
+    assert "on 2 processes" in output and "on 1 processes" in output
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:

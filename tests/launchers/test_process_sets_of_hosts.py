@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from ..helpers.forks import BIN
 from ..helpers.namespace_hosts import Network
 from ..helpers.requirements import need_modules
-from ..helpers.script_launch import finish
+from ..helpers.script_launch import Script
 
 SCRIPT = """\
 import itertools, os, sys, torch, torch.distributed as dist, dualdist as hvd
@@ -35,16 +34,13 @@ os.write(1, b"all right\\n")
     [("dualdist run", "torch"), ("dualdist run", "horovod"), ("horovodrun", "horovod")],
 )
 def test_any_ranks_of_two_hosts_are_a_process_set_and_a_group_of_torch(
-    launcher: str, backend: str, network: Network, tmp_path: Path
+    launcher: str, backend: str, network: Network, script: Script
 ) -> None:
     need_modules(backend)
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     command = {
         "dualdist run": [sys.executable, "-m", "dualdist", "run"],
         "horovodrun": [f"{BIN}/horovodrun", "--gloo", "--network-interfaces", "net0"],
     }[launcher]
     hosts = ["-H", "alpha:2,beta:2", "-np", "4"]
-    ended = finish(network.hosts[0].command(*command, *hosts, sys.executable, str(script), backend))
-    assert ended.code == 0, ended.output
-    assert ended.output.count("all right") == 4, ended.output
+    output = network.finish(*command, *hosts, sys.executable, script(SCRIPT), backend).check()
+    assert output.count("all right") == 4

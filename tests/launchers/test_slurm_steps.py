@@ -19,9 +19,8 @@ DOCTOR = (sys.executable, "-m", "tests.helpers.faulty_doctor")
 
 def test_without_pmix_the_default_transport_is_gloo(slurm: Slurm) -> None:
     program = (sys.executable, "-m", "tests.helpers.backends_in_turn", "torch")
-    ended = slurm.finish(*STEP, "--mpi=pmi2", *program)
-    assert ended.code == 0, ended.output
-    assert ended.output.count("torch+gloo: ") == ended.output.count("sum 111") == 3
+    output = slurm.finish(*STEP, "--mpi=pmi2", *program).check()
+    assert output.count("torch+gloo: ") == output.count("sum 111") == 3
 
 
 def test_mpich_starts_by_pmi2(slurm: Slurm) -> None:
@@ -32,17 +31,15 @@ def test_mpich_starts_by_pmi2(slurm: Slurm) -> None:
     network = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
     variables = {**slurm.environment, "LD_LIBRARY_PATH": str(libraries), **network}
     # A fork would have the libraries of the process from which it was forked.
-    ended = finish([*STEP, "--mpi=pmi2", *program], variables, forks=False)
-    assert ended.code == 0, ended.output
-    assert ended.output.count("torch+mpi: ") == ended.output.count("sum 111") == 3
+    output = finish([*STEP, "--mpi=pmi2", *program], variables, forks=False).check()
+    assert output.count("torch+mpi: ") == output.count("sum 111") == 3
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
 def test_the_processes_of_a_step_meet(slurm: Slurm, mpi: str) -> None:
-    ended = slurm.finish(*STEP, f"--mpi={mpi}", *DOCTOR, "{}")
-    assert ended.code == 0, ended.output
-    assert ended.output.count("World of 3 processes on 1 host, started by srun; backend: torch\n") == 1
-    assert ended.output.count("This allocation can train.\n") == 1
+    output = slurm.finish(*STEP, f"--mpi={mpi}", *DOCTOR, "{}").check()
+    assert output.count("World of 3 processes on 1 host, started by srun; backend: torch\n") == 1
+    assert output.count("This allocation can train.\n") == 1
 
 
 def test_a_task_that_never_arrives_is_named(slurm: Slurm, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from dualdist.errors import ConfigurationError, ProcessEndedError
 from ..helpers import spawn_functions
 from ..helpers.process_watch import Watched
 from ..helpers.requirements import need_modules
+from ..helpers.script_launch import Script
 from ..helpers.world import ROOT
 
 SCRIPT = """\
@@ -172,11 +173,9 @@ def test_an_interrupt_of_the_parent_ends_the_processes() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_parent_that_is_killed_leaves_nothing_running(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_a_parent_that_is_killed_leaves_nothing_running(script: Script) -> None:
     parent = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, script(SCRIPT)],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

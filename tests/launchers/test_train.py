@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..helpers.script_launch import LAUNCHERS, finish, launch
-from ..helpers.world import ROOT
 
 TRAIN = "examples/train.py"
 
@@ -27,9 +27,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in LAUNCHERS:
         file = tmp_path_factory.mktemp("metrics") / "metrics.json"
         ended = launch(name, TRAIN, "--epochs", "2", "--metrics", str(file))
-        assert ended.code == 0, ended.output
-        assert len(ended.output.splitlines()) == len(SAID), ended.output
-        assert all(map(str.__contains__, ended.output.splitlines(), SAID)), ended.output
+        assert ended.code == 0
+        assert len(ended.output.splitlines()) == len(SAID)
+        assert all(map(str.__contains__, ended.output.splitlines(), SAID))
         metrics[name] = json.loads(file.read_text())
     return metrics
 
@@ -108,20 +108,22 @@ def test_a_wrong_option_under_a_launcher_is_named() -> None:
 
 
 def test_a_rank_that_fails_alone_names_the_wrong_option() -> None:
-    own_epochs = f'exec python {TRAIN} --epochs "$((1 - RANK))"'
-    ended = finish(["python", "-m", "dualdist", "run", "-np", "2", "sh", "-c", own_epochs], {}, seconds=100)
+    own_epochs = 'exec "$@" --epochs "$((1 - RANK))"'
+    run = [sys.executable, "-m", "dualdist", "run", "-np", "2", "sh", "-c", own_epochs, "sh"]
+    ended = finish([*run, sys.executable, TRAIN])
     assert ended.code == 2
     (line,) = (line for line in ended.output.splitlines() if "train.py: error" in line)
     assert "--epochs" in line
     assert "Traceback" not in ended.output
 
 
-def test_choosing_horovod_without_horovod_is_one_line_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['horovod'] = None\n"  # what an import finds when it is not installed
+def test_choosing_horovod_without_horovod_is_one_line_with_the_remedy() -> None:
+    source = (
+        "import runpy, sys\n"
+        "sys.modules['horovod'] = None\n"  # what an import finds when it is not installed
+        f"sys.path.insert(0, 'examples')\nrunpy.run_path({TRAIN!r}, run_name='__main__')\n"
     )
-    hidden = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ended = launch("python", TRAIN, "--backend", "horovod", environment=hidden, forks=False)
+    ended = launch("python", "-c", source, "--backend", "horovod")
     assert ended.code == 2
     (line,) = ended.output.splitlines()
     assert "horovod is not installed" in line
