@@ -43,7 +43,7 @@ def undisturbed() -> float:
 
 
 def final_loss(ended: Ended) -> float:
-    assert ended.code == 0, ended.output
+    assert ended.code == 0
     (loss,) = re.findall(r"processes at the end, loss ([\d.]+)", ended.output)
     return float(loss)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..helpers.script_launch import launch
+from ..helpers.script_launch import Script, launch
 from ..helpers.world import ROOT
 
 SCRIPT = """\
@@ -79,10 +79,9 @@ def run_all(options_of: dict[str, str], launcher: str, folder: Path) -> Said:
     (folder / "script.py").write_text(SCRIPT)
     runs = [options.format(folder=folder) for options in options_of.values()]
     no_network = {**dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:0"), "no_proxy": ""}
-    ended = launch(launcher, str(folder / "script.py"), json.dumps(runs), environment=no_network)
-    assert ended.code == 0, ended.output
-    lines = [json.loads(line) for line in ended.output.splitlines() if re.match(r'\[(\d|")', line)]
-    assert len(lines) == len(runs), ended.output
+    output = launch(launcher, str(folder / "script.py"), json.dumps(runs), environment=no_network).check()
+    lines = [json.loads(line) for line in output.splitlines() if re.match(r'\[(\d|")', line)]
+    assert len(lines) == len(runs)
     return dict(zip(options_of, lines, strict=True))
 
 
@@ -179,14 +178,13 @@ for name in ("matplotlib", "sklearn", "tensorboard", "torchvision", "tqdm"):
 """
 
 
-def test_help_needs_no_optional_package(tmp_path: Path) -> None:
+def test_help_needs_no_optional_package(script: Script) -> None:
     with_options = {
         file.stem for file in (ROOT / "examples").glob("*.py") if "parse_args()" in file.read_text()
     }
     assert with_options == set(WITH_OPTIONS)
-    script = tmp_path / "script.py"
-    script.write_text(HIDDEN + SCRIPT)
-    ended = launch("python", str(script), json.dumps([f"{name}.py --help" for name in WITH_OPTIONS]))
+    path = script(HIDDEN + SCRIPT)
+    ended = launch("python", path, json.dumps([f"{name}.py --help" for name in WITH_OPTIONS]))
     said = [json.loads(line) for line in ended.output.splitlines()]
     for name, (code, text) in zip(WITH_OPTIONS, said, strict=True):
         assert code == 0 and "--help" in text, (name, code, text)

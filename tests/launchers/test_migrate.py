@@ -20,10 +20,9 @@ EXEC = ("-m", "dualdist", "exec")
 def losses(name: str, *arguments: str) -> list[str]:
     # mpirun reports a failure if a process does not end the MPI of mpi4py, as a fork of one that has imported torch.
     forks = name != "mpirun" or not re.search("mpi4py|diffusion", arguments[0])
-    ended = launch(name, *arguments, forks=forks)
-    assert ended.code == 0, ended.output
-    found = sorted(re.findall(r"<(\d \[[^<>]+\])>", ended.output))
-    assert [line[0] for line in found] == ["0", "1"], ended.output
+    output = launch(name, *arguments, forks=forks).check()
+    found = sorted(re.findall(r"<(\d \[[^<>]+\])>", output))
+    assert [line[0] for line in found] == ["0", "1"]
     return found
 
 

@@ -90,10 +90,7 @@ def test_the_processes_of_an_mpi_join_one_world(name: str, size: int, tmp_path: 
         environment["LD_LIBRARY_PATH"] = str(mpi.libraries(tmp_path))
     program = (*mpi.wrapper, sys.executable, "-m", "tests.helpers.backends_in_turn", *mpi.backends)
     # A fork would have the libraries of the process from which it was forked.
-    ended = finish([mpi.program, *mpi.options, "-n", str(size), *program], environment, forks=False)
-    assert ended.code == 0, ended.output
-    found = re.findall(r"^(?:torch|horovod)\+.*$", ended.output, re.MULTILINE)
+    output = finish([mpi.program, *mpi.options, "-n", str(size), *program], environment, forks=False).check()
+    found = re.findall(r"^(?:torch|horovod)\+.*$", output, re.MULTILINE)
     numbers = [f"{rank} of {size}, local {rank} of {size}, sum {'1' * size}" for rank in range(size)]
-    assert sorted(found) == sorted(f"{backend}: {one}" for backend in mpi.backends for one in numbers), (
-        ended.output
-    )
+    assert sorted(found) == sorted(f"{backend}: {one}" for backend in mpi.backends for one in numbers)

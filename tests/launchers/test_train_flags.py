@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for name, options in RUNS.items()
         ]
         ended = launch(launcher, str(folder / "script.py"), json.dumps(runs))
-        assert ended.code == 0, ended.output
+        assert ended.code == 0
         assert "Warning" not in ended.output
     return folders
 
@@ -179,9 +179,8 @@ def test_one_process_goes_on_in_mid_epoch_where_two_were(
     saved = folders["torch"] / "saved" / "step-000000003.pt"
     files = f"--metrics {tmp_path}/resumed.json --checkpoint-dir {tmp_path}/saved --resume {saved}"
     runs = [f"{FLAGS} --style ddp --batch-size 64 --compile {files}"]
-    ended = launch("python", str(tmp_path / "script.py"), json.dumps(runs))
-    assert ended.code == 0, ended.output
-    assert "resuming after step 3" in ended.output
+    output = launch("python", str(tmp_path / "script.py"), json.dumps(runs)).check()
+    assert "resuming after step 3" in output
     resumed, whole = epochs(tmp_path, "resumed"), epochs(folders["torch"], "ddp")
     for ours, theirs in zip(resumed, whole, strict=True):
         ours["train_loss"] = theirs["train_loss"]  # it is the mean of the steps since the resume alone
