@@ -11,6 +11,7 @@ import torch
 
 from dualdist.cli import main
 
+from ..helpers.forks import DUALDIST
 from ..helpers.requirements import need_modules
 from ..helpers.script_launch import finish, launch
 from .test_mpis import debians_mpich
@@ -20,7 +21,7 @@ DOCTOR = ("-m", "dualdist", "doctor")
 
 def test_every_available_backend_and_transport_starts() -> None:
     need_modules("horovod.torch", "mpi4py")
-    ended = finish([sys.executable, *DOCTOR, "--json", "--smoke"])
+    ended = finish([*DUALDIST, "doctor", "--json", "--smoke"])
     facts = json.loads(ended.output)
     available = {name for name, problem in facts["cells"].items() if problem is None}
     assert {"torch+gloo", "torch+mpi", "horovod+gloo", "horovod+mpi"} <= available
