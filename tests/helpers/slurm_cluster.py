@@ -45,6 +45,8 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+# A job that waits, such as one that was requeued, is looked at every 60 s otherwise.
+SchedulerParameters=sched_interval=2
 # More cores than the machine has may be claimed.
 SlurmdParameters=config_overrides
 MpiDefault=none
