@@ -43,47 +43,37 @@ def leaf(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
+OPS = pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+GRADIENTS = pytest.mark.parametrize("options", [{}, {"gradient": hvd.Sum}], ids=["default", "gradient-sum"])
+
+
+@OPS
 @everywhere
-def test_allreduce_average_gives_the_mean_of_the_gradients() -> None:
-    x = leaf(1.0, 2.0)
-    assert gradient(x, hvd.allreduce(x)) == pytest.approx([sum(weights()) / hvd.size()] * 2)
-
-
-@everywhere
-def test_allreduce_sum_gives_the_sum_of_the_gradients() -> None:
-    x = leaf(1.0, 2.0)
-    assert gradient(x, hvd.allreduce(x, op=hvd.Sum)) == [sum(weights())] * 2
-
-
-@everywhere
-def test_allreduce_factors_apply_to_the_gradients() -> None:
-    x = leaf(1.0, 2.0)
-    result = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
-    assert gradient(x, result) == [2 * sum(weights())] * 2
+def test_the_gradient_of_allreduce_is_combined_by_the_same_op_and_factors(op: int) -> None:
+    total = sum(weights()) / (hvd.size() if op == hvd.Average else 1)
+    x, y, number, table = leaf(1.0, 2.0), leaf(3.0), torch.tensor(3.0), torch.ones(2, 3)
+    assert gradient(x, hvd.allreduce(x, op=op)) == pytest.approx([total] * 2)
+    scaled = hvd.allreduce(x, op=op, prescale_factor=0.5, postscale_factor=4.0)
+    assert gradient(x, scaled) == pytest.approx([2 * total] * 2)
+    compressed = hvd.allreduce(x, op=op, compression=hvd.Compression.fp16)
+    assert gradient(x, compressed) == pytest.approx([total] * 2)
+    assert gradient(x, hvd.grouped_allreduce([x, y, 2 * x], op=op)) == pytest.approx([3 * total] * 2)
+    for tensor in (number.requires_grad_(), table.requires_grad_()):
+        expected = pytest.approx([total] * tensor.numel())
+        assert gradient(tensor, hvd.allreduce(tensor.t(), op=op)) == expected
 
 
 @pytest.mark.parametrize("op", [hvd.Min, hvd.Max], ids=["min", "max"])
 @everywhere
 def test_allreduce_extremes_send_the_gradient_where_they_came_from(op: int) -> None:
-    rank, size = hvd.rank(), hvd.size()
+    rank, size, total = hvd.rank(), hvd.size(), sum(weights())
     x = leaf(rank, -rank, 7.0)
     first, last = (rank == 0), (rank == size - 1)
-    low, high = (first, last), (last, first)
-    holds = low if op == hvd.Min else high
-    total = sum(weights())
-    assert gradient(x, hvd.allreduce(x, op=op)) == pytest.approx(
-        [total * holds[0], total * holds[1], total / size]
-    )
-
-
-@everywhere
-def test_allreduce_extremes_with_factors() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    x = leaf(rank)
-    result = hvd.allreduce(x, op=hvd.Max, prescale_factor=-0.5, postscale_factor=4.0)
-    assert result.tolist() == [0.0]
-    assert gradient(x, result) == [-2.0 * sum(weights()) if rank == 0 else 0.0]
-    assert size == len(weights())
+    low, high = (first, last) if op == hvd.Min else (last, first)
+    assert gradient(x, hvd.allreduce(x, op=op)) == pytest.approx([total * low, total * high, total / size])
+    scaled = hvd.allreduce(x, op=op, prescale_factor=-0.5, postscale_factor=4.0)
+    assert scaled[0].item() == (-2.0 * (size - 1) if op == hvd.Min else 0.0)
+    assert gradient(x, scaled)[:2] == [-2.0 * total * high, -2.0 * total * low]
 
 
 @everywhere
@@ -92,41 +82,11 @@ def test_allreduce_product_gives_the_product_of_the_others() -> None:
     values = [2.0, 3.0, 5.0][:size]
     x = leaf(values[rank], 0.0 if rank == 0 else 4.0)
     others = math.prod(value for place, value in enumerate(values) if place != rank)
-    with_zero = 4.0 ** (size - 1) if rank == 0 else 0.0
-    total = sum(weights())
-    assert gradient(x, hvd.allreduce(x, op=hvd.Product)) == [total * others, total * with_zero]
-
-
-@everywhere
-def test_allreduce_product_with_factors() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    values = [2.0, 3.0, 5.0][:size]
-    x = leaf(values[rank])
-    result = hvd.allreduce(x, op=hvd.Product, prescale_factor=0.5, postscale_factor=8.0)
-    assert result.tolist() == [8.0 * math.prod(value / 2 for value in values)]
-    expected = sum(weights()) * result.item() / values[rank]
-    assert gradient(x, result) == pytest.approx([expected])
-
-
-@everywhere
-def test_allreduce_of_a_number_and_of_a_transposed_table() -> None:
-    x = torch.tensor(3.0, requires_grad=True)
-    assert gradient(x, hvd.allreduce(x, op=hvd.Sum)) == [sum(weights())]
-    y = torch.ones(2, 3, requires_grad=True)
-    assert gradient(y, hvd.allreduce(y.t(), op=hvd.Sum)) == [sum(weights())] * 6
-
-
-@everywhere
-def test_compression_is_differentiable() -> None:
-    x = leaf(1.0, 2.0)
-    assert gradient(x, hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)) == [sum(weights())] * 2
-
-
-@everywhere
-def test_grouped_allreduce_sums_the_gradient_of_each_tensor() -> None:
-    x, y = leaf(1.0, 2.0), leaf(3.0)
-    result = hvd.grouped_allreduce([x, y, 2 * x], op=hvd.Sum)
-    assert gradient(x, result) == [3 * sum(weights())] * 2
+    expected = [sum(weights()) * product for product in (others, 4.0 ** (size - 1) if rank == 0 else 0.0)]
+    assert gradient(x, hvd.allreduce(x, op=hvd.Product)) == expected
+    scaled = hvd.allreduce(x, op=hvd.Product, prescale_factor=0.5, postscale_factor=8.0)
+    assert scaled[0].item() == 8.0 * math.prod(value / 2 for value in values)
+    assert gradient(x, scaled) == pytest.approx([8.0 / 2**size * product for product in expected])
 
 
 @everywhere
@@ -138,80 +98,55 @@ def test_only_some_members_of_a_group_need_gradients() -> None:
     assert gradient(x, extremes[1]) == pytest.approx([sum(weights()) / hvd.size()])
 
 
+@GRADIENTS
 @everywhere
-def test_allgather_gives_the_mean_of_the_gradients_of_its_rows() -> None:
-    x = torch.ones(hvd.rank() + 1, 2, requires_grad=True)
-    mean = sum(weights()) / hvd.size()
-    assert gradient(x, hvd.allgather(x)) == pytest.approx([mean] * 2 * (hvd.rank() + 1))
+def test_allgather_gives_each_row_the_mean_or_sum_of_its_gradients(options: dict[str, Any]) -> None:
+    rank, total = hvd.rank(), sum(weights()) / (1 if options else hvd.size())
+    x, y = torch.ones(rank, 2, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    assert gradient(x, hvd.allgather(x, **options)) == pytest.approx([total] * 2 * rank)
+    assert gradient(x, hvd.grouped_allgather([x, y], **options)) == pytest.approx([total] * 2 * rank)
+    rows = hvd.grouped_allgather([x, y], **options)[1]
+    assert gradient(y, rows * torch.arange(1.0, hvd.size() + 1)) == pytest.approx([total * (rank + 1)])
 
 
+@GRADIENTS
 @everywhere
-def test_allgather_returns_each_row_its_own_gradient() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    x = torch.tensor(1.0, requires_grad=True)
-    gathered = hvd.allgather(x)
-    (grad,) = torch.autograd.grad((gathered * torch.arange(1.0, size + 1)).sum(), [x])
-    assert grad.item() == pytest.approx(rank + 1.0)
-
-
-@everywhere
-def test_grouped_allgather_averages_the_gradient_of_each_tensor() -> None:
-    x, y = torch.ones(hvd.rank(), 2, requires_grad=True), leaf(1.0)
-    mean = sum(weights()) / hvd.size()
-    assert gradient(x, hvd.grouped_allgather([x, y])) == pytest.approx([mean] * 2 * hvd.rank())
-    assert gradient(y, hvd.grouped_allgather([x, y])) == pytest.approx([mean])
-
-
-@everywhere
-def test_broadcast_gives_the_root_the_mean_and_the_others_zero() -> None:
+def test_broadcast_gives_the_root_the_mean_or_sum_and_the_others_zero(options: dict[str, Any]) -> None:
     for root in range(hvd.size()):
         x = leaf(1.0, 2.0)
-        expected = sum(weights()) / hvd.size() if hvd.rank() == root else 0.0
-        assert gradient(x, hvd.broadcast(x, root)) == pytest.approx([expected] * 2)
+        expected = sum(weights()) / (1 if options else hvd.size()) if hvd.rank() == root else 0.0
+        assert gradient(x, hvd.broadcast(x, root, **options)) == pytest.approx([expected] * 2)
 
 
 @everywhere
 def test_alltoall_returns_gradients_to_where_the_rows_came_from() -> None:
-    x = torch.ones(hvd.size(), 2, requires_grad=True)
+    """Rows that were not sent have no gradient."""
+    size = hvd.size()
+    x, y = torch.ones(size, 2, requires_grad=True), torch.ones(size * (size - 1) // 2 + 2, requires_grad=True)
     result = hvd.alltoall(x)
     assert isinstance(result, torch.Tensor)
     assert gradient(x, result) == [w for w in weights() for _ in range(2)]
+    result, _ = hvd.alltoall(y, splits=list(range(size)))
+    assert gradient(y, result) == [weight(rank) for rank in range(size) for _ in range(rank)] + [0.0, 0.0]
 
 
+@GRADIENTS
+@OPS
 @everywhere
-def test_alltoall_with_splits_leaves_rows_that_were_not_sent_without_gradient() -> None:
+def test_reducescatter_gathers_the_gradients_by_default_times_the_number_of_ranks(
+    op: int, options: dict[str, Any]
+) -> None:
     size = hvd.size()
-    x = torch.ones(size * (size - 1) // 2 + 2, requires_grad=True)
-    result, _ = hvd.alltoall(x, splits=list(range(size)))
-    assert gradient(x, result) == [weight(rank) for rank in range(size) for _ in range(rank)] + [0.0, 0.0]
+    x, y = torch.ones(size + 1, 2, requires_grad=True), torch.ones(size)
+    factor = (1 if options else size) / (size if op == hvd.Average else 1)
+    expected = [factor * w for w in (weight(0), *weights()) for _ in range(2)]
+    assert gradient(x, hvd.reducescatter(x, op=op, **options)) == pytest.approx(expected)
+    scaled = hvd.reducescatter(x, op=op, prescale_factor=0.5, postscale_factor=4.0, **options)
+    assert gradient(x, scaled) == pytest.approx([2 * w for w in expected])
+    assert gradient(x, hvd.grouped_reducescatter([y, x], op=op, **options)[1]) == pytest.approx(expected)
 
 
-@everywhere
-def test_reducescatter_sum_gathers_times_the_number_of_ranks() -> None:
-    size = hvd.size()
-    x = torch.ones(size, 2, requires_grad=True)
-    expected = [size * w for w in weights() for _ in range(2)]
-    assert gradient(x, hvd.reducescatter(x, op=hvd.Sum)) == expected
-
-
-@everywhere
-def test_reducescatter_average_gathers() -> None:
-    size = hvd.size()
-    x = torch.ones(size + 1, requires_grad=True)
-    expected = [weight(0), weight(0), *weights()[1:]]
-    assert gradient(x, hvd.reducescatter(x)) == expected
-    scaled = hvd.reducescatter(x, prescale_factor=0.5, postscale_factor=4.0)
-    assert gradient(x, scaled) == [2 * w for w in expected]
-
-
-@everywhere
-def test_grouped_reducescatter_gathers_the_gradient_of_each_tensor() -> None:
-    size = hvd.size()
-    x, y = torch.ones(size, requires_grad=True), torch.ones(size, requires_grad=True)
-    assert gradient(x, hvd.grouped_reducescatter([x, y])) == weights()
-
-
-@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
+@OPS
 @everywhere
 def test_reduce_sends_the_gradient_of_the_root_to_all(op: int) -> None:
     for root in range(hvd.size()):
@@ -228,15 +163,10 @@ def test_reduce_refuses_gradients_of_other_ops() -> None:
 
 
 @everywhere
-def test_gather_sends_each_rank_the_gradient_of_its_rows() -> None:
+def test_gather_and_scatter_send_gradients_back() -> None:
     for root in range(hvd.size()):
         x = torch.ones(hvd.rank() + 1, 2, requires_grad=True)
         assert gradient(x, hvd.gather(x, root)) == [weight(root)] * 2 * (hvd.rank() + 1)
-
-
-@everywhere
-def test_scatter_gathers_the_gradients_on_the_root() -> None:
-    for root in range(hvd.size()):
         x = torch.ones(hvd.size(), 2, requires_grad=True)
         expected = [w if hvd.rank() == root else 0.0 for w in weights() for _ in range(2)]
         assert gradient(x, hvd.scatter(x, root)) == expected
@@ -249,78 +179,26 @@ def second_gradient(tensor: torch.Tensor, loss: torch.Tensor) -> list[float]:
     return second.tolist()
 
 
-@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
 @everywhere
-def test_gradients_of_allreduce_can_be_differentiated(op: int) -> None:
-    x = leaf(1.0, 2.0)
-    # Each of the two gradients is summed over the ranks, or averaged.
-    times = hvd.size() ** 2 if op == hvd.Sum else 1
-    assert second_gradient(x, (hvd.allreduce(x, op=op) ** 2).sum()) == pytest.approx([2.0 * times] * 2)
-
-
-@everywhere
-def test_gradients_of_alltoall_can_be_differentiated() -> None:
-    x = leaf(*range(hvd.size()))
-    received = hvd.alltoall(x)
-    assert isinstance(received, torch.Tensor)
-    assert second_gradient(x, (received**3).sum()) == [6.0 * value for value in range(hvd.size())]
-
-
-@everywhere
-def test_gradients_of_allgather_can_be_differentiated() -> None:
-    x = leaf(hvd.rank() + 1.0)
-    # Only this rank's part of the sum depends on x, and the gradient of allgather is an average.
-    expected = 6.0 * (hvd.rank() + 1) / hvd.size()
-    assert second_gradient(x, (hvd.allgather(x) ** 3).sum()) == pytest.approx([expected])
-
-
-@everywhere
-def test_gradient_sum_of_allgather_is_that_of_the_sum_of_all_losses() -> None:
-    x, y = torch.ones(hvd.rank() + 1, 2, requires_grad=True), leaf(1.0)
-    total = sum(weights())
-    assert gradient(x, hvd.allgather(x, gradient=hvd.Sum)) == [total] * 2 * (hvd.rank() + 1)
-    both = hvd.grouped_allgather([x, y], gradient=hvd.Sum)
-    assert gradient(y, both) == [total]
-
-
-@everywhere
-def test_gradient_sum_of_broadcast_is_that_of_the_sum_of_all_losses() -> None:
-    for root in range(hvd.size()):
-        x = leaf(1.0, 2.0)
-        expected = sum(weights()) if hvd.rank() == root else 0.0
-        assert gradient(x, hvd.broadcast(x, root, gradient=hvd.Sum)) == [expected] * 2
-
-
-@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=["sum", "average"])
-@everywhere
-def test_gradient_sum_of_reducescatter_is_that_of_the_sum_of_all_losses(op: int) -> None:
-    x = torch.ones(hvd.size(), dtype=torch.float64, requires_grad=True)
-    expected = [w / (hvd.size() if op == hvd.Average else 1) for w in weights()]
-    assert gradient(x, hvd.reducescatter(x, op=op, gradient=hvd.Sum)) == pytest.approx(expected)
-    (output,) = hvd.grouped_reducescatter([x], op=op, gradient=hvd.Sum)
-    assert gradient(x, output) == pytest.approx(expected)
-
-
-@everywhere
-def test_gradients_of_gradient_sum_can_be_differentiated() -> None:
+def test_gradients_can_be_differentiated() -> None:
     rank, size = hvd.rank(), hvd.size()
-    x = leaf(rank + 1.0)
-    # Every rank has the same loss, so that each of the two gradients is summed over as many equal ones; but only this
-    # rank's part depends on x.
-    assert second_gradient(x, (hvd.allgather(x, gradient=hvd.Sum) ** 3).sum()) == [6.0 * (rank + 1) * size]
+    x, own, numbers = leaf(1.0, 2.0), leaf(rank + 1.0), leaf(*range(1, size + 1))
+    # Each of the two gradients of allreduce is summed over the ranks, or averaged.
+    assert second_gradient(x, (hvd.allreduce(x, op=hvd.Sum) ** 2).sum()) == [2.0 * size**2] * 2
+    assert second_gradient(x, (hvd.allreduce(x) ** 2).sum()) == pytest.approx([2.0] * 2)
+    received: Any = hvd.alltoall(numbers)
+    assert second_gradient(numbers, (received**3).sum()) == [6.0 * number for number in range(1, size + 1)]
+    # Only this rank's part of the sum depends on `own`. Its gradients are averaged or summed.
+    gathered = hvd.allgather(own), hvd.allgather(own, gradient=hvd.Sum)
+    for rows, factor in zip(gathered, (1 / size, size), strict=True):
+        assert second_gradient(own, (rows**3).sum()) == pytest.approx([6.0 * (rank + 1) * factor])
     # The last rank's loss alone depends on the sum of row `size - 1`.
-    y = leaf(*range(1, size + 1))
-    share = hvd.reducescatter(y, op=hvd.Sum, gradient=hvd.Sum)
-    rows = [6.0 * size * row * size for row in range(1, size + 1)]
-    assert second_gradient(y, (share**3).sum()) == rows
-
-
-@everywhere
-def test_gradients_of_reduce_can_be_differentiated() -> None:
-    x = leaf(hvd.rank() + 1.0)
-    total = hvd.size() * (hvd.size() + 1) / 2
-    # The loss is the cube of the sum, on rank 0. Each rank's x is in the sum, and all gradients are added up.
-    assert second_gradient(x, (hvd.reduce(x, 0, op=hvd.Sum) ** 3).sum()) == [6.0 * total * hvd.size()]
+    share = hvd.reducescatter(numbers, op=hvd.Sum, gradient=hvd.Sum)
+    rows_of_ranks = [6.0 * size * row * size for row in range(1, size + 1)]
+    assert second_gradient(numbers, (share**3).sum()) == rows_of_ranks
+    # The loss is the cube of the sum, on rank 0. Each rank's number is in the sum, and all gradients are added up.
+    total = size * (size + 1) / 2
+    assert second_gradient(own, (hvd.reduce(own, 0, op=hvd.Sum) ** 3).sum()) == [6.0 * total * size]
 
 
 WITH_GRADIENT: dict[str, Callable[[torch.Tensor, Any], object]] = {
