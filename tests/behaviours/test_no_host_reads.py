@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,11 @@ from ..helpers.world import everywhere
 pytestmark = pytest.mark.skipif(
     not can_watch(), reason="this torch cannot view tensors in a dispatch mode and in inference mode"
 )
-Step = Callable[[], None]
 
 
-def network(dtype: torch.dtype = torch.float32, *, normalized: bool = False) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, middle: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    middle = hvd.SyncBatchNorm(8) if normalized else nn.ReLU()
-    return nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 2)).to(dtype)
+    return nn.Sequential(nn.Linear(4, 8), middle or nn.ReLU(), nn.Linear(8, 2)).to(dtype)
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -31,144 +30,73 @@ def optimizer_of(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), **options)
 
 
-def backward(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    model(torch.full((3, 4), hvd.rank() + 1.0, dtype=dtype)).square().mean().backward()
+def check(
+    optimizer: torch.optim.Optimizer, model: Callable[[torch.Tensor], Any], passes: int = 1, local: int = 0
+) -> None:
+    """Run regular steps without a host read, after a first one. local: how many backwards more are in no_sync()."""
+    dtype = optimizer.param_groups[0]["params"][0].dtype
+    inputs = torch.full((3, 4), hvd.rank() + 1.0, dtype=dtype)
 
+    def step() -> None:
+        optimizer.zero_grad()
+        for number in range(local + passes):
+            with model.no_sync() if number < local else contextlib.nullcontext():  # type: ignore[attr-defined]
+                model(inputs).square().mean().backward()
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+        optimizer.step()
 
-def check(step: Step) -> None:
-    """Run regular steps without a host read, after a first one."""
     step()
     with no_host_reads():
         for _ in range(3):
             step()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{
+        f"{name}, {op}": {"compression": getattr(hvd.Compression, name), "op": op}
+        for name in ("none", "fp16", "bf16")
+        for op in (hvd.Average, hvd.Sum)
+    },
+    "passes": {"backward_passes_per_step": 2},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
 @everywhere
-def test_optimizer_style() -> None:
+def test_optimizer_style(case: str) -> None:
     model = network()
-    optimizer = optimizer_of(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-
-    check(step)
-
-
-@everywhere
-def test_module_style() -> None:
-    model = hvd.DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-
-    check(step)
-
-
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@everywhere
-def test_compression(compression: str, op: Any) -> None:
-    model = network()
-    optimizer = optimizer_of(model, compression=getattr(hvd.Compression, compression), op=op)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-
-    check(step)
+    check(optimizer_of(model, **OPTIONS[case]), model, OPTIONS[case].get("backward_passes_per_step", 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @everywhere
 def test_dtypes(dtype: torch.dtype) -> None:
     model = network(dtype)
-    optimizer = optimizer_of(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model, dtype)
-        optimizer.step()
-
-    check(step)
+    check(optimizer_of(model), model)
 
 
+@pytest.mark.parametrize("local", [0, 1])
 @everywhere
-def test_accumulation_with_a_number_of_passes() -> None:
-    model = network()
-    optimizer = optimizer_of(model, backward_passes_per_step=2)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model)
-        backward(model)
-        optimizer.step()
-
-    check(step)
-
-
-@everywhere
-def test_accumulation_with_no_sync() -> None:
+def test_module_style(local: int) -> None:
     model = hvd.DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with model.no_sync():
-            backward(model)
-        backward(model)
-        optimizer.step()
-
-    check(step)
+    check(torch.optim.SGD(model.parameters(), lr=0.1), model, local=local)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("wrapped", [False, True])
 @everywhere
 def test_sync_batch_norm(momentum: float | None, wrapped: bool) -> None:
-    bare = network(normalized=True)
-    bare[1].momentum = momentum  # type: ignore[assignment]
+    bare = network(middle=hvd.SyncBatchNorm(8, momentum=momentum))
     model = hvd.DistributedDataParallel(bare) if wrapped else bare
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if wrapped else optimizer_of(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-
-    check(step)
+    check(torch.optim.SGD(model.parameters(), lr=0.1) if wrapped else optimizer_of(model), model)
 
 
 @everywhere
 def test_parameters_that_are_frozen_unused_or_missing_on_a_rank() -> None:
-    model = nn.ModuleList([nn.Linear(4, 2) for _ in range(4)])
-    model[1].requires_grad_(False)
-    optimizer = optimizer_of(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        used = model if hvd.rank() == 0 else model[:3]
-        backward(nn.Sequential(Added(used[0], used[1], used[2 if hvd.rank() == 0 else 0])))
-        optimizer.step()
-
-    check(step)
-
-
-class Added(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = sum(part(x) for part in self.parts)
-        return total
+    layers = nn.ModuleList([nn.Linear(4, 2) for _ in range(4)])
+    layers[1].requires_grad_(False)
+    used = [layers[number] for number in ((0, 1, 2) if hvd.rank() == 0 else (0, 1, 0))]
+    check(optimizer_of(layers), lambda inputs: sum(layer(inputs) for layer in used))
 
 
 @pytest.mark.parametrize(
