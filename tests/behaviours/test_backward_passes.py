@@ -10,40 +10,7 @@ from torch import nn
 
 import dualdist as hvd
 
-from ..helpers.reference_training import assert_same_weights, batches, loss_of, make_model, share
 from ..helpers.world import everywhere
-
-
-@everywhere
-def test_accumulated_gradients_are_summed_over_the_passes() -> None:
-    model, reference = make_model(), make_model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
-    )
-    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for number, (inputs, targets) in enumerate(batches(4)):
-        loss_of(model, share(inputs), share(targets)).backward()
-        loss_of(reference, inputs, targets).backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-            alone.step()
-            alone.zero_grad()
-    assert_same_weights(model, reference)
-
-
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_gradients_stay_local_until_the_last_pass() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
-    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
-    weight.mul(mine).sum().backward()
-    assert weight.grad is not None and weight.grad.item() == mine
-    weight.mul(mine).sum().backward()
-    assert weight.grad.item() == 2 * mean
-    optimizer.step()
-    assert weight.item() == -2 * mean
 
 
 @everywhere
@@ -64,21 +31,8 @@ def test_a_partial_window_is_combined_by_the_step() -> None:
 
 
 @everywhere
-def test_passes_per_step_can_change() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    optimizer.set_backward_passes_per_step(2)
-    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
-    weight.mul(mine).sum().backward()
-    assert weight.grad is not None and weight.grad.item() == mine
-    weight.mul(mine).sum().backward()
-    assert weight.grad.item() == 2 * mean
-    with pytest.raises(ValueError, match="backward_passes_per_step"):
-        optimizer.set_backward_passes_per_step(0)
-
-
-@everywhere
 def test_passes_per_step_can_change_while_gradients_are_kept() -> None:
+    """Until the last pass, gradients are this rank's own."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
@@ -95,6 +49,8 @@ def test_passes_per_step_can_change_while_gradients_are_kept() -> None:
     assert backward() == pytest.approx(4 * mean)
     optimizer.set_backward_passes_per_step(1)
     assert backward() == pytest.approx(5 * mean)
+    with pytest.raises(ValueError, match="backward_passes_per_step"):
+        optimizer.set_backward_passes_per_step(0)
 
 
 @everywhere

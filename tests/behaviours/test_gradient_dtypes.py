@@ -44,19 +44,6 @@ def test_parameters_of_every_dtype_shape_and_layout() -> None:
 
 
 @everywhere
-def test_complex_and_real_parameters_together() -> None:
-    waves, reals = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.zeros(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([waves, reals], lr=1.0))
-    for _ in range(2):
-        optimizer.zero_grad()
-        ((waves * (1 - 2j)).real.sum() + reals.sum()).mul(hvd.rank() + 1.0).backward()
-        assert waves.grad is not None and reals.grad is not None
-        mean = (hvd.size() + 1) / 2
-        torch.testing.assert_close(waves.grad, torch.full((2,), mean * (1 + 2j), dtype=torch.complex64))
-        torch.testing.assert_close(reals.grad, torch.full((3,), mean))
-
-
-@everywhere
 def test_gradients_that_torch_conjugates_when_they_are_read() -> None:
     waves = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([waves], lr=1.0))
@@ -83,22 +70,6 @@ def test_an_average_in_float16_does_not_overflow() -> None:
     optimizer.synchronize()
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
-@everywhere
-def test_compressed_gradients_keep_their_dtype(compression: str) -> None:
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), compression=getattr(hvd.Compression, compression), op=hvd.Sum
-    )
-    for number in (1, 2):
-        optimizer.zero_grad()
-        weight.mul(torch.tensor([1.0, 0.5, 4.0]) * (hvd.rank() + 1)).sum().backward()
-        assert weight.grad is not None and weight.grad.dtype == torch.float32
-        optimizer.step()
-        total = number * sum(range(1, hvd.size() + 1))
-        assert weight.tolist() == [-total, -total / 2, -4 * total]
-
-
 @everywhere
 def test_compression_rounds_as_the_smaller_dtype_does() -> None:
     weight = nn.Parameter(torch.zeros(1))
@@ -106,37 +77,6 @@ def test_compression_rounds_as_the_smaller_dtype_does() -> None:
     optimizer.zero_grad()
     weight.mul(1.0 + 2**-12).sum().backward()
     assert weight.grad is not None and weight.grad.item() == 1.0
-
-
-@everywhere
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    for number, factor in enumerate([1.0, float("inf"), 3.0]):
-        optimizer.zero_grad()
-        mine = factor if hvd.rank() == hvd.size() - 1 else 1.0
-        scaler.scale((weight * mine).sum()).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_([weight], 100.0)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == [8.0, 4.0, 8.0][number]
-    expected = -1.0 - (3.0 + hvd.size() - 1) / hvd.size()
-    assert weight.tolist() == pytest.approx([expected] * 2)
-
-
-@everywhere
-def test_autocast_trains() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(torch.full((1, 4), hvd.rank() + 1.0)).sum()
-    loss.backward()
-    before = model.weight.detach().clone()
-    optimizer.step()
-    torch.testing.assert_close(model.weight.detach(), before - (hvd.size() + 1) / 2)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -37,22 +36,6 @@ def test_training_is_that_of_one_process(options: dict[str, Any]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert_same_weights(model, reference)
-
-
-@everywhere
-def test_no_sync_accumulates_until_a_backward_outside() -> None:
-    wrapped, reference = hvd.DistributedDataParallel(make_model()), make_model()
-    optimizer, alone = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped, reference))
-    for _ in range(2):
-        for number, (inputs, targets) in enumerate(batches(3)):
-            with wrapped.no_sync() if number < 2 else contextlib.nullcontext():
-                loss_of(wrapped, share(inputs), share(targets)).backward()
-            loss_of(reference, inputs, targets).backward()
-        optimizer.step()
-        alone.step()
-        optimizer.zero_grad()
-        alone.zero_grad()
-    assert_same_weights(wrapped.module, reference)
 
 
 @everywhere
@@ -122,13 +105,6 @@ def test_a_process_set_averages_among_its_members() -> None:
     wrapped(torch.full((1, 1), float(hvd.rank()))).sum().backward()
     assert model.weight.grad.item() == (0.5 if hvd.rank() < 2 else 2.0)
     hvd.remove_process_set(pair)
-
-
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_modules_that_differ_are_an_error_at_construction() -> None:
-    with pytest.raises(hvd.CollectiveMismatchError, match="parameters"):
-        hvd.DistributedDataParallel(nn.Linear(1, 1 + (hvd.rank() == 1)))
 
 
 @everywhere

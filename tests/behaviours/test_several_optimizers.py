@@ -14,37 +14,6 @@ import dualdist as hvd
 from ..helpers.world import everywhere
 
 
-@everywhere
-def test_two_optimizers_may_take_turns() -> None:
-    maker, judge = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    first = hvd.DistributedOptimizer(torch.optim.SGD([maker], lr=1.0))
-    second = hvd.DistributedOptimizer(torch.optim.SGD([judge], lr=1.0))
-    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
-    for number in (1, 2):
-        second.zero_grad()
-        (judge * mine + maker.detach()).sum().backward()
-        second.step()
-        first.zero_grad()
-        ((maker + judge.detach()) * 10 * mine).sum().backward()
-        first.step()
-        assert judge.item() == pytest.approx(-number * mean)
-        assert maker.item() == pytest.approx(-10 * number * mean)
-
-
-@everywhere
-def test_two_optimizers_may_share_one_backward() -> None:
-    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0)) for param in params]
-    mine, mean = hvd.rank() + 1.0, (hvd.size() + 1) / 2
-    for number in (1, 2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ((params[0] + 10 * params[1]) * mine).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert [param.item() for param in params] == pytest.approx([-number * mean, -10 * number * mean])
-
-
 @pytest.mark.parametrize("style", ["optimizers", "modules"])
 @everywhere
 def test_parameters_that_are_wrapped_twice_have_the_same_gradients(style: str) -> None:

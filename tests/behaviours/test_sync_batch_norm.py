@@ -249,19 +249,6 @@ def test_an_input_of_another_shape_raises(shape: tuple[int, ...]) -> None:
         hvd.SyncBatchNorm(CHANNELS)(torch.zeros(shape))
 
 
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_a_process_set_has_its_own_statistics() -> None:
-    alone = hvd.add_process_set([hvd.size() - 1])
-    layer = hvd.SyncBatchNorm(CHANNELS, process_set=alone, dtype=torch.float64)
-    data = batch(0, (3, 2))
-    if alone.included():
-        torch.testing.assert_close(
-            copy.deepcopy(layer)(data), nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(data)
-        )
-    hvd.remove_process_set(alone)
-
-
 @everywhere
 def test_converting_replaces_the_layers_and_keeps_parameters_and_state() -> None:
     model = nn.Sequential(
@@ -341,28 +328,6 @@ def test_members_of_a_process_set_share_statistics_and_others_compute_alone() ->
         assert whole.grad is not None
         torch.testing.assert_close(mine.grad, whole.grad[place])
     hvd.remove_process_set(pair)
-
-
-@everywhere
-def test_training_gives_the_same_weights_as_one_process_with_the_whole_batch() -> None:
-    rows = (2, 2, 2)
-
-    def network() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(CHANNELS, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1)).double()
-
-    expected, model = network(), hvd.SyncBatchNorm.convert_sync_batchnorm(network())
-    reference = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    whole = torch.cat(batches((), rows))
-    for _ in range(4):
-        reference.zero_grad()
-        expected(whole).square().mean().backward()
-        reference.step()
-        optimizer.zero_grad()
-        model(own(whole, rows)).square().mean().backward()
-        optimizer.step()
-    check_state(model, expected)
 
 
 @everywhere

@@ -52,17 +52,6 @@ def test_every_option_trains_as_one_process_does(case: str) -> None:
 
 
 @everywhere
-def test_clipping_needs_no_recipe() -> None:
-    norms = []
-
-    def clip(model: nn.Module) -> None:
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-
-    check_training(OPTIMIZERS["sgd"], prepare=clip)
-    assert norms[::2] == pytest.approx(norms[1::2]) and min(norms) > 0.05
-
-
-@everywhere
 def test_gradients_are_complete_when_backward_returns() -> None:
     model, reference = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -101,22 +90,3 @@ def test_closures_train_as_one_process_does(kind: str) -> None:
         optimizer.step(closure(model, share(inputs), share(targets)))
         alone.step(closure(reference, inputs, targets))
     assert_same_weights(model, reference, rtol=1e-7)
-
-
-@everywhere
-def test_sum_adds_the_gradients() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
-    weight.mul(hvd.rank() + 1.0).sum().backward()
-    optimizer.step()
-    assert weight.item() == -sum(range(1, hvd.size() + 1))
-
-
-@everywhere
-def test_a_large_model_in_several_buckets() -> None:
-    params = [nn.Parameter(torch.zeros(700, 1000)) for _ in range(3)] + [nn.Parameter(torch.zeros(10))]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), op=hvd.Sum)
-    torch.stack([param.sum() * (place + 1) for place, param in enumerate(params)]).sum().backward()
-    optimizer.step()
-    for place, param in enumerate(params):
-        assert torch.equal(param.detach(), torch.full_like(param, -hvd.size() * (place + 1)))

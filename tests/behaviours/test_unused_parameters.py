@@ -12,16 +12,6 @@ from ..helpers.world import everywhere
 
 
 @everywhere
-def test_parameters_that_no_rank_uses_get_zeros_at_the_step() -> None:
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([used, unused], lr=1.0, weight_decay=0.5))
-    used.sum().backward()
-    optimizer.step()
-    assert used.tolist() == [-0.5, -0.5] and unused.tolist() == [0.5, 0.5]
-    assert unused.grad is not None and unused.grad.tolist() == [0, 0]
-
-
-@everywhere
 def test_ranks_may_use_different_parts_of_the_model() -> None:
     rank, size = hvd.rank(), hvd.size()
     trunk = nn.Parameter(torch.zeros(1))

@@ -94,7 +94,6 @@ def check_training(
     steps: int = 3,
     set_to_none: bool = True,
     zero_with_model: bool = False,
-    prepare: Callable[[nn.Module], None] | None = None,
     rtol: float = 1e-10,
     **options: Any,
 ) -> None:
@@ -108,12 +107,8 @@ def check_training(
     for inputs, targets in batches(steps):
         (model if zero_with_model else optimizer).zero_grad(set_to_none=set_to_none)
         loss_of(model, share(inputs), share(targets)).backward()
-        if prepare is not None:
-            prepare(model)
         optimizer.step()
         alone.zero_grad()
         loss_of(reference, inputs, targets).backward()
-        if prepare is not None:
-            prepare(reference)
         alone.step()
     assert_same_weights(model, reference, rtol)
