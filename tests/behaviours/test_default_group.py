@@ -11,29 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import dualdist as hvd
 from dualdist.launch import detect
 from dualdist.launch.environment import without_copies
 
-from ..helpers.dtensors import Replicate, Shard, distribute_tensor
 from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 
 TORCHRUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
@@ -82,16 +71,6 @@ def test_groups_of_some_ranks_work() -> None:
     total = torch.tensor([hvd.rank() + 1.0])
     dist.all_reduce(total, group=groups[hvd.rank()])
     assert total.item() == hvd.rank() + 1.0
-
-
-@everywhere
-def test_a_tensor_is_sharded_over_a_device_mesh() -> None:
-    mesh = init_device_mesh("cpu", (hvd.size(),))
-    whole = torch.arange(2.0 * hvd.size())
-    sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    assert sharded.to_local().tolist() == [2.0 * hvd.rank(), 2.0 * hvd.rank() + 1]
-    gathered: Any = sharded.redistribute(mesh, [Replicate()])
-    assert torch.equal(gathered.to_local(), whole)
 
 
 @everywhere

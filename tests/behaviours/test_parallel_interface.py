@@ -32,17 +32,9 @@ def mean_of_ranks(wrapped: nn.Module, error: float = 0.0) -> None:
 
 
 @everywhere
-def test_a_wrapper_passes_for_that_of_torch() -> None:
+def test_a_wrapper_passes_for_that_of_torch_and_has_its_attributes() -> None:
     from torch.distributed.algorithms.join import Joinable
 
-    wrapped: Any = hvd.DistributedDataParallel(linear())
-    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
-    assert isinstance(wrapped, Joinable)
-    assert not isinstance(linear(), torch.nn.parallel.DistributedDataParallel)
-
-
-@everywhere
-def test_a_wrapper_has_the_attributes_of_that_of_torch() -> None:
     wrapped: Any = hvd.DistributedDataParallel(linear(), device_ids=[torch.device("cpu")], static_graph=True)
     assert wrapped.device == torch.device("cpu") and wrapped.device_type == "cpu"
     assert wrapped.device_ids == [torch.device("cpu")]
@@ -56,6 +48,8 @@ def test_a_wrapper_has_the_attributes_of_that_of_torch() -> None:
     assert (facts["world_size"], facts["rank"]) == (hvd.size(), hvd.rank())
     assert (facts["module_name"], facts["num_parameter_tensors"]) == ("Linear", 1)
     assert facts["total_parameter_size_bytes"] == 4 and facts["dtypes"] == "float32"
+    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel) and isinstance(wrapped, Joinable)
+    assert not isinstance(linear(), torch.nn.parallel.DistributedDataParallel)
 
 
 @pytest.mark.world_kinds("torch-gloo")
@@ -69,12 +63,6 @@ def test_public_names_of_torchs_class_exist() -> None:
         wrapped.require_manual_backward_finalization = True
     assert not wrapped.require_manual_backward_finalization
     assert not wrapped.will_sync_module_buffers() and wrapped.modules_buffers == []
-
-
-@everywhere
-def test_the_other_wrapper_of_torch_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"must not be a torch\.nn\.DataParallel"):
-        hvd.DistributedDataParallel(nn.Sequential(nn.DataParallel(linear())))
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
@@ -146,28 +134,15 @@ def test_what_cannot_be_wrapped_is_refused_and_the_next_model_works() -> None:
     sharded._parameters["weight"] = DTensor(torch.ones(1, 1))
     with pytest.raises(TypeError, match="'weight' is a DTensor"):
         hvd.DistributedDataParallel(sharded)
+    with pytest.raises(TypeError, match=r"must not be a torch\.nn\.DataParallel"):
+        hvd.DistributedDataParallel(nn.Sequential(nn.DataParallel(linear())))
+    with pytest.raises(ValueError, match="`bucket_cap_mb` must be"):
+        hvd.DistributedDataParallel(linear(), bucket_cap_mb=0)
     with pytest.raises(RuntimeError, match="'weight' has no shape yet"):
         hvd.DistributedDataParallel(nn.LazyLinear(1))
     for model in (nn.Tanh(), linear().requires_grad_(False)):
         with pytest.raises(RuntimeError, match="must have a parameter that requires a gradient"):
             hvd.DistributedDataParallel(model)
-    mean_of_ranks(hvd.DistributedDataParallel(linear()))
-
-
-@pytest.mark.world_kinds("torch-gloo")
-@everywhere
-def test_a_model_that_fully_shard_has_changed_is_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # before torch 2.6
-        from torch.distributed._composable.fsdp import fully_shard
-
-    sharded = linear(2 * hvd.size())
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (hvd.size(),)))
-    with pytest.raises(TypeError, match="'weight' is a DTensor"):
-        hvd.DistributedDataParallel(sharded)
     mean_of_ranks(hvd.DistributedDataParallel(linear()))
 
 
@@ -230,12 +205,15 @@ def test_buffers_are_copied_at_the_start_or_before_each_forward(
 
 
 @everywhere
-def test_an_argument_that_torch_deprecates_warns() -> None:
+def test_an_argument_that_torch_deprecates_warns_and_its_successor_counts() -> None:
     own = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hvd.DistributedDataParallel(linear(), broadcast_buffers=True)
     assert len(caught) == int("forward_sync_buffers" in own.parameters)
+    with pytest.warns(FutureWarning, match="`broadcast_buffers` is ignored"):
+        wrapped = hvd.DistributedDataParallel(linear(), broadcast_buffers=True, forward_sync_buffers=False)
+    assert not wrapped.forward_sync_buffers
 
 
 def counted() -> Any:
@@ -328,13 +306,6 @@ def test_a_wrapper_without_hooks_averages_no_more() -> None:
     again: Any = hvd.DistributedDataParallel(model)
     again._set_ddp_sink_clone(False)
     mean_of_ranks(again)
-
-
-@everywhere
-def test_the_newer_of_two_arguments_for_buffers_counts() -> None:
-    with pytest.warns(FutureWarning, match="`broadcast_buffers` is ignored"):
-        wrapped = hvd.DistributedDataParallel(linear(), broadcast_buffers=True, forward_sync_buffers=False)
-    assert not wrapped.forward_sync_buffers
 
 
 @pytest.mark.parametrize(

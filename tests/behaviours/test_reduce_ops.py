@@ -123,21 +123,6 @@ def test_what_is_no_op_is_refused(kind: str) -> None:
     check_next_calls_work()
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("kind", [name for name in CALLS if name != "DistributedOptimizer"])
-@everywhere
-def test_what_is_no_op_on_one_rank_is_an_error_on_all(kind: str) -> None:
-    if hvd.rank() == 0:
-        with pytest.raises(ValueError, match="`op` must be"):
-            CALLS[kind](ReduceOp.BAND)
-    else:
-        with pytest.raises(
-            hvd.HorovodInternalError, match=r"rank 0 failed .* torch\.distributed\.ReduceOp\.BAND"
-        ):
-            CALLS[kind](ReduceOp.SUM)
-    check_next_calls_work()
-
-
 @everywhere
 def test_an_op_in_the_place_of_average_is_refused() -> None:
     for wrong in (hvd.Sum, ReduceOp.AVG):
