@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import types
 import warnings
@@ -35,22 +34,17 @@ def step(optimizer: torch.optim.Optimizer, *params: nn.Parameter) -> None:
 
 
 @everywhere
-def test_it_is_the_optimizer_it_was() -> None:
-    plain: torch.optim.Optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+def test_it_is_the_optimizer_it_was_with_its_state() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    plain: torch.optim.Optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    weight.sum().mul(4.0).backward()
+    plain.step()
     state, groups = plain.state, plain.param_groups
     optimizer = hvd.DistributedOptimizer(plain)
     assert optimizer is plain and isinstance(optimizer, torch.optim.SGD)
     assert type(optimizer).__name__ == "SGD"
     assert optimizer.state is state and optimizer.param_groups is groups
-
-
-@everywhere
-def test_state_from_before_wrapping_is_kept() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    plain = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
-    weight.sum().mul(4.0).backward()
-    plain.step()
-    step(hvd.DistributedOptimizer(plain), weight)
+    step(optimizer, weight)
     assert weight.item() == pytest.approx(-4.0 - (2.0 + mean()))
 
 
@@ -75,13 +69,15 @@ COMPRESSORS = [Doubling, hvd.Compression.none, hvd.Compression.fp16, hvd.Compres
 @pytest.mark.parametrize("compression", [*COMPRESSORS, *(kind() for kind in COMPRESSORS)])
 @everywhere
 def test_gradients_are_decompressed(compression: type[Compressor] | Compressor) -> None:
-    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=compression)
-    for number in (1, 2):
-        step(optimizer, *weights)
-        for weight in weights:
-            assert weight.grad is not None and weight.grad.dtype is torch.float32
-            assert weight.tolist() == [-number * mean()] * weight.numel()  # exact: few bits
+    for op in (hvd.Average, hvd.Sum):
+        weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), compression=compression, op=op)
+        for number in (1, 2):
+            step(optimizer, *weights)
+            total = number * mean() * (hvd.size() if op == hvd.Sum else 1)
+            for weight in weights:
+                assert weight.grad is not None and weight.grad.dtype is torch.float32
+                assert weight.tolist() == [-total] * weight.numel()  # exact: few bits
 
 
 class Remembering:
@@ -126,28 +122,21 @@ def test_a_compressor_and_its_instance_are_the_same_to_the_ranks() -> None:
     assert weight.item() == -mean()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @everywhere
-def test_a_scheduler_made_before_wrapping_works_without_a_warning() -> None:
+def test_a_scheduler_made_before_or_after_wrapping_works_without_a_warning(when: str) -> None:
     weight = nn.Parameter(torch.zeros(1))
-    plain = torch.optim.SGD([weight], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
-    optimizer = hvd.DistributedOptimizer(plain)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    if when == "after":
+        hvd.DistributedOptimizer(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    if when == "before":
+        hvd.DistributedOptimizer(optimizer)
     for _ in range(3):
         step(optimizer, weight)
         scheduler.step()
     assert weight.item() == pytest.approx(-mean() * 1.75)
     assert optimizer.param_groups[0]["lr"] == 0.125
-
-
-@everywhere
-def test_a_scheduler_made_after_wrapping_works_without_a_warning() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2)
-    for _ in range(2):
-        step(optimizer, weight)
-        scheduler.step()
-    assert weight.item() == pytest.approx(-mean() * 1.5)
 
 
 @everywhere
@@ -322,17 +311,6 @@ def test_a_class_that_counts_its_subclasses_gets_one() -> None:
 
 
 @everywhere
-def test_a_new_optimizer_after_an_old_one_is_gone() -> None:
-    for number in (1, 2, 3):
-        weight = nn.Parameter(torch.zeros(number))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-        step(optimizer, weight)
-        assert weight.tolist() == pytest.approx([-mean()] * number)
-        del optimizer, weight
-        gc.collect()
-
-
-@everywhere
 def test_what_cannot_be_wrapped_is_refused() -> None:
     weight, bias = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
@@ -366,24 +344,17 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     hvd.barrier()
 
 
+DIFFERENT = {"op": hvd.Sum, "compression": hvd.Compression.fp16, "groups": 1}
+"""Options of the last rank alone. test_wrong_use.py has parameters that differ."""
+
+
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("difference", ["shape", "dtype", "name", "op", "compression", "groups"])
+@pytest.mark.parametrize("option", DIFFERENT)
 @everywhere
-def test_a_layout_that_differs_between_ranks_is_an_error_at_construction(difference: str) -> None:
-    odd = hvd.rank() == hvd.size() - 1
-    weight = nn.Parameter(torch.zeros(2 if odd and difference == "shape" else 1))
-    if odd and difference == "dtype":
-        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    options: dict[str, Any] = {"named_parameters": [("weight", weight)]}
-    if odd:
-        options |= {  # type: ignore[call-overload]
-            "name": {"named_parameters": [("other", weight)]},
-            "op": {"op": hvd.Sum},
-            "compression": {"compression": hvd.Compression.fp16},
-            "groups": {"groups": 1},
-        }.get(difference, {})
+def test_an_option_that_differs_between_ranks_is_an_error_at_construction(option: str) -> None:
+    options: dict[str, Any] = {option: DIFFERENT[option]} if hvd.rank() == hvd.size() - 1 else {}
     with pytest.raises(hvd.CollectiveMismatchError, match="DistributedOptimizer") as caught:
-        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **options)
+        hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), **options)
     assert __file__ in str(caught.value)
     check_next_calls_work()
 
@@ -481,21 +452,6 @@ def test_a_combined_gradient_that_the_script_takes_away_stays_away() -> None:
         assert trained.tolist() != [1.0, 1.0], number
 
 
-@everywhere
-def test_a_gradient_that_the_script_sets_where_backward_left_none_is_combined_in_the_step() -> None:
-    """As in Horovod, whose step() combines whatever no backward has sent."""
-    trained, by_hand = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0))
-    mean = (hvd.size() + 1) / 2
-    for number in range(1, 4):
-        optimizer.zero_grad()
-        (trained * (hvd.rank() + 1)).sum().backward()
-        by_hand.grad = torch.full((2,), 2.0 * (hvd.rank() + 1))
-        optimizer.step()
-        assert trained.tolist() == [1 - number * mean] * 2
-        assert by_hand.tolist() == [1 - number * 2 * mean] * 2
-
-
 @pytest.mark.parametrize("passing", ["all-ranks", "rank-0"])
 @pytest.mark.parametrize("zeroed", ["to-none", "to-zeros", "never"])
 @pytest.mark.parametrize("kind", ["average", "sum", "hook"])
@@ -534,19 +490,21 @@ def test_a_gradient_that_the_script_sets_beside_backward_is_combined_once_in_eac
 
 
 @everywhere
-def test_a_gradient_that_backward_leaves_out_is_summed_by_synchronize_and_not_again_by_the_step() -> None:
+def test_a_gradient_that_backward_leaves_out_is_summed_once_by_synchronize_or_by_the_step() -> None:
     trained, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0), op=hvd.Sum)
-    for number in (1, 2):
-        optimizer.zero_grad(set_to_none=False)
+    total = hvd.size() * (hvd.size() + 1) / 2
+    for number in (1, 2, 3, 4):
+        if number > 1:
+            optimizer.zero_grad(set_to_none=False)
         by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
         trained.sum().backward()
         assert by_hand.grad.item() == hvd.rank() + 1
-        optimizer.synchronize()
-        assert by_hand.grad.item() == hvd.size() * (hvd.size() + 1) / 2
+        if number % 2 == 0:
+            optimizer.synchronize()
+            assert by_hand.grad.item() == total
         optimizer.step()
-        assert trained.item() == -number * hvd.size()
-        assert by_hand.item() == -number * hvd.size() * (hvd.size() + 1) / 2
+        assert (trained.item(), by_hand.item()) == (-number * hvd.size(), -number * total)
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
@@ -598,9 +556,7 @@ def test_an_old_gradient_is_averaged_once_when_a_rank_has_joined() -> None:
         (param * 4).sum().backward()
         optimizer.step()
     if hvd.rank() == 0:
-        share = (
-            1 / hvd.size()
-        )  # of this rank, which reduces its old gradient with the zeros of those that have joined
+        share = 1 / hvd.size()  # this rank reduces its old gradient with the zeros of those that have joined
         assert later.item() == pytest.approx(-4 * (1 + 2 * share))
         assert first.item() == pytest.approx(-4 * (2 + share + share**2))
     hvd.join()
@@ -613,8 +569,7 @@ def test_a_parameter_that_is_added_before_the_step_is_combined_in_it() -> None:
     ((first + added) * (hvd.rank() + 1)).sum().backward()
     optimizer.add_param_group({"params": [added]})
     optimizer.step()
-    mean = (hvd.size() + 1) / 2
-    assert (first.item(), added.item()) == (-mean, -mean)
+    assert (first.item(), added.item()) == (-mean(), -mean())
 
 
 @everywhere
@@ -645,16 +600,6 @@ def test_a_sum_has_a_gradient_that_one_rank_set_before_another_reached_the_param
         (late * 4 if hvd.rank() == 1 else other * 0).sum().backward()
         optimizer.step()
         assert late.item() == -6 * number
-
-
-@everywhere
-def test_a_gradient_that_is_there_before_backward_is_summed_once() -> None:
-    trained, by_hand = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([trained, by_hand], lr=1.0), op=hvd.Sum)
-    by_hand.grad = torch.full((1,), hvd.rank() + 1.0)
-    trained.sum().backward()
-    optimizer.step()
-    assert (trained.item(), by_hand.item()) == (-hvd.size(), -hvd.size() * (hvd.size() + 1) / 2)
 
 
 @everywhere
@@ -725,10 +670,7 @@ def test_gradients_that_would_be_part_of_a_graph_are_refused() -> None:
 @everywhere
 def test_an_optimizer_for_each_parameter_may_step_in_hooks() -> None:
     """As torch's tutorial on saving memory by fusing the optimizer step into backward."""
-    model, reference = (
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
-    )
+    model, reference = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
     hvd.broadcast_parameters(model.state_dict(), 0)
     reference.load_state_dict(model.state_dict())
     alone = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
@@ -790,18 +732,25 @@ def test_no_sync_accumulates_locally_as_in_the_module() -> None:
         assert weight.grad.item() == pytest.approx(2 * mean())
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn],
-)
 @everywhere
-def test_frozen_parameters_of_any_dtype_are_left_alone(dtype: torch.dtype) -> None:
-    base = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)  # quantized
+def test_frozen_parameters_of_any_dtype_are_left_alone() -> None:
+    quantized = (
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+    )
+    bases = [nn.Parameter(torch.ones(3).to(dtype), requires_grad=False) for dtype in quantized]
     adapter = nn.Parameter(torch.ones(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([base, adapter], lr=1.0), groups=[[base, adapter]])
+    params = [*bases, adapter]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), groups=[params])
     for _ in range(3):
         step(optimizer, adapter)
-    assert base.grad is None and adapter.tolist() == [pytest.approx(1 - 3 * mean())] * 3
+    assert all(base.grad is None for base in bases)
+    assert adapter.tolist() == [pytest.approx(1 - 3 * mean())] * 3
 
 
 @everywhere
