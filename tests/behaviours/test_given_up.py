@@ -18,10 +18,8 @@ from dualdist.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
-from ..helpers.world import WORLDS, everywhere, started
+from ..helpers.world import World, everywhere
 from .test_mismatch import check_next_calls_work
-
-CASES = [name for name in WORLDS if name.endswith("-3")]
 
 
 def fail_on_rank_0(group: Group) -> None:
@@ -57,10 +55,9 @@ def errors_where_rank_0_fails(folder: Path) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_raise_soon_when_another_has_given_up_the_call(name: str, tmp_path: Path) -> None:
-    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "300"}) as world:
-        failed, *others = world.run(errors_where_rank_0_fails, tmp_path)
+@pytest.mark.ranks(3)
+def test_ranks_raise_soon_when_another_has_given_up_the_call(world: World, tmp_path: Path) -> None:
+    failed, *others = world.run(errors_where_rank_0_fails, tmp_path)
     assert all("the cable is cut" in error for error in failed)
     assert all("failed: " in error for errors in others for error in errors), others
 
@@ -89,19 +86,17 @@ def test_the_rank_that_ended_first_is_the_only_cause_also_for_ranks_that_look_la
     check_next_calls_work()
 
 
-def rejoin_after_a_collective_without_rank_0() -> None:
-    if hvd.rank() != 0:
-        dist.all_reduce(torch.ones(3), async_op=True)
-    with outside_world():
-        pass
-    alone = hvd.add_process_set([0])
-    dist.barrier()
-    hvd.remove_process_set(alone)
-    check_next_calls_work()
-
-
+@pytest.mark.ranks(2)
+@pytest.mark.world_kinds("torch-mpi")
+@everywhere
 def test_messages_of_a_collective_given_up_do_not_reach_a_later_communicator() -> None:
     """Open MPI gives the number of a communicator that was freed to the next one."""
-    with started(*WORLDS["torch-mpi-3"]) as world:
-        for _ in range(3):
-            world.run(rejoin_after_a_collective_without_rank_0)
+    for _ in range(3):
+        if hvd.rank() != 0:
+            dist.all_reduce(torch.ones(3), async_op=True)
+        with outside_world():
+            pass
+        alone = hvd.add_process_set([0])
+        dist.barrier()
+        hvd.remove_process_set(alone)
+        check_next_calls_work()

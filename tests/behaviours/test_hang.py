@@ -156,7 +156,7 @@ def test_the_rank_that_is_behind_is_named_with_its_line(
             assert note.endswith(f"read them with `dualdist hang {folder}`.")
         return read(folder)
 
-    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "3"}) as world:
+    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "2"}) as world:
         world.run(be_asked, tmp_path / "asked")
         assert main(["hang", str(tmp_path / "asked")]) == 0
         found = capsys.readouterr().out

@@ -1,9 +1,8 @@
-"""A missing rank: rank 0 logs which rank is missing, and the waiting ranks raise. Each test starts its own world."""
+"""A missing rank: rank 0 logs which rank is missing, and the waiting ranks raise."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from torch import nn
 import dualdist as hvd
 from dualdist.world.context import current
 
+from ..helpers.collected_warnings import warned
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
-from ..helpers.world import WORLDS, World, started
-
-CASES = [name for name in WORLDS if name.endswith("-3")]
+from ..helpers.rejoining import rejoined
+from ..helpers.world import World
 
 
 class KeptMessages(logging.Handler):
@@ -40,9 +38,11 @@ class KeptMessages(logging.Handler):
 def kept_messages(file: Path) -> Iterator[list[str]]:
     handler, logger = KeptMessages(file), logging.getLogger("dualdist")
     logger.addHandler(handler)
+    logger.propagate = False
     try:
         yield handler.messages
     finally:
+        logger.propagate = True
         logger.removeHandler(handler)
 
 
@@ -72,13 +72,6 @@ def warm_up() -> None:
     weight = nn.Parameter(torch.zeros(1))
     weight.sum().backward()
     torch.optim.SGD([weight], lr=1.0).step()
-
-
-def give_up_soon() -> None:
-    """Join the world again, in which calls stall after 2 s."""
-    os.environ["DUALDIST_STALL_TIMEOUT_SECONDS"] = "2"
-    with outside_world():
-        pass
 
 
 def wait_in_sets(file: Path) -> tuple[str, list[str]]:
@@ -142,6 +135,7 @@ def wait_for_other_names(file: Path) -> list[str]:
     return messages
 
 
+@warned()  # a world that stays up prints nothing
 def wait_for_another_name(file: Path) -> str:
     """Wait on rank 0 for a call that the last rank does not make: it has another one pending. Return the error."""
     pair, error = hvd.add_process_set([0, hvd.size() - 1]), ""
@@ -159,38 +153,36 @@ def wait_for_another_name(file: Path) -> str:
     return error
 
 
-@pytest.fixture
-def short_timeouts(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Three ranks that warn after 0.3 s, and that can be made to raise after 2 s."""
-    with started(*WORLDS[request.param], {"DUALDIST_STALL_WARN_SECONDS": "0.3"}) as world:
-        yield world
+@pytest.mark.ranks(3)
+def test_a_late_rank_is_logged_and_a_missing_one_is_an_error(world: World, tmp_path: Path) -> None:
+    with rejoined(world, {"DUALDIST_STALL_WARN_SECONDS": "0.3"}):
+        world.run(warm_up)
+        first, *others = world.run(call_late, tmp_path / "late")
+        assert len(first) == 1 and "ranks [0, 1] wait in allreduce" in first[0]
+        assert first[0].endswith("missing ranks: [2].")
+        assert others == [[], []]
+        first, *others = world.run(wait_for_other_names, tmp_path / "names")
+        assert first and others == [[], []]
+        message = first[0]  # from then on, the ranks continue one after the other
+        theirs = "theirs" in message
+        waiting, name, missing = ("[0, 1]", "theirs", "[2]") if theirs else ("[2]", "mine", "[0, 1]")
+        assert f"ranks {waiting} wait in allreduce" in message and f"name='{name}'" in message
+        assert message.endswith(f"missing ranks: {missing}.")
+        with rejoined(world, {"DUALDIST_STALL_TIMEOUT_SECONDS": "2"}):
+            check_missing_ranks(world, tmp_path)
 
 
-@pytest.mark.parametrize("short_timeouts", CASES, indirect=True)
-def test_a_late_rank_is_logged_and_a_missing_one_is_an_error(short_timeouts: World, tmp_path: Path) -> None:
-    """A late rank, one with other calls, two process sets without it, and the whole world: each start costs seconds."""
-    short_timeouts.run(warm_up)
-    first, *others = short_timeouts.run(call_late, tmp_path / "late")
-    assert len(first) == 1 and "ranks [0, 1] wait in allreduce" in first[0]
-    assert first[0].endswith("missing ranks: [2].")
-    assert others == [[], []]
-    first, *others = short_timeouts.run(wait_for_other_names, tmp_path / "names")
-    assert first and others == [[], []]
-    message = first[0]  # from then on, the ranks continue one after the other
-    waiting, name, missing = ("[0, 1]", "theirs", "[2]") if "theirs" in message else ("[2]", "mine", "[0, 1]")
-    assert f"ranks {waiting} wait in allreduce" in message and f"name='{name}'" in message
-    assert message.endswith(f"missing ranks: {missing}.")
-    short_timeouts.run(give_up_soon)
-    error, *_ = short_timeouts.run(wait_for_another_name, tmp_path / "another name")
-    assert "missing ranks: [2]" in error and re.search(
-        r"rank 2: waiting in allreduce\(.*name='theirs'", error
-    )
-    pairs = short_timeouts.run(wait_in_sets, tmp_path / "pairs")
+def check_missing_ranks(world: World, tmp_path: Path) -> None:
+    """Check errors of a rank with other calls, of two process sets without a rank, and of the whole world."""
+    error, *_ = world.run(wait_for_another_name, tmp_path / "another name")
+    assert "missing ranks: [2]" in error
+    assert re.search(r"rank 2: waiting in allreduce\(.*name='theirs'", error)
+    pairs = world.run(wait_in_sets, tmp_path / "pairs")
     check_errors(pairs)
     messages = sorted(pairs[0][1])
     for rank in (0, 1):
         assert f"ranks [{rank}] wait in " in messages[rank] and messages[rank].endswith("missing ranks: [2].")
-    everybody = short_timeouts.run(wait_for_missing_rank, tmp_path / "everybody")
+    everybody = world.run(wait_for_missing_rank, tmp_path / "everybody")
     check_errors(everybody)
     (message,) = everybody[0][1]
     assert "Stalled for 0.3 s" in message and f"{__file__}:" in message

@@ -20,11 +20,10 @@ from dualdist.backends.base import Group, Work
 from dualdist.world.process_sets import channel_of
 
 from ..helpers.files import wait_for
-from ..helpers.rejoining import outside_world
-from ..helpers.world import WORLDS, started
+from ..helpers.rejoining import outside_world, rejoined
+from ..helpers.world import World
 from .test_mismatch import check_next_calls_work
 
-CASES = [name for name in WORLDS if name.endswith("-3")]
 STOPPED = 1
 
 
@@ -126,8 +125,7 @@ def error_while_stopped(where: str, folder: Path) -> str:
     if hvd.rank() == 2:
         marker.touch()
     else:
-        while not marker.exists():
-            pass
+        wait_for([marker])
         os.kill(processes[STOPPED], signal.SIGCONT)
     return str(caught.value)
 
@@ -140,10 +138,11 @@ def error_and_rejoin(where: str, folder: Path) -> str:
     return error
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_errors_name_a_stopped_rank_and_no_other(name: str, tmp_path: Path) -> None:
-    with started(*WORLDS[name], {"DUALDIST_STALL_TIMEOUT_SECONDS": "3"}) as world:
-        world.run(import_what_torch_imports_later)
+@pytest.mark.ranks(3)
+def test_errors_name_a_stopped_rank_and_no_other(world: World, tmp_path: Path) -> None:
+    world.run(import_what_torch_imports_later)
+    # After more than 2 s without an answer, a rank is not called slow any more.
+    with rejoined(world, {"DUALDIST_STALL_TIMEOUT_SECONDS": "2.1"}):
         for where in ("call", "data", "data afterwards", "gradients"):
             (tmp_path / where).mkdir()
             first, stopped, last = world.run(error_and_rejoin, where, tmp_path / where)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import dualdist as hvd
 
-__all__ = ("outside_world",)
+from .world import World
+
+__all__ = ("outside_world", "rejoined")
 
 
 @contextmanager
@@ -18,3 +21,20 @@ def outside_world() -> Iterator[None]:
         yield
     finally:
         hvd.init()
+
+
+@contextmanager
+def rejoined(world: World, variables: Mapping[str, str]) -> Iterator[None]:
+    """Let all ranks join again with these environment variables, and after the body of the `with` without them."""
+    former, *_ = world.run(_rejoin, variables)
+    yield
+    world.run(_rejoin, former)
+
+
+def _rejoin(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the former values of the variables. None: it is not set."""
+    former = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
+    with outside_world():
+        pass
+    return former
