@@ -11,6 +11,8 @@ import dualdist as hvd
 
 from ..helpers.world import everywhere
 
+pytestmark = pytest.mark.ranks(2)
+
 Vector = npt.NDArray[np.float64]
 
 
@@ -28,15 +30,17 @@ def expected(numel: int) -> torch.Tensor:
     return torch.from_numpy(adasum(held(0, numel).numpy(), held(1, numel).numpy()))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("numel", [1, 7, 5000])
 @everywhere
-def test_two_vectors_combine_by_the_formula_of_adasum(numel: int) -> None:
-    result = hvd.allreduce(held(hvd.rank(), numel), op=hvd.Adasum)
-    torch.testing.assert_close(result, expected(numel), rtol=1e-12, atol=1e-12)
+def test_two_vectors_combine_by_the_formula_of_adasum() -> None:
+    """Each member of a group by itself."""
+    lengths = (1, 7, 300, 5000)
+    vectors = [held(hvd.rank(), numel) for numel in lengths]
+    alone = [hvd.allreduce(vector, op=hvd.Adasum) for vector in vectors]
+    for results in (alone, hvd.grouped_allreduce(vectors, op=hvd.Adasum)):
+        for result, numel in zip(results, lengths, strict=True):
+            torch.testing.assert_close(result, expected(numel), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.ranks(2)
 @everywhere
 def test_a_model_whose_steps_are_combined_is_not_wrapped() -> None:
     model = torch.nn.Linear(1, 1)
@@ -47,7 +51,6 @@ def test_a_model_whose_steps_are_combined_is_not_wrapped() -> None:
     hvd.DistributedDataParallel(model)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @everywhere
 def test_smaller_dtypes_are_rounded_at_the_end(dtype: torch.dtype) -> None:
@@ -57,30 +60,15 @@ def test_smaller_dtypes_are_rounded_at_the_end(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, torch.from_numpy(adasum(*inputs)).to(dtype))
 
 
-@pytest.mark.ranks(2)
 @everywhere
-def test_orthogonal_vectors_add_and_parallel_ones_average() -> None:
+def test_orthogonal_vectors_add_parallel_ones_average_and_zero_leaves_the_other() -> None:
     rank = hvd.rank()
     assert hvd.allreduce(torch.eye(2)[rank], op=hvd.Adasum).tolist() == [1, 1]
     assert hvd.allreduce(torch.tensor([1.0, 1.0]), op=hvd.Adasum).tolist() == [1, 1]
     assert hvd.allreduce(torch.tensor([1.0, 1.0]) * (rank * 2 + 1), op=hvd.Adasum).tolist() == [2, 2]
+    assert hvd.allreduce(torch.tensor([3.0, 4.0]) * rank, op=hvd.Adasum).tolist() == [3, 4]
 
 
-@pytest.mark.ranks(2)
-@everywhere
-def test_a_zero_vector_leaves_the_other_as_it_is() -> None:
-    assert hvd.allreduce(torch.tensor([3.0, 4.0]) * hvd.rank(), op=hvd.Adasum).tolist() == [3, 4]
-
-
-@pytest.mark.ranks(2)
-@everywhere
-def test_each_member_of_a_group_is_combined_by_itself() -> None:
-    first, second = hvd.grouped_allreduce([held(hvd.rank(), 7), held(hvd.rank(), 300)], op=hvd.Adasum)
-    torch.testing.assert_close(first, expected(7), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(second, expected(300), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.ranks(2)
 @everywhere
 def test_optimizer_combines_the_steps_not_the_gradients() -> None:
     rate, start = 0.1, torch.arange(7, dtype=torch.float64)
@@ -96,27 +84,12 @@ def test_optimizer_combines_the_steps_not_the_gradients() -> None:
         optimizer.step()
 
 
-@pytest.mark.ranks(2)
 @everywhere
-def test_optimizer_keeps_its_own_state() -> None:
+def test_optimizer_keeps_its_own_state_and_takes_a_closure() -> None:
     weight = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5), op=hvd.Adasum)
     total = np.zeros(7)
     momentum = [np.zeros(7), np.zeros(7)]
-    for _ in range(3):
-        optimizer.zero_grad()
-        (weight * held(hvd.rank(), 7)).sum().backward()
-        optimizer.step()
-        momentum = [0.5 * old + held(rank, 7).numpy() for rank, old in enumerate(momentum)]
-        total += adasum(-momentum[0], -momentum[1])
-    torch.testing.assert_close(weight.detach(), torch.from_numpy(total), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.ranks(2)
-@everywhere
-def test_optimizer_takes_a_closure() -> None:
-    weight = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Adasum)
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -124,8 +97,11 @@ def test_optimizer_takes_a_closure() -> None:
         loss.backward()
         return float(loss.detach())
 
-    optimizer.step(closure)
-    torch.testing.assert_close(weight.detach(), -expected(7), rtol=1e-12, atol=1e-12)
+    for _ in range(3):
+        optimizer.step(closure)
+        momentum = [0.5 * old + held(rank, 7).numpy() for rank, old in enumerate(momentum)]
+        total += adasum(-momentum[0], -momentum[1])
+    torch.testing.assert_close(weight.detach(), torch.from_numpy(total), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.ranks(3)
@@ -139,6 +115,7 @@ def test_other_numbers_of_ranks_are_refused() -> None:
     hvd.barrier()
 
 
+@pytest.mark.ranks(1, 2, 3)
 @everywhere
 def test_the_learning_rate_of_horovods_recipe_is_not_scaled_without_a_gpu() -> None:
     # examples/pytorch of Horovod: hvd.local_size() if hvd.nccl_built() else 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,20 +16,31 @@ from torch import nn
 
 import dualdist as hvd
 
+from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 
 
-def warned(train: Callable[[], object]) -> list[str]:
-    """Run `train` in a world that compares the start; return this rank's warnings."""
-    hvd.shutdown()
-    with mock.patch.dict(os.environ, DUALDIST_COMPARE_START="1"):
-        hvd.init()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        train()
-    hvd.shutdown()
-    hvd.init()
-    return [text for one in found if "The ranks start" in (text := str(one.message))]
+@contextlib.contextmanager
+def comparing() -> Iterator[Callable[[Callable[[], object]], list[str]]]:
+    """Be in a world that compares the start. Yields a function that runs a training and returns its warnings here."""
+
+    def warned(train: Callable[[], object]) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            train()
+        return [text for one in found if "The ranks start" in (text := str(one.message))]
+
+    with outside_world():
+        with mock.patch.dict(os.environ, DUALDIST_COMPARE_START="1"):
+            hvd.init()
+        yield warned
+        hvd.shutdown()
+
+
+def check_warning(found: list[str], what: str) -> None:
+    """Check that rank 0 alone has warned, once, of different values of `what`."""
+    assert len(found) == (hvd.rank() == 0)
+    assert all(f"different values of {what}" in text for text in found)
 
 
 def train(style: str, start: float, rate: float = 0.1) -> None:
@@ -47,40 +60,14 @@ def train(style: str, start: float, rate: float = 0.1) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("style", ["optimizer", "module"])
 @everywhere
-def test_rank_0_warns_once_of_parameters_that_differ(style: str) -> None:
-    found = warned(lambda: train(style, float(hvd.rank())))
-    assert len(found) == (hvd.rank() == 0)
-    assert all("different values of '1.weight', and will train different models" in text for text in found)
-
-
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_rank_0_warns_of_another_learning_rate() -> None:
-    found = warned(lambda: train("optimizer", 1.0, rate=0.1 * (1 + (hvd.rank() == 1))))
-    assert len(found) == (hvd.rank() == 0)
-    assert all("different values of lr of the parameter groups, and" in text for text in found)
-
-
-@pytest.mark.parametrize("style", ["optimizer", "module"])
-@everywhere
-def test_an_equal_start_is_silent(style: str) -> None:
-    assert warned(lambda: train(style, 1.0)) == []
-
-
-@pytest.mark.ranks(2, 3)
-@everywhere
-def test_one_rank_may_have_loaded_a_state() -> None:
-    def run() -> None:
-        plain = OneOption([nn.Parameter(torch.ones(1))], {"lr": 1.0})
-        if hvd.rank() == 0:
-            plain.load_state_dict(plain.state_dict())  # adds `differentiable` to its defaults
-        optimizer = hvd.DistributedOptimizer(plain)
-        optimizer.param_groups[0]["params"][0].sum().backward()
-        optimizer.step()
-
-    assert warned(run) == []
+def test_rank_0_warns_once_of_parameters_or_learning_rates_that_differ() -> None:
+    with comparing() as warned:
+        for style in ("optimizer", "module"):
+            found = warned(functools.partial(train, style, float(hvd.rank())))
+            check_warning(found, "'1.weight', and will train different models")
+        found = warned(lambda: train("optimizer", 1.0, rate=0.1 * (1 + (hvd.rank() == 1))))
+        check_warning(found, "lr of the parameter groups, and")
 
 
 class OneOption(torch.optim.Optimizer):
@@ -90,6 +77,37 @@ class OneOption(torch.optim.Optimizer):
         pass
 
 
+def load_on_rank_0() -> None:
+    plain = OneOption([nn.Parameter(torch.ones(1))], {"lr": 1.0})
+    if hvd.rank() == 0:
+        plain.load_state_dict(plain.state_dict())  # adds `differentiable` to its defaults
+    optimizer = hvd.DistributedOptimizer(plain)
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    optimizer.step()
+
+
+def have_other_options() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    options: Any = {"params": [weight], "weights": torch.ones(3), "function": object()}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([options], lr=1.0))
+    weight.sum().backward()
+    optimizer.step()
+
+
+SILENT: dict[str, Callable[[], object]] = {
+    "equal, optimizer": lambda: train("optimizer", 1.0),
+    "equal, module": lambda: train("module", 1.0),
+    "one rank has loaded a state": load_on_rank_0,
+    "options that are no numbers": have_other_options,
+}
+
+
+@everywhere
+def test_an_equal_start_is_silent() -> None:
+    with comparing() as warned:
+        assert {name: found for name, run in SILENT.items() if (found := warned(run))} == {}
+
+
 @pytest.mark.ranks(2, 3)
 @everywhere
 def test_a_rank_that_joined_before_the_first_step_trains_later() -> None:
@@ -97,18 +115,20 @@ def test_a_rank_that_joined_before_the_first_step_trains_later() -> None:
         weight = train_and_join(1, int(hvd.rank() == 0), broadcasts=True)
         assert weight.flatten().tolist() == pytest.approx([1 - 1 / hvd.size() - 1] * 2)
 
-    assert warned(run) == []
+    with comparing() as warned:
+        assert warned(run) == []
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("style", ["optimizer", "module"])
 @everywhere
 def test_rank_0_warns_of_steps_that_a_rank_has_missed_after_join(style: str) -> None:
-    found = warned(lambda: train_and_join(1, 1 + (hvd.rank() != 0), style=style))
-    assert len(found) == (hvd.rank() == 0)
-    assert all("different values of 'weight', and will train different models" in text for text in found)
-    assert warned(lambda: train_and_join(1, 1 + (hvd.rank() != 0), broadcasts=True, style=style)) == []
-    assert warned(lambda: train_and_join(2, 2, 2, style=style)) == []  # in step: nothing to broadcast
+    uneven = 1 + (hvd.rank() != 0)
+    with comparing() as warned:
+        found = warned(lambda: train_and_join(1, uneven, style=style))
+        check_warning(found, "'weight', and will train different models")
+        assert warned(lambda: train_and_join(1, uneven, broadcasts=True, style=style)) == []
+        assert warned(lambda: train_and_join(2, 2, 2, style=style)) == []  # in step: nothing to broadcast
 
 
 def train_and_join(
@@ -131,15 +151,3 @@ def train_and_join(
         if broadcasts:
             hvd.broadcast_parameters([weight], root)
     return weight
-
-
-@everywhere
-def test_options_that_are_no_numbers_are_left_out() -> None:
-    def run() -> None:
-        weight = nn.Parameter(torch.ones(2))
-        options: Any = {"params": [weight], "weights": torch.ones(3), "function": object()}
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([options], lr=1.0))
-        weight.sum().backward()
-        optimizer.step()
-
-    assert warned(run) == []

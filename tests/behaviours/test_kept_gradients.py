@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualdist as hvd
 
+from ..helpers.rejoining import outside_world
 from ..helpers.world import everywhere
 
 
 @everywhere
 def test_gradients_are_in_their_buckets_before_backward_ends() -> None:
     """So that the memory which backward took for them is free for the next ones."""
+    with outside_world():  # beside an older wrapper, nothing is sent before the end of backward
+        pass
     model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     wrapped = hvd.DistributedDataParallel(model, bucket_cap_mb=1e-5)
     seen: list[int] = []
@@ -120,15 +123,3 @@ def test_gradients_that_somebody_keeps_stay_what_they_were(kind: str) -> None:
         assert model.weight.grad is not None
         kept.append(KEPT[kind](model.weight.grad))
     assert [float(grad.item()) for grad in kept] == [0.0, 1.0, 2.0, 3.0]
-
-
-@everywhere
-def test_gradients_that_somebody_keeps_are_left_alone() -> None:
-    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0))
-    kept = []
-    for factor in (1.0, 2.0, 3.0):
-        optimizer.zero_grad()
-        sum(factor * weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
-        kept.append([weight.grad for weight in weights])
-    assert [[float(grad) for grad in grads] for grads in kept] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]  # type: ignore[arg-type]

@@ -198,10 +198,8 @@ def test_a_process_set_counts_its_own_samples() -> None:
         state = metric.state_dict()
         metric.load_state_dict(state)
         assert metric.compute().item() == 20.5
-        assert [part.tolist() for part in metrics.gather_all_tensors(values(hvd.rank()), pair)] == [
-            [],
-            [20.0, 21.0],
-        ]
+        parts = metrics.gather_all_tensors(values(hvd.rank()), pair)
+        assert [part.tolist() for part in parts] == [[], [20.0, 21.0]]
         outputs = metrics.gather_in_order(values(hvd.rank()), range(hvd.rank()), 2, process_set=pair)
         assert outputs.tolist() == [20.0, 21.0]
     hvd.remove_process_set(pair)

@@ -75,11 +75,30 @@ def errors_of(made: dict[str, Callable[[], object]]) -> dict[str, str]:
     return errors
 
 
-@pytest.mark.parametrize("waiting", ["allreduce", "barrier", "join"])
+def sum_all() -> None:
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def backward_of_a_module() -> Callable[[], object]:
+    """Return a backward at whose end a rank waits in a call for the gradients of the others."""
+    model = hvd.DistributedDataParallel(torch.nn.Linear(300, 300))
+    loss: torch.Tensor = model(torch.ones(1, 300)).sum()
+    return lambda: (loss.backward(), model)  # which must be alive
+
+
+WAITING: dict[str, Callable[[], Callable[[], object]]] = {
+    "allreduce": lambda: sum_all,
+    "barrier": lambda: hvd.barrier,
+    "join": lambda: hvd.join,
+    "gradient synchronization": backward_of_a_module,
+}
+
+
+@pytest.mark.parametrize("waiting", WAITING)
 @everywhere
 def test_a_handler_that_interrupts_a_collective_gets_an_error_at_once(waiting: str, tmp_path: Path) -> None:
     """The last rank makes its call only after the handler of rank 0 has run, so rank 0 waits until then."""
-    marker, errors = tmp_path / "handled", dict[str, str]()
+    marker, errors, call = tmp_path / "handled", dict[str, str](), WAITING[waiting]()
 
     def handle() -> None:
         errors.update(errors_of(calls(tmp_path)))
@@ -88,35 +107,10 @@ def test_a_handler_that_interrupts_a_collective_gets_an_error_at_once(waiting: s
     with interrupted("in_turn", handle) if hvd.rank() == 0 else contextlib.nullcontext():
         if is_last():
             wait_for([marker])
-        if waiting == "allreduce":
-            assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
-        elif waiting == "barrier":
-            hvd.barrier()
-        else:
-            assert 0 <= hvd.join() < hvd.size()
+        call()
     for text in errors.values():
         assert f"interrupts {waiting}(" in text and f"{__file__}:" in text
         assert "CheckpointManager(signals=)" in text
-    assert hvd.rank() != 0 or errors.keys() == calls(tmp_path).keys()
-    check_next_calls_work()
-
-
-@everywhere
-def test_a_handler_that_interrupts_the_end_of_a_backward_gets_an_error(tmp_path: Path) -> None:
-    """Rank 0 waits in a call there for the gradients of the last rank, whose backward begins after the handler."""
-    marker, errors = tmp_path / "handled", dict[str, str]()
-    model = hvd.DistributedDataParallel(torch.nn.Linear(300, 300))
-    loss = model(torch.ones(1, 300)).sum()
-
-    def handle() -> None:
-        errors.update(errors_of(calls(tmp_path)))
-        marker.touch()
-
-    with interrupted("in_turn", handle) if hvd.rank() == 0 else contextlib.nullcontext():
-        if is_last():
-            wait_for([marker])
-        loss.backward()
-    assert all("interrupts gradient synchronization(" in text for text in errors.values())
     assert hvd.rank() != 0 or errors.keys() == calls(tmp_path).keys()
     check_next_calls_work()
 

@@ -11,6 +11,7 @@ import torch
 
 import dualdist as hvd
 
+from ..helpers.files import wait_for
 from ..helpers.rejoining import outside_world
 from ..helpers.trace_reader import read_marks, read_spans
 from ..helpers.world import everywhere
@@ -85,16 +86,16 @@ def test_negotiation_marks_when_each_rank_called(tmp_path: Path) -> None:
 @pytest.mark.ranks(2)
 @everywhere
 def test_the_late_rank_is_marked_last(tmp_path: Path) -> None:
+    go = tmp_path / "go"
     with recorded(tmp_path / "timeline.json") as spans:
         if hvd.rank() == 0:
             handle = hvd.allreduce_async(torch.ones(1), name="t")
             while "NEGOTIATE" not in (tmp_path / "timeline.json").read_text():
                 pass
-            (tmp_path / "go").touch()
+            go.touch()
             hvd.synchronize(handle)
         else:
-            while not (tmp_path / "go").exists():
-                pass
+            wait_for([go])
             hvd.allreduce(torch.ones(1), name="t")
     if hvd.rank() == 0:
         assert spans["allreduce.t"][1:3] == ["[0]", "[1]"]

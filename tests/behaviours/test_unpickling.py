@@ -148,18 +148,14 @@ def test_an_elastic_state_is_shared_by_all_or_by_none(stateful: bool) -> None:
 
 
 @everywhere
-def test_optimizer_state_is_sent_to_all_or_to_none() -> None:
+def test_optimizer_state_and_extra_state_of_a_model_are_sent_to_all_or_to_none() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizer.param_groups[0]["mark"] = Unloadable("value", [last()])
-    with pytest.raises(ValueError if hvd.rank() == last() else RuntimeError, match="an old version"):
-        hvd.broadcast_optimizer_state(optimizer, 0)
-    check_next_calls_work()
-
-
-@everywhere
-def test_extra_state_of_a_model_is_sent_to_all_or_to_none() -> None:
     state = {"weight": torch.ones(1), "_extra_state": Unloadable("value", [last()])}
-    with pytest.raises(ValueError if hvd.rank() == last() else RuntimeError, match="an old version"):
+    error = ValueError if hvd.rank() == last() else RuntimeError
+    with pytest.raises(error, match="an old version"):
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    with pytest.raises(error, match="an old version"):
         hvd.broadcast_parameters(state, 0)
     check_next_calls_work()
 
