@@ -378,11 +378,19 @@ def signal_all(processes: list[Any], *numbers: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @everywhere
-def test_workers_outlive_signals_until_they_are_terminated_or_the_manager_is_closed(
-    method: str, tmp_path: Path
-) -> None:
+def test_workers_outlive_signals_until_they_are_terminated_or_the_manager_is_closed(tmp_path: Path) -> None:
+    check_workers("fork", tmp_path)
+
+
+@pytest.mark.ranks(1)  # seconds each, for the import of torch; other ranks make no difference
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@everywhere
+def test_workers_that_are_new_interpreters_outlive_signals_too(method: str, tmp_path: Path) -> None:
+    check_workers(method, tmp_path)
+
+
+def check_workers(method: str, tmp_path: Path) -> None:
     data: Any = range(100)
     loader = IteratingLoader(data, num_workers=1, multiprocessing_context=method, persistent_workers=True)
     with CheckpointManager(folder(tmp_path), {}) as manager:
