@@ -175,7 +175,7 @@ def test_training_ends_after_ten_failures_without_a_commit() -> None:
     def train(state: Any) -> None:
         calls.append(state.step)
         state.step += 1
-        if state.step <= 3:
+        if state.step <= 1:
             state.commit()
         raise hvd.HorovodInternalError("each time")
 
@@ -184,7 +184,7 @@ def test_training_ends_after_ten_failures_without_a_commit() -> None:
         pytest.raises(hvd.HorovodInternalError, match=r"10 times in a row without a commit.*: each time"),
     ):
         train(TorchState(step=0))
-    assert calls == [0, 1, 2, *[3] * 9]
+    assert calls == [0, *[1] * 9]
 
 
 @everywhere
@@ -196,7 +196,7 @@ def test_a_state_with_its_own_commit_has_no_limit_of_failures() -> None:
 
     @run
     def train(state: Any) -> None:
-        while state.step < 20:
+        while state.step < 12:  # the limit of other states is 10
             state.step += 1
             state.commit()
             raise hvd.HorovodInternalError("each time")
@@ -204,7 +204,7 @@ def test_a_state_with_its_own_commit_has_no_limit_of_failures() -> None:
     state = Own(step=0)
     with warned() as messages:
         train(state)
-    assert (state.step, len(messages)) == (20, 20)
+    assert (state.step, len(messages)) == (12, 12)
 
 
 @pytest.mark.ranks(2, 3)

@@ -91,7 +91,7 @@ def test_the_rank_that_ended_first_is_the_only_cause_also_for_ranks_that_look_la
 @everywhere
 def test_messages_of_a_collective_given_up_do_not_reach_a_later_communicator() -> None:
     """Open MPI gives the number of a communicator that was freed to the next one."""
-    for _ in range(3):
+    for _ in range(2):  # the second communicator gets the number of the first one
         if hvd.rank() != 0:
             dist.all_reduce(torch.ones(3), async_op=True)
         with outside_world():
