@@ -1,6 +1,6 @@
 """One rank of a training script: its set-up, its models, and what the script keeps. It trains alone.
 
-tests/parity/mutation_wrappers.py has subclasses that train with the other ranks, through dualdist or a naive wrapper.
+tests/parity/mutation_wrappers.py has the subclass that trains with the other ranks, through dualdist.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,19 +19,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ("PARTS", "Net", "Pass", "Replica", "Setup", "as_view", "draw_setup", "seeded")
 
 WIDTH = 12
-PARTS = (
-    "conv",
-    "norm",
-    "embedding",
-    "tied",
-    "frozen",
-    "some",
-    "complex",
-    "empty",
-    "scalar",
-    "unused",
-    "late",
-)
+PARTS = tuple("conv norm embedding tied frozen some complex empty scalar unused late".split())
 """Parts of the model that a set-up may have. `body` and `head` are always there, and every backward reaches them."""
 
 
@@ -78,26 +66,12 @@ class Setup:
 
     def lines(self) -> list[str]:
         """Return the set-up in readable lines, without what is as usual."""
-        usual = {
-            "checkpoint": {},
-            "num_models": 1,
-            "num_optimizers": 1,
-            "members": None,
-            "sums": False,
-            "passes": 1,
-            "predivide": 1.0,
-            "groups": None,
-            "compression": "none",
-            "comm_hook": False,
-            "sparse_as_dense": False,
-            "bucket_cap_mb": None,
-            "hooks": (),
-            "sparse": False,
-        }
+        usual = ("{}", "1", "1.0", "None", "False", "'none'", "()")
+        always = ("seed", "parts", "some_ranks", "equal_start")
         return [
             f"{name}: {value}"
             for name, value in vars(self).items()
-            if name not in usual or value != usual[name]
+            if name in always or repr(value) not in usual
         ]
 
 
@@ -183,16 +157,9 @@ def seeded(*names: object) -> torch.Generator:
 class Net(nn.Module):
     """A body, some parts after it, and a head; the loss is a mean over the batch."""
 
-    conv: Any
-    norm: Any
-    embedding: Any
-    tied: Any
-    frozen: Any
-    some: Any
-    complex: Any
-    empty: Any
-    scalar: Any
-    late: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -227,32 +194,24 @@ class Net(nn.Module):
         for part in parts:
             if part in self.setup.checkpoint:
                 reentrant = self.setup.checkpoint[part]
-                hidden = checkpoint(getattr(self, f"add_{part}"), hidden, use_reentrant=reentrant)
+                hidden = checkpoint(self.adding(part), hidden, use_reentrant=reentrant)
             elif part == "embedding":
                 hidden = hidden + self.embedding(index)
             else:
-                hidden = getattr(self, f"add_{part}")(hidden)
+                hidden = self.adding(part)(hidden)
         out: torch.Tensor = self.head(hidden)
         return (out - inputs[:, :3]).square().mean()
+
+    def adding(self, part: str) -> Callable[[torch.Tensor], Any]:
+        """Return what adds the output of a part to its input."""
+        return getattr(self, f"add_{part}", lambda hidden: hidden + getattr(self, part)(hidden))
 
     def add_conv(self, hidden: torch.Tensor) -> Any:
         return hidden + self.conv(hidden.view(-1, 3, 2, 2)).flatten(1).repeat(1, 3)
 
-    def add_norm(self, hidden: torch.Tensor) -> Any:
-        return hidden + self.norm(hidden)
-
     def add_tied(self, hidden: torch.Tensor) -> Any:
         first, second = self.tied
         return hidden + second(first(hidden).tanh())
-
-    def add_frozen(self, hidden: torch.Tensor) -> Any:
-        return hidden + self.frozen(hidden)
-
-    def add_some(self, hidden: torch.Tensor) -> Any:
-        return hidden + self.some(hidden)
-
-    def add_late(self, hidden: torch.Tensor) -> Any:
-        return hidden + self.late(hidden)
 
     def add_complex(self, hidden: torch.Tensor) -> Any:
         return hidden + (self.complex * self.complex.conj()).real.sum()
@@ -371,12 +330,6 @@ class Replica:
         """Return the context in which backward runs."""
         return contextlib.nullcontext()
 
-    def after_pass(self, syncs: bool) -> None:
-        """Follow a backward."""
-
-    def before_step(self, number: int) -> None:
-        """Precede the step of the optimizer at `number`."""
-
     # Statements
 
     def reached(self, one: Pass, rank: int) -> frozenset[str]:
@@ -422,7 +375,6 @@ class Replica:
             self.graph = (loss, reached) if one.retains else None
             loss.backward(inputs=inputs, retain_graph=one.retains)
             del loss
-        self.after_pass(one.syncs)
 
     def assign(self, one: Pass) -> None:
         """Compute gradients without backward, and set them by hand. No wrapper combines these."""
@@ -433,7 +385,6 @@ class Replica:
 
     def step(self, number: int) -> None:
         self.graph = None
-        self.before_step(number)
         self.optimizers[number].step()
 
     def act(self, statement: Any) -> None:

@@ -24,7 +24,7 @@ import torch
 from .mutation_model import Pass, Replica, Setup, dense
 from .mutations import Program, Statement
 
-__all__ = ("Expected", "Oracle", "Unclear", "difference", "expected", "may_fill", "tolerance")
+__all__ = ("Expected", "Oracle", "Unclear", "difference", "expected", "tolerance")
 
 
 class Unclear(Exception):
@@ -183,13 +183,8 @@ class Oracle:
     def fill(self, unit: Unit) -> None:
         for replica in self.members:
             for key, param in replica.params.items():
-                if key in unit.keys and may_fill(param, key in unit.since_step):
+                if param.requires_grad and param.grad is None and key in unit.keys - unit.since_step:
                     param.grad = torch.zeros_like(param)
-
-
-def may_fill(param: torch.Tensor, since_step: bool) -> bool:
-    """Return whether a step gives zeros to `param`. since_step: whether a rank has reached it since the last step."""
-    return param.requires_grad and param.grad is None and not since_step
 
 
 def write(param: torch.Tensor, combined: torch.Tensor, *, sparse: bool) -> None:

@@ -362,8 +362,8 @@ def on_each(act: One, keys: Sequence[str], x: float, sparse: bool) -> Callable[[
 class Drawing:
     """Draws the statements of a program."""
 
-    def __init__(self, setup: Setup, draw: random.Random, has_no_sync: bool) -> None:
-        self.setup, self.draw, self.has_no_sync = setup, draw, has_no_sync
+    def __init__(self, setup: Setup, draw: random.Random) -> None:
+        self.setup, self.draw = setup, draw
         self.keys = Replica.keys_of(setup)
         self.statements: list[Statement] = []
         self.num_passes = 0
@@ -480,7 +480,7 @@ class Drawing:
                 anchors = [self.draw.choice(anchors)]
             inputs = tuple(sorted({*anchors, *self.draw.sample(self.keys, len(self.keys) // 2)}))
         retains = self.chance(0.15)
-        syncs = not (self.has_no_sync and self.chance(0.2))
+        syncs = not self.chance(0.2)
         self.num_passes += 1
         one = Pass(self.num_passes, models, skipped, inputs, retains, False, syncs)
         self.add_one(one)
@@ -501,7 +501,7 @@ class Drawing:
         self.add(str(one), "pass", lambda replica: replica.backward(one), one=one)
 
 
-def draw_program(seed: int, style: str, size: int, has_no_sync: bool) -> Program:
+def draw_program(seed: int, style: str, size: int) -> Program:
     """Return the program of a seed, equal on all ranks. The oracle leaves out statements that mean nothing."""
     draw = random.Random(f"{seed} {style} {size}")
-    return Drawing(draw_setup(draw, seed, style, size), draw, has_no_sync).program()
+    return Drawing(draw_setup(draw, seed, style, size), draw).program()

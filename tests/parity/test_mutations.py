@@ -56,21 +56,21 @@ class Outcome:
 
 
 def perform(
-    seeds: Sequence[int], style: str, naive: bool, folder: str, left_out: frozenset[int] = frozenset()
+    seeds: Sequence[int], style: str, folder: str, left_out: frozenset[int] = frozenset()
 ) -> list[Outcome]:
     """Run programs on this rank. left_out: the numbers of statements that are not run."""
     import dualdist as hvd
 
-    return [perform_one(seed, style, naive, Path(folder) / str(hvd.rank()), left_out) for seed in seeds]
+    return [perform_one(seed, style, Path(folder) / str(hvd.rank()), left_out) for seed in seeds]
 
 
-def perform_one(seed: int, style: str, naive: bool, progress: Path, left_out: frozenset[int]) -> Outcome:
+def perform_one(seed: int, style: str, progress: Path, left_out: frozenset[int]) -> Outcome:
     import dualdist as hvd
 
-    from .mutation_wrappers import Distributed, Naive, has_no_sync
+    from .mutation_wrappers import Distributed
 
     progress.write_text(f"seed {seed}, preparing")
-    drawn = draw_program(seed, style, hvd.size(), has_no_sync(style))
+    drawn = draw_program(seed, style, hvd.size())
     kept = [one for place, one in enumerate(drawn.statements) if place not in left_out]
     wanted = expected(Program(drawn.setup, tuple(kept)), hvd.rank())
     program = wanted.program
@@ -78,7 +78,7 @@ def perform_one(seed: int, style: str, naive: bool, progress: Path, left_out: fr
     number, kind = -1, "wrap"
     try:
         progress.write_text(f"seed {seed}, wrapping")
-        replica = (Naive if naive else Distributed)(program.setup, hvd.rank())
+        replica = Distributed(program.setup, hvd.rank())
         for number, statement in enumerate(program.statements):
             kind = statement.kind
             progress.write_text(f"seed {seed}, statement {number}: {statement}")
@@ -110,8 +110,8 @@ def perform_one(seed: int, style: str, naive: bool, progress: Path, left_out: fr
 class Runner:
     """Runs programs of one style in a world, and collects those that fail."""
 
-    def __init__(self, world: World, style: str, naive: bool, folder: Path) -> None:
-        self.world, self.style, self.naive, self.folder = world, style, naive, folder
+    def __init__(self, world: World, style: str, folder: Path) -> None:
+        self.world, self.style, self.folder = world, style, folder
         self.failed: dict[str, list[int]] = defaultdict(list)
         """The seeds of failed programs by the kind of failure."""
         self.reports: list[str] = []
@@ -120,7 +120,7 @@ class Runner:
     def run(self, seeds: Sequence[int], left_out: frozenset[int] = frozenset()) -> list[tuple[Outcome, ...]]:
         """Return the outcomes of each program on all ranks. Raises WorldFailure with the place of each rank."""
         try:
-            outcomes = self.world.run(perform, seeds, self.style, self.naive, str(self.folder), left_out)
+            outcomes = self.world.run(perform, seeds, self.style, str(self.folder), left_out)
         except WorldFailure as error:
             raise WorldFailure("\n".join([*self.places(), str(error)])) from None
         return list(zip(*outcomes, strict=True))
@@ -184,30 +184,15 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[int, Failure] | None:
     return min(found, key=lambda one: (one[1].number, one[1].kind.endswith(waited)), default=None)
 
 
-def check(
-    world: World, style: str, request: pytest.FixtureRequest, folder: Path, *, naive: bool, part: int
+@pytest.mark.parametrize("style", STYLES)
+def test_scripts_that_change_gradients_train_as_in_plain_torch(
+    world: World, style: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     seed = request.config.getoption("--program-seed")
-    count = -(-request.config.getoption("--programs") // part)
-    runner = Runner(world, style, naive, folder)
-    runner.run_all(range(count) if seed is None else [seed])
+    runner = Runner(world, style, tmp_path)
+    runner.run_all(range(request.config.getoption("--programs")) if seed is None else [seed])
     if runner.failed:
         counts = [
             f"{len(seeds)} programs failed, {kind}: seeds {seeds}" for kind, seeds in runner.failed.items()
         ]
         pytest.fail("\n".join([*runner.reports, *counts]), pytrace=False)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_scripts_that_change_gradients_train_as_in_plain_torch(
-    world: World, style: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    check(world, style, request, tmp_path, naive=False, part=1)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_a_naive_wrapper_agrees_with_the_oracle(
-    world: World, style: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """So that what fails above is a defect of dualdist, not of the oracle."""
-    check(world, style, request, tmp_path, naive=True, part=5)
