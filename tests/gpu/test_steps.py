@@ -187,6 +187,7 @@ WAITS = {
     "bfloat16 autocast": Case(autocast=torch.bfloat16),
     "GradScaler": Case(autocast=torch.float16, scaled=True),
     "BatchNorm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear())),
+    "SyncBatchNorm": Case(lambda: nn.Sequential(linear(), hvd.SyncBatchNorm(WIDTH), linear())),
     "accumulation": Case(passes=2),
     "clipping": Case(max_norm=0.1),
     "fused Adam": Case(optimizer=lambda params: torch.optim.Adam(params, fused=True)),
@@ -218,7 +219,7 @@ def test_the_host_waits_no_more_often_than_in_torch(
     oracle = "ddp" if WAITS[name].hook else "plain"  # PowerSGD waits for the device itself
     (expected,), (found,) = one.run(waits, "cuda:0", oracle, name), one.run(waits, "cuda:0", style, name)
     record_property("figure", f"{oracle} {expected}, {style} {found}")
-    assert found <= expected
+    assert found <= (0 if name == "SyncBatchNorm" else expected)
     assert WAITS[name].hook or found == expected  # a GradScaler must read whether there was an overflow
 
 
