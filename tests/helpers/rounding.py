@@ -40,20 +40,22 @@ def change_at_random(
     """Change every input, gradient and weight by at most `most` times itself in each step from now on."""
     generator = torch.Generator().manual_seed(seed)
 
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return (tensor.double() * (1 + most * noise)).to(tensor.dtype)
+    def changed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [tensor.numel() for tensor in tensors]
+        noise = torch.rand(sum(sizes), generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+        return [
+            (tensor.double() * (1 + most * part.view(tensor.shape))).to(tensor.dtype)
+            for tensor, part in zip(tensors, noise.split(sizes), strict=True)
+        ]
 
     def change_inputs(network: nn.Module, inputs: Any) -> Any:
-        return tuple(changed(tensor) for tensor in inputs)
+        return tuple(changed(*inputs))
 
     def change_all(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        tensors = [*params, *(param.grad for param in params if param.grad is not None)]
         with torch.no_grad():
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.copy_(changed(param))
-                    if param.grad is not None:
-                        param.grad.copy_(changed(param.grad))
+            torch._foreach_copy_(tensors, changed(*tensors))
 
     for network in networks:
         network.register_forward_pre_hook(change_inputs)

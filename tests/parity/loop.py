@@ -20,9 +20,9 @@ import dualdist as hvd
 
 __all__ = ("SCENARIOS", "STYLES", "Outcome", "alone", "train")
 
-STEPS, ROWS, FEATURES = 20, 4, 5
+STEPS, ROWS, FEATURES = 12, 4, 5
 """Rows are per rank and micro-batch."""
-OVERFLOW_STEP, THAW_STEP = 7, 10
+OVERFLOW_STEP, THAW_STEP = 4, 6
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[Sequence[nn.Module], torch.Tensor, torch.Tensor], torch.Tensor]

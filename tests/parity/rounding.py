@@ -13,7 +13,7 @@ from .loop import ROWS, SCENARIOS, Outcome, Pieces, Scenario, alone, train
 
 __all__ = ("bounds", "deviation", "expected", "shares")
 
-RUNS = 16
+RUNS = 8
 """Trainings with random changes."""
 
 

@@ -15,7 +15,7 @@ from .loop import SCENARIOS, Pieces, Scenario, alone, train
 from .rounding import bounds, expected, shares
 from .test_training import DTYPES, check
 
-SIZE, STEP = 2, 12
+SIZE, STEP = 2, 7
 """The number of ranks whose rows are used, and the backward from which on a mistake happens."""
 
 Mistake = Callable[[list[nn.Parameter], int], None]

@@ -1,4 +1,4 @@
-"""Twenty steps in every style on every backend give the result of one process with the whole batch."""
+"""Twelve steps in every style on every backend give the result of one process with the whole batch."""
 
 from __future__ import annotations
 
