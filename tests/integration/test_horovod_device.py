@@ -14,7 +14,9 @@ from dualdist import accelerator, process_exit
 from dualdist.backends.torch_groups import DefaultGroup
 from dualdist.world.context import current
 
-from ..helpers.world import WORLDS, started
+from ..helpers.world import World
+
+pytestmark = [pytest.mark.world_kinds("horovod-gloo"), pytest.mark.ranks(2)]
 
 
 def bound_device(current_index: int | None, is_adopted: bool) -> tuple[str, list[str]]:
@@ -67,15 +69,15 @@ def shutdown_after_a_failure() -> bool:
     return gave_up == [True]
 
 
-def test_a_shutdown_of_horovod_that_is_stuck_after_a_failure_is_left_alone() -> None:
-    with started(*WORLDS["horovod-gloo-2"]) as world:
-        assert world.run(shutdown_after_a_failure) == [True, True]
+def test_a_shutdown_of_horovod_that_is_stuck_after_a_failure_is_left_alone(world: World) -> None:
+    assert world.run(shutdown_after_a_failure) == [True, True]
 
 
-def test_each_rank_takes_its_device_unless_the_script_has_started_horovod_and_chosen_one() -> None:
+def test_each_rank_takes_its_device_unless_the_script_has_started_horovod_and_chosen_one(
+    world: World,
+) -> None:
     own = [("cuda:0", ["cuda:0"]), ("cuda:1", ["cuda:1"])]
-    with started(*WORLDS["horovod-gloo-2"]) as world:
-        assert world.run(bound_device, None, False) == own
-        assert world.run(bound_device, 0, False) == own
-        assert world.run(bound_device, None, True) == own
-        assert world.run(bound_device, 0, True) == [("cuda:0", [])] * 2
+    assert world.run(bound_device, None, False) == own
+    assert world.run(bound_device, 0, False) == own
+    assert world.run(bound_device, None, True) == own
+    assert world.run(bound_device, 0, True) == [("cuda:0", [])] * 2

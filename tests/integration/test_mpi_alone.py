@@ -129,7 +129,7 @@ def test_mpi_that_allows_one_call_at_a_time_gets_one_at_a_time(script: str) -> N
 @pytest.mark.parametrize("script", [SCRIPT_THAT_LEAVES_THE_START_OF_MPI], indirect=True, ids=["start"])
 def test_init_starts_mpi_if_the_import_of_mpi4py_did_not(script: str) -> None:
     settings = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
-    ended = launch("mpirun", script, environment=settings, forks=False)
+    ended = launch("mpirun", script, environment=settings)
     assert (ended.code, ended.output) == (0, "")
 
 
@@ -142,6 +142,7 @@ def test_the_interpreter_ends_after_the_callbacks_of_futures(script: str) -> Non
 @pytest.mark.parametrize("script", [SCRIPT_WITH_AN_EXCEPTHOOK], indirect=True, ids=["excepthook"])
 def test_an_exception_that_the_script_shows_itself_ends_the_job(script: str) -> None:
     settings = {"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": "mpi"}
+    # In a new interpreter, at whose end mpi4py would wait for the other rank.
     ended = launch("mpirun", script, environment=settings, forks=False)
     assert ended.code != 0
     assert ended.output.count("shown by the script") == 1

@@ -71,6 +71,8 @@ def test_a_missing_member_is_an_error_after_the_timeout() -> None:
         with pytest.raises(RuntimeError, match="MPI: broadcast failed on rank 0"):
             work.get_future().wait()
         assert isinstance(work.exception(), RuntimeError) and not work.is_success()
+        with pytest.raises(RuntimeError, match=r"barrier failed .* timed out after 0\.1 s"):
+            dist.barrier(group=hasty, timeout=timedelta(seconds=0.1))
         with pytest.raises(RuntimeError, match=r"recv from 1 timed out after 0\.1 s"):
             hasty.recv([tensor], 1, 0).wait(timedelta(seconds=0.1))
     dist.destroy_process_group(hasty)
@@ -97,36 +99,20 @@ def test_a_group_that_is_destroyed_ends_its_calls_first() -> None:
 @everywhere
 def test_torchs_own_ddp_has_the_gradients_of_one_process() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    single = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    single.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     data = torch.randn(2, 4 * size, 6, generator=torch.Generator().manual_seed(1)).double()
-    for batch in data:
-        for module, rows in ((single, batch), (parallel, batch.chunk(size)[rank])):
-            module.zero_grad()
-            module(rows).square().mean().backward()
-        for ours, wanted in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-12, atol=1e-12)
-
-
-class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((2,), float(index))
-
-    def __len__(self) -> int:
-        return 8
-
-
-@everywhere
-def test_forked_loaders_work_while_the_progress_thread_runs() -> None:
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    loader = torch.utils.data.DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")
-    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert work is not None
-    work.wait()
+    for is_static in (False, True):
+        torch.manual_seed(0)
+        single = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001, static_graph=is_static)
+        single.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        for batch in data:
+            for module, rows in ((single, batch), (parallel, batch.chunk(size)[rank])):
+                module.zero_grad()
+                module(rows).square().mean().backward()
+            for ours, wanted in zip(model.parameters(), single.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-12, atol=1e-12)
 
 
 def error_in_a_fork() -> str:
