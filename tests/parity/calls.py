@@ -1,52 +1,21 @@
-"""dualdist on every backend against real Horovod in the same processes: the same call, drawn at random.
+"""Single calls, drawn at random, that are made on dualdist and on real Horovod in the same processes.
 
-Hypothesis draws the call once, in pytest; every rank makes its own numbers from the drawn seed and its rank, calls real
-Horovod and dualdist, and compares value, dtype, shape, aliasing and the class of an error. Only what real Horovod
-supports is drawn: its five dtypes for reductions, contiguous tensors.
+Every rank makes its own numbers from the drawn seed and its rank, calls real Horovod and dualdist, and compares value,
+dtype, shape, aliasing and the class of an error. Only what real Horovod supports is drawn: its five dtypes for
+reductions, contiguous tensors.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ..helpers.forks import BIN
-from ..helpers.requirements import need_modules
-from ..helpers.world import MPIRUN, World, WorldKind
-
-HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")
-
-
-def _torch(transport: str) -> MappingProxyType[str, str]:
-    return MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
-
-
-WORLD_KINDS = (
-    WorldKind("torch-gloo", HOROVODRUN, _torch("gloo")),
-    WorldKind("torch-mpi", MPIRUN, _torch("mpi")),
-    WorldKind("horovod-gloo", HOROVODRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
-    WorldKind("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
-)
-"""Real Horovod runs in all of these; the name says what dualdist runs on."""
-
-WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size in (2, 3)}
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def both(request: pytest.FixtureRequest) -> Iterator[World]:
-    need_modules("horovod.torch", "mpi4py")
-    world = World(*WORLDS[request.param])
-    yield world
-    world.close()
-
+__all__ = ("Case", "cases", "compare")
 
 REDUCED = ("int32", "int64", "float16", "float32", "float64")
 MOVED = (*REDUCED, "uint8", "int8", "int16")
@@ -98,19 +67,6 @@ def cases() -> st.SearchStrategy[Case]:
         of(["broadcast"], form, MOVED),
         of(["reducescatter", "grouped_reducescatter"], out_of_place, REDUCED, ("Average", "Sum")),
     )
-
-
-@settings(
-    max_examples=60,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],  # a failed world starts anew, so shrinking would take minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(case=cases())
-def test_every_call_does_what_real_horovod_does(both: World, case: Case) -> None:
-    both.run(compare, case)
 
 
 _numbers = itertools.count()
@@ -167,7 +123,7 @@ def make(case: Case, rank: int) -> list[torch.Tensor]:
 
 
 def call(hvd: Any, case: Case, tensors: list[torch.Tensor], name: str) -> Any:
-    function: Callable[..., Any] = getattr(hvd, in_form(case.kind, case.form))
+    function: Callable[..., Any] = getattr(hvd, case.kind + case.form)
     given: Any = tensors if case.kind.startswith("grouped") else tensors[0]
     op = getattr(hvd, case.op)
     scales = {"prescale_factor": case.prescale, "postscale_factor": case.postscale}
@@ -184,7 +140,3 @@ def call(hvd: Any, case: Case, tensors: list[torch.Tensor], name: str) -> Any:
     else:
         result = function(given, name=name)
     return hvd.synchronize(result) if "async" in case.form else result
-
-
-def in_form(kind: str, form: str) -> str:
-    return kind + form

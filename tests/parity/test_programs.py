@@ -17,14 +17,17 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
+from ..helpers.forks import BIN
 from ..helpers.requirements import need_modules
-from ..helpers.world import World
+from ..helpers.world import MPIRUN, World, WorldKind
+from .calls import Case, cases, compare
 from .failing_programs import outcome
 from .programs import (
     CALL,
@@ -41,7 +44,6 @@ from .programs import (
     runs_of,
     simulated,
 )
-from .test_differential import WORLDS
 
 AT_ONCE_SECONDS = 20.0
 """Time for a program that cannot finish, on a busy machine; an undetected one would wait for ten minutes."""
@@ -49,6 +51,13 @@ HOROVOD_SECONDS = 20.0
 """The longest that real Horovod may take for the collectives of a program."""
 SAMPLE = 5
 """One in so many programs runs on real Horovod as well."""
+RANDOM = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],  # a failed world starts again, so shrinking would take minutes
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def start(hvd: Any, op: Op, *, waits: bool, name: str | None = None, **options: Any) -> Any:
@@ -181,6 +190,7 @@ def perform_on_horovod(program: Program, expected_ends: Sequence[int]) -> tuple[
             for number, handle in handles.items():
                 if number not in results and horovod.torch.poll(handle):
                     results[number] = result_on_horovod(handle)
+            time.sleep(0.001)  # leaves the core to Horovod's thread
         now = dualdist.allgather_object((position, len(results), time.monotonic() > deadline))
         as_expected = all(ended >= wanted for (_, ended, _), wanted in zip(now, expected_ends, strict=True))
         is_late = any(late for *_, late in now)
@@ -221,6 +231,24 @@ def runs_on_horovod(program: Program) -> bool:
     return is_plain and all(op.kind != "barrier" for op in program.ops)
 
 
+HOROVODRUN = (f"{BIN}/horovodrun", "--gloo", "-np", "{size}")
+
+
+def _torch(transport: str) -> MappingProxyType[str, str]:
+    return MappingProxyType({"DUALDIST_BACKEND": "torch", "DUALDIST_TRANSPORT": transport})
+
+
+WORLD_KINDS = (
+    WorldKind("torch-gloo", HOROVODRUN, _torch("gloo")),
+    WorldKind("torch-mpi", MPIRUN, _torch("mpi")),
+    WorldKind("horovod-gloo", HOROVODRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+    WorldKind("horovod-mpi", MPIRUN, MappingProxyType({"DUALDIST_BACKEND": "horovod"})),
+)
+"""Real Horovod runs in all of these; the name says what dualdist runs on."""
+
+WORLDS = {f"{kind.name}-{size}": (kind, size) for kind in WORLD_KINDS for size in (2, 3)}
+
+
 @pytest.fixture(scope="module", params=WORLDS)
 def both(request: pytest.FixtureRequest) -> Iterator[World]:
     need_modules("horovod.torch", "mpi4py")
@@ -252,14 +280,7 @@ def check(
 def test_programs_in_any_order_do_what_horovod_does(both: World, request: pytest.FixtureRequest) -> None:
     count = itertools.count()
 
-    @settings(
-        max_examples=request.config.getoption("--programs"),
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],  # a failed world starts again, so shrinking would take minutes
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(RANDOM, max_examples=request.config.getoption("--programs"))
     @given(program=programs(both.size))
     def run(program: Program) -> None:
         found = outcome(program) if program.fails else simulated(program)
@@ -277,3 +298,9 @@ def test_programs_in_any_order_do_what_horovod_does(both: World, request: pytest
             assert [own for _, own in theirs] == finished, program
 
     run()
+
+
+@settings(RANDOM, max_examples=60)
+@given(case=cases())
+def test_every_call_does_what_real_horovod_does(both: World, case: Case) -> None:
+    both.run(compare, case)
