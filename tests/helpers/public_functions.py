@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 import dualdist as hvd
-from dualdist import checkpoint, elastic, lr, metrics, samplers, seeding
+from dualdist import checkpoint, elastic, metrics, samplers
 
 __all__ = ("CASES", "COLLECTIVES", "Case")
 
@@ -35,9 +36,19 @@ class Case:
         return (self.call or self.function)(**{**self.valid(), **others})
 
 
-def finished(function: Callable[..., int]) -> Callable[..., Any]:
-    """Return `function` and waiting for its handle."""
-    return lambda **arguments: hvd.synchronize(function(**arguments))
+def cases(names: str, valid: Make = dict, of: Callable[[], Any] | None = None) -> dict[str, Case]:
+    """Return the cases of functions with the same valid arguments, by name. of: makes the object of methods."""
+    return {name: _case(name, valid, of) for name in names.split()}
+
+
+def _case(name: str, valid: Make, of: Callable[[], Any] | None) -> Case:
+    function = operator.attrgetter(name)(hvd)
+    if of is not None:
+        method = name.rpartition(".")[2]
+        return Case(function, valid, lambda **arguments: getattr(of(), method)(**arguments))
+    if "_async" in name:
+        return Case(function, valid, lambda **arguments: hvd.synchronize(function(**arguments)))
+    return Case(function, valid)
 
 
 def rows() -> torch.Tensor:
@@ -46,10 +57,6 @@ def rows() -> torch.Tensor:
 
 def one() -> dict[str, Any]:
     return {"tensor": rows()}
-
-
-def two() -> dict[str, Any]:
-    return {"tensors": [rows(), rows()]}
 
 
 def rooted() -> dict[str, Any]:
@@ -61,50 +68,21 @@ def sparse() -> dict[str, Any]:
 
 
 COLLECTIVES: dict[str, Case] = {
+    **cases("allreduce allreduce_ allgather alltoall reducescatter", one),
+    **cases("allreduce_async allreduce_async_ allgather_async alltoall_async reducescatter_async", one),
     **{
-        name: Case(getattr(hvd, name), one)
-        for name in ("allreduce", "allreduce_", "allgather", "alltoall", "reducescatter")
+        name: case
+        for kind in ("allreduce", "allgather", "reducescatter")
+        for form in (("", "_", "_async", "_async_") if kind == "allreduce" else ("", "_async"))
+        for name, case in cases(f"grouped_{kind}{form}", lambda: {"tensors": [rows(), rows()]}).items()
     },
-    **{
-        name: Case(getattr(hvd, name), one, finished(getattr(hvd, name)))
-        for name in (
-            "allreduce_async",
-            "allreduce_async_",
-            "allgather_async",
-            "alltoall_async",
-            "reducescatter_async",
-        )
-    },
-    **{
-        name: Case(getattr(hvd, name), two)
-        for name in ("grouped_allreduce", "grouped_allreduce_", "grouped_allgather", "grouped_reducescatter")
-    },
-    **{
-        name: Case(getattr(hvd, name), two, finished(getattr(hvd, name)))
-        for name in (
-            "grouped_allreduce_async",
-            "grouped_allreduce_async_",
-            "grouped_allgather_async",
-            "grouped_reducescatter_async",
-        )
-    },
-    **{
-        name: Case(getattr(hvd, name), rooted)
-        for name in ("broadcast", "broadcast_", "reduce", "gather", "scatter")
-    },
-    **{
-        name: Case(getattr(hvd, name), rooted, finished(getattr(hvd, name)))
-        for name in ("broadcast_async", "broadcast_async_")
-    },
+    **cases("broadcast broadcast_ reduce gather scatter broadcast_async broadcast_async_", rooted),
     "sparse_allreduce_async": Case(
         hvd.sparse_allreduce_async, sparse, lambda **arguments: hvd.sparse_allreduce_async(**arguments)()
     ),
-    **{
-        name: Case(getattr(hvd, name), lambda: {"obj": 1})
-        for name in ("broadcast_object", "allgather_object", "gather_object")
-    },
-    "scatter_object": Case(hvd.scatter_object, lambda: {"objs": [1] * hvd.size()}),
-    "barrier": Case(hvd.barrier),
+    **cases("broadcast_object allgather_object gather_object", lambda: {"obj": 1}),
+    **cases("scatter_object", lambda: {"objs": [1] * hvd.size()}),
+    **cases("barrier"),
 }
 
 
@@ -115,6 +93,10 @@ def sampler() -> hvd.DistributedSampler:
     return made
 
 
+def elastic_sampler() -> Any:
+    return elastic.ElasticSampler(range(12))
+
+
 def classes() -> dict[str, Any]:
     return {"predicted": torch.zeros(6, dtype=torch.int64), "targets": torch.zeros(6, dtype=torch.int64)}
 
@@ -123,86 +105,41 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
 
 
-def of_dataset() -> dict[str, Any]:
-    return {"dataset": range(12)}
-
-
 DATA: dict[str, Case] = {
-    "DistributedSampler": Case(hvd.DistributedSampler, of_dataset),
-    "DistributedSampler.set_epoch": Case(
-        hvd.DistributedSampler.set_epoch, call=lambda **arguments: sampler().set_epoch(**arguments)
+    **cases("DistributedSampler elastic.ElasticSampler", lambda: {"dataset": range(12)}),
+    **cases(
+        "DistributedSampler.set_epoch DistributedSampler.advance DistributedSampler.load_state_dict",
+        of=sampler,
     ),
-    "DistributedSampler.advance": Case(
-        hvd.DistributedSampler.advance, call=lambda **arguments: sampler().advance(**arguments)
+    **cases("samplers.DistributedSamplerWrapper", lambda: {"sampler": range(12)}),
+    **cases(
+        "samplers.DealingSampler.load_state_dict", of=lambda: samplers.DistributedSamplerWrapper(range(12))
     ),
-    "DistributedSampler.load_state_dict": Case(
-        hvd.DistributedSampler.load_state_dict,
-        call=lambda **arguments: sampler().load_state_dict(**arguments),
+    **cases("split_by_rank", lambda: {"iterable": range(12)}),
+    **cases("elastic.ElasticSampler.set_epoch elastic.ElasticSampler.load_state_dict", of=elastic_sampler),
+    **cases(
+        "elastic.ElasticSampler.record_batch", lambda: {"batch_idx": 0, "batch_size": 1}, elastic_sampler
     ),
-    "samplers.DistributedSamplerWrapper": Case(
-        samplers.DistributedSamplerWrapper, lambda: {"sampler": range(12)}
-    ),
-    "samplers.DealingSampler.load_state_dict": Case(
-        samplers.DealingSampler.load_state_dict,
-        call=lambda **arguments: samplers.DistributedSamplerWrapper(range(12)).load_state_dict(**arguments),
-    ),
-    "split_by_rank": Case(hvd.split_by_rank, lambda: {"iterable": range(12)}),
-    "elastic.ElasticSampler": Case(elastic.ElasticSampler, of_dataset),
-    "elastic.ElasticSampler.set_epoch": Case(
-        elastic.ElasticSampler.set_epoch,
-        call=lambda **arguments: elastic.ElasticSampler(range(12)).set_epoch(**arguments),
-    ),
-    "elastic.ElasticSampler.record_batch": Case(
-        elastic.ElasticSampler.record_batch,
-        lambda: {"batch_idx": 0, "batch_size": 1},
-        lambda **arguments: elastic.ElasticSampler(range(12)).record_batch(**arguments),
-    ),
-    "elastic.ElasticSampler.load_state_dict": Case(
-        elastic.ElasticSampler.load_state_dict,
-        call=lambda **arguments: elastic.ElasticSampler(range(12)).load_state_dict(**arguments),
-    ),
-    "seed_everything": Case(hvd.seed_everything, lambda: {"seed": 1}),
-    "seeding.worker_init_fn": Case(seeding.worker_init_fn),
-    "lr.scaled": Case(lr.scaled, lambda: {"lr": 0.1}),
-    "lr.warmup": Case(lr.warmup, lambda: {"optimizer": sgd(), "steps": 3}),
+    **cases("seed_everything", lambda: {"seed": 1}),
+    **cases("seeding.worker_init_fn"),
+    **cases("lr.scaled", lambda: {"lr": 0.1}),
+    **cases("lr.warmup", lambda: {"optimizer": sgd(), "steps": 3}),
 }
 
 METRICS: dict[str, Case] = {
-    "metrics.Mean": Case(metrics.Mean),
-    "metrics.Mean.update": Case(
-        metrics.Mean.update,
-        lambda: {"values": 1.0, "count": 2},
-        lambda **arguments: metrics.Mean().update(**arguments),
-    ),
-    "metrics.Sum": Case(metrics.Sum),
-    "metrics.Sum.update": Case(
-        metrics.Sum.update, call=lambda **arguments: metrics.Sum().update(**arguments)
-    ),
-    "metrics.ConfusionMatrix": Case(metrics.ConfusionMatrix, lambda: {"num_classes": 3}),
-    "metrics.ConfusionMatrix.update": Case(
-        metrics.ConfusionMatrix.update,
-        classes,
-        lambda **arguments: metrics.ConfusionMatrix(3).update(**arguments),
-    ),
-    "metrics.ConfusionMatrix.load_state_dict": Case(
-        metrics.ConfusionMatrix.load_state_dict,
-        call=lambda **arguments: metrics.ConfusionMatrix(3).load_state_dict(**arguments),
-    ),
-    "metrics.compute": Case(metrics.compute),
-    "metrics.gather_all_tensors": Case(metrics.gather_all_tensors, one),
-    "metrics.gather_in_order": Case(
-        metrics.gather_in_order,
-        lambda: {"outputs": rows()[:1], "indices": [hvd.rank()]},
-    ),
+    **cases("metrics.Mean metrics.Sum metrics.compute"),
+    **cases("metrics.Mean.update", lambda: {"values": 1.0, "count": 2}, metrics.Mean),
+    **cases("metrics.Sum.update", of=metrics.Sum),
+    **cases("metrics.ConfusionMatrix", lambda: {"num_classes": 3}),
+    **cases("metrics.ConfusionMatrix.update", classes, lambda: metrics.ConfusionMatrix(3)),
+    **cases("metrics.ConfusionMatrix.load_state_dict", of=lambda: metrics.ConfusionMatrix(3)),
+    **cases("metrics.gather_all_tensors", one),
+    **cases("metrics.gather_in_order", lambda: {"outputs": rows()[:1], "indices": [hvd.rank()]}),
 }
 
 
 def linear() -> torch.nn.Linear:
     return torch.nn.Linear(2, 2)
-
-
-def distributed() -> hvd.SynchronizedOptimizer:
-    return hvd.DistributedOptimizer(sgd())
 
 
 def timeline(**arguments: Any) -> None:
@@ -218,34 +155,21 @@ def entered(context: Any) -> None:
 
 
 TRAINING: dict[str, Case] = {
-    "broadcast_parameters": Case(
-        hvd.broadcast_parameters, lambda: {"params": linear().state_dict(), "root_rank": 0}
+    **cases("broadcast_parameters", lambda: {"params": linear().state_dict(), "root_rank": 0}),
+    **cases("broadcast_optimizer_state", lambda: {"optimizer": sgd(), "root_rank": 0}),
+    **cases("DistributedOptimizer", lambda: {"optimizer": sgd()}),
+    **cases(
+        "SynchronizedOptimizer.add_param_group SynchronizedOptimizer.set_backward_passes_per_step",
+        of=lambda: hvd.DistributedOptimizer(sgd()),
     ),
-    "broadcast_optimizer_state": Case(
-        hvd.broadcast_optimizer_state, lambda: {"optimizer": sgd(), "root_rank": 0}
-    ),
-    "DistributedOptimizer": Case(hvd.DistributedOptimizer, lambda: {"optimizer": sgd()}),
-    "SynchronizedOptimizer.add_param_group": Case(
-        hvd.SynchronizedOptimizer.add_param_group,
-        call=lambda **arguments: distributed().add_param_group(**arguments),
-    ),
-    "SynchronizedOptimizer.set_backward_passes_per_step": Case(
-        hvd.SynchronizedOptimizer.set_backward_passes_per_step,
-        call=lambda **arguments: distributed().set_backward_passes_per_step(**arguments),
-    ),
-    "DistributedDataParallel": Case(hvd.DistributedDataParallel, lambda: {"module": linear()}),
+    **cases("DistributedDataParallel SyncBatchNorm.convert_sync_batchnorm", lambda: {"module": linear()}),
     "DistributedDataParallel.join": Case(
         hvd.DistributedDataParallel.join,
         call=lambda **arguments: entered(hvd.DistributedDataParallel(linear()).join(**arguments)),
     ),
-    "SyncBatchNorm": Case(hvd.SyncBatchNorm, lambda: {"num_features": 3}),
-    "SyncBatchNorm.forward": Case(
-        hvd.SyncBatchNorm.forward, call=lambda **arguments: hvd.SyncBatchNorm(3).forward(**arguments)
-    ),
-    "SyncBatchNorm.convert_sync_batchnorm": Case(
-        hvd.SyncBatchNorm.convert_sync_batchnorm, lambda: {"module": linear()}
-    ),
-    "SyncBatchNorm.revert_sync_batchnorm": Case(hvd.SyncBatchNorm.revert_sync_batchnorm),
+    **cases("SyncBatchNorm", lambda: {"num_features": 3}),
+    **cases("SyncBatchNorm.forward", of=lambda: hvd.SyncBatchNorm(3)),
+    **cases("SyncBatchNorm.revert_sync_batchnorm"),
 }
 
 
@@ -299,7 +223,7 @@ CHECKPOINTS: dict[str, Case] = {
     "checkpoint.save": Case(checkpoint.save, call=saved),
     "checkpoint.load": Case(checkpoint.load, call=loaded),
     "checkpoint.export_weights": Case(checkpoint.export_weights, call=exported),
-    "checkpoint.read_manifest": Case(checkpoint.read_manifest),
+    **cases("checkpoint.read_manifest"),
     "checkpoint.CheckpointManager": Case(
         checkpoint.CheckpointManager, call=lambda **options: managed(**options)
     ),
@@ -309,10 +233,7 @@ CHECKPOINTS: dict[str, Case] = {
         )
         for method in ("step", "save", "restore", "restore_latest", "restore_best")
     },
-    "checkpoint.RandomState.load_state_dict": Case(
-        checkpoint.RandomState.load_state_dict,
-        call=lambda **arguments: checkpoint.RandomState().load_state_dict(**arguments),
-    ),
+    **cases("checkpoint.RandomState.load_state_dict", of=checkpoint.RandomState),
 }
 
 
@@ -334,39 +255,20 @@ def functions() -> dict[str, Any]:
 
 
 ELASTIC: dict[str, Case] = {
-    "elastic.State": Case(elastic.State, functions),
-    "elastic.ObjectState": Case(elastic.ObjectState, functions),
-    "elastic.TorchState": Case(elastic.TorchState),
-    **{
-        f"elastic.State.{method}": Case(
-            getattr(elastic.State, method),
-            valid,
-            lambda method=method, **arguments: getattr(elastic_state(), method)(**arguments),
-        )
-        for method, valid in (
-            ("register_reset_callbacks", dict),
-            ("on_hosts_updated", lambda: {"timestamp": 1.0, "update_res": 1}),
-        )
-    },
-    "elastic.run": Case(elastic.run),
-    "elastic.run_fn": Case(elastic.run_fn, lambda: {"func": print, "reset": print}),
-    "elastic.ModelStateHandler": Case(elastic.ModelStateHandler),
-    "elastic.OptimizerStateHandler": Case(elastic.OptimizerStateHandler),
-    "elastic.SamplerStateHandler": Case(elastic.SamplerStateHandler),
-    "elastic.ModelStateHandler.set_value": Case(
-        elastic.ModelStateHandler.set_value,
-        call=lambda **arguments: elastic.ModelStateHandler(linear()).set_value(**arguments),
-    ),
+    **cases("elastic.State elastic.ObjectState", functions),
+    **cases("elastic.TorchState elastic.run elastic.ModelStateHandler elastic.OptimizerStateHandler"),
+    **cases("elastic.SamplerStateHandler"),
+    **cases("elastic.State.register_reset_callbacks", of=elastic_state),
+    **cases("elastic.State.on_hosts_updated", lambda: {"timestamp": 1.0, "update_res": 1}, elastic_state),
+    **cases("elastic.run_fn", lambda: {"func": print, "reset": print}),
+    **cases("elastic.ModelStateHandler.set_value", of=lambda: elastic.ModelStateHandler(linear())),
     "elastic.set_handler_registry": Case(elastic.set_handler_registry, call=registered),
 }
 
 WORLD: dict[str, Case] = {
-    "ProcessSet": Case(hvd.ProcessSet),
-    "add_process_set": Case(hvd.add_process_set),
-    "device_mesh": Case(hvd.device_mesh),
-    "remove_process_set": Case(hvd.remove_process_set),
-    "run": Case(hvd.run, lambda: {"func": print}),
-    "spawn": Case(hvd.spawn, lambda: {"fn": print, "nprocs": 1}),
+    **cases("ProcessSet add_process_set device_mesh remove_process_set join poll synchronize"),
+    **cases("run", lambda: {"func": print}),
+    **cases("spawn", lambda: {"fn": print, "nprocs": 1}),
     "start_timeline": Case(hvd.start_timeline, call=timeline),
 }
 
@@ -378,7 +280,4 @@ CASES: dict[str, Case] = {
     **DATA,
     **METRICS,
     **COLLECTIVES,
-    "join": Case(hvd.join),
-    "poll": Case(hvd.poll),
-    "synchronize": Case(hvd.synchronize),
 }
