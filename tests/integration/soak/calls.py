@@ -1,16 +1,17 @@
-"""Random collectives with known results, and one call that is wrong on one rank."""
+"""Random collectives with known results, also in two threads, and one call that is wrong on one rank."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 import dualdist as hvd
 
-__all__ = ("WrongNumbers", "call_some", "call_wrongly", "check")
+__all__ = ("WrongNumbers", "call_in_threads", "call_some", "call_wrongly", "check")
 
 TEN = torch.ones(10)
 RIGHT: tuple[Any, ...] = (hvd.allreduce, TEN, {"op": hvd.Sum})
@@ -52,6 +53,21 @@ def call_wrongly(is_here: bool, choice: int) -> None:
     except (ValueError, TypeError, hvd.HorovodInternalError):
         return
     raise WrongNumbers(f"wrong call {choice % len(WRONG)} raised no error")
+
+
+def call_in_threads() -> None:
+    """Make named allreduces in two threads, in an order of their own on each rank. Collective."""
+
+    def work(thread: int) -> None:
+        for number in range(20):
+            value = float((number + 1) * (thread + 1))
+            found = hvd.allreduce(
+                torch.full((700,), value), op=hvd.Sum, name=f"thread {thread} call {number}"
+            )
+            check(set(found.tolist()), {value * hvd.size()}, "allreduce in a thread")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 def _total(of: Callable[[int], int]) -> int:

@@ -1,9 +1,13 @@
-"""Damages a checkpoint in many ways. Each load is an error on every rank, or has the values that were saved."""
+"""Damages a checkpoint in many ways, and saves one on a full disk.
+
+Each load is an error on every rank, or has the values that were saved. After a save that failed, the former one stays.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,9 @@ import dualdist as hvd
 
 from .calls import WrongNumbers, check
 
-__all__ = ("damage_checkpoints",)
+__all__ = ("damage_checkpoints", "save_on_full_disk")
 
-TIMES = 30
+TIMES, MOST_BYTES = 30, 1000
 
 
 def _flip(data: bytearray, numbers: random.Random) -> None:
@@ -82,3 +86,24 @@ def damage_checkpoints(path: Path, seed: int) -> None:
         check(set(hvd.allgather_object(outcome)), {outcome}, f"outcomes of damage {turn}")
     if hvd.rank() == 0:
         path.unlink()
+
+
+def save_on_full_disk(path: Path, rank: int) -> None:
+    """Save twice, the second time while `rank` can write only small files. Rank 0 writes. Collective."""
+    hvd.checkpoint.save(path, {"x": torch.full((3000,), 1.0)})
+    _, most = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if hvd.rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, most))
+    saved = 2.0
+    try:
+        hvd.checkpoint.save(path, {"x": torch.full((3000,), saved)})
+    except hvd.CheckpointError:
+        saved = 1.0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    check(hvd.allgather_object(saved), [1.0 if rank == 0 else 2.0] * hvd.size(), "saves on a full disk")
+    check(set(hvd.checkpoint.load(path)["x"].tolist()), {saved}, "checkpoint on a full disk")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        path.unlink()
+    check([other.name for other in path.parent.glob(f"*{path.name}*")] if hvd.rank() == 0 else [], [], "rest")

@@ -25,12 +25,10 @@ import dualdist as hvd
 from dualdist.checkpoint import CheckpointManager, Preempted
 
 from ...helpers.faulty_file_system import CountingFileSystem
-from .calls import call_some, call_wrongly, check
-from .damage import damage_checkpoints
+from .calls import call_in_threads, call_some, call_wrongly, check
+from .damage import damage_checkpoints, save_on_full_disk
 from .faults import BACKWARD, CALL, INIT, SAVE, SHUTDOWN, START, STEPS, Fault
-from .full_disk import save_on_full_disk
 from .strike import Strike
-from .threads import call_in_threads
 
 RATE = MOMENTUM = 0.5
 """Powers of two, so that all numbers are exact, in whichever order they are added."""

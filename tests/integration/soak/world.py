@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -18,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ...helpers.forks import fork_variables, forked
+from ...helpers.namespace_hosts import Host, Network, running_network
 from ...helpers.process_watch import Watched
+from ...helpers.script_launch import MARK, started_by
 from ...helpers.world import ROOT, WORLD_KINDS
 from .faults import CUT, DIRECT, INIT, LINKS, START, Fault
 from .hostile import OPEN_MPI_PORTS, Attack
-from .links import LinkFault, first_address, host_of
 
 __all__ = ("Outcome", "run_world")
 
@@ -35,6 +38,8 @@ MARKED_SECONDS = 3.0
 """For helper processes, such as Python's resource tracker, to end after the launcher."""
 KILLED_AFTER = 1.5
 """Seconds after the start at which all ranks are killed at the latest."""
+RATE = "8mbit"
+"""Rate of slow links. A step sends about 0.3 MB."""
 
 
 @dataclass
@@ -77,7 +82,7 @@ def run_world(fault: Fault, folder: Path, seconds: float) -> Outcome:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**environment, "SOAK_MARK": mark},
+                env={**environment, MARK: mark},
                 start_new_session=True,
             )
             for command, environment in _commands(fault, folder)
@@ -134,7 +139,7 @@ def _commands(fault: Fault, folder: Path) -> list[tuple[list[str], dict[str, str
         method = (
             f"file://{folder}/meeting-{secrets.token_hex(4)}"
             if fault.method == "file"
-            else f"tcp://{'127.0.0.1' if fault.hosts == 1 else first_address()}:{port}"
+            else f"tcp://{'127.0.0.1' if fault.hosts == 1 else host_of(0).address()}:{port}"
         )
         given = {"init_method": method, "world_size": fault.size, "backend": fault.world}
         return [
@@ -164,6 +169,37 @@ def _placed(worker: list[str], fault: Fault, rank: int) -> list[str]:
     return forked(worker) if fault.hosts == 1 else [*host_of(rank).command(*worker)]
 
 
+@functools.cache
+def _network() -> Network:
+    """Return the hosts, which stay until the soak ends. Needs root."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(running_network())
+
+
+def host_of(rank: int) -> Host:
+    """Return the host on which a rank runs."""
+    hosts = _network().hosts
+    return hosts[rank % len(hosts)]
+
+
+class _LinkFault:
+    """A fault of the links, from `strike` to `close`."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._stack = contextlib.ExitStack()
+
+    def strike(self) -> None:
+        """Cut the links, or slow them down."""
+        network = _network()
+        self._stack.enter_context(network.cut() if self._kind == CUT else network.slow(RATE))
+
+    def close(self) -> None:
+        """Repair the links."""
+        self._stack.close()
+
+
 class _Run:
     """Receives the reports of one run."""
 
@@ -174,7 +210,7 @@ class _Run:
         self._ranks: dict[Any, int] = {}
         """Connection -> process ID."""
         self._attack = Attack(fault.seed) if fault.kind == "hostile connections" else None
-        self._links = LinkFault(fault.kind) if fault.kind in LINKS else None
+        self._links = _LinkFault(fault.kind) if fault.kind in LINKS else None
         self.pids: set[int] = set()
 
     def receive(self, listener: Listener, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -271,23 +307,13 @@ def _kill_all(processes: list[subprocess.Popen[bytes]], pids: set[int], mark: st
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    Watched(_marked(mark)).left(0.0)
-
-
-def _marked(mark: str) -> list[int]:
-    """Return the processes that have the variable SOAK_MARK of this run."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"SOAK_MARK={mark}".encode() in file.read_bytes().split(b"\0"):
-                found.append(int(file.parent.name))
-    return found
+    Watched(started_by(mark)).left(0.0)
 
 
 def _kill_marked(mark: str, seconds: float) -> list[str]:
     """Kill the processes of this run that do not end within `seconds`, and return how they were started."""
     commands = {}
-    for pid in _marked(mark):
+    for pid in started_by(mark):
         with contextlib.suppress(OSError):
             commands[pid] = f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[-80:]!r}"
     return [commands[pid] for pid in Watched(commands).left(seconds)]
